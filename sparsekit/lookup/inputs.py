@@ -92,7 +92,7 @@ def read_bags(
 
 
 def check_device(layer: str, argument: str, tensor: Any, device: torch.device) -> None:
-    """Raise ValueError for a tensor on another device; accept any object that is no tensor."""
+    """Raise ValueError for a tensor on another device; ignore objects that are not tensors."""
     if isinstance(tensor, torch.Tensor) and tensor.device != device:
         raise ValueError(f"{layer}: {argument} is on {tensor.device}, the weight on {device}")
 

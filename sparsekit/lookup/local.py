@@ -1,4 +1,4 @@
-"""The route of one rank, which owns all keys: nothing is sent."""
+"""The route of a single rank, which owns all keys: nothing is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unpooled import as_vectors
 
 @dataclass
 class Local:
-    """One call of several tables on one rank."""
+    """One lookup in several tables on a single rank."""
 
     plan: LookupPlan
     requests: Sequence[Request]

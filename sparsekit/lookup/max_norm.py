@@ -1,4 +1,4 @@
-"""Scales rows whose norm is too large before they are read."""
+"""Scales down rows whose norm is too large, before a lookup reads them."""
 
 import torch
 
@@ -12,11 +12,11 @@ def limit_norms(
 ) -> None:
     """Scale rows by ``max_norm / (norm + 1e-7)``, in place, where their norm is above max_norm.
 
-    That is torch's `embedding_renorm_`.
+    This is what torch's `embedding_renorm_` does.
 
     Args:
         weight: ``[num_rows, dim]``.
-        rows: distinct; negative ones are ignored.
+        rows: distinct row indices; negative indices are ignored.
         max_norm: the largest norm.
         norm_type: p of the p-norm.
     """
@@ -25,7 +25,7 @@ def limit_norms(
     norms = torch.linalg.vector_norm(vectors, norm_type, dim=1, keepdim=True)
     above = (norms > max_norm).squeeze(1)
     scaled = vectors[above] * (max_norm / (norms[above] + 1e-7))
-    # Written only if a row changes, since a write fails a backward that has saved the weight.
+    # Write only if a row changes: a write makes a backward fail that has saved the weight.
     if len(scaled):
         weight.detach()[rows[above]] = scaled.to(weight.dtype)
         count_own_writes([weight])

@@ -1,4 +1,4 @@
-"""Brings the results of a lookup in evaluation to the form that a backward needs."""
+"""Converts the results of a lookup in evaluation to the form that a backward needs."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from .. import ops
 def numbered(
     rows_of_entries: torch.Tensor, entries: Sequence[slice]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number the distinct rows of each table after evaluation, as training does.
+    """Number the distinct rows of each table, as a lookup in training does.
 
     Returns:
-        index, rows and counts, as `group_find_or_insert_` returns inverse, rows and counts; an
-        entry without a row keeps its -1.
+        index, rows and counts, in the form of inverse, rows and counts of `group_find_or_insert_`.
+        The index of an entry without a row is -1.
     """
     index, rows = rows_of_entries.clone(), torch.empty_like(rows_of_entries)
     counts = []

@@ -1,4 +1,4 @@
-"""Padding: keys of a bag that stand for no key, and are left out."""
+"""Finds padding keys, and removes them from bags."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .inputs import Bags, offsets_of
 
 
 def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
-    """Compare keys with padding_key in int64, since int32 would cut a larger number."""
+    """Return which keys are equal to padding_key, compared as int64 to avoid truncation."""
     return keys.to(torch.int64) == padding_key
 
 
 def without_padding(bags: Bags, padding_key: int) -> Bags:
-    """Return checked bags without the entries that are padding_key."""
+    """Return checked bags without the keys that are equal to padding_key."""
     keep = ~is_padding(bags.values, padding_key)
     # Number of keys kept before each position; at the old offsets these are the new offsets.
     kept_before = offsets_of(keep.to(torch.int64))

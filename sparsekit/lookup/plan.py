@@ -1,4 +1,4 @@
-"""Plans of lookups: facts about their tables that are kept from call to call."""
+"""Plans of lookups: facts about the tables, cached from call to call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from .request import check_weight
 
-# Largest number of input forms that are remembered; a batch size is part of the form.
+# Number of input forms to cache at most; the batch size is part of a form.
 _MOST_FORMS = 64
 
 
 class Tensors(NamedTuple):
-    """Tensors of several tables, for the ops; the last three are those of hash tables."""
+    """Tensors of several tables, as the ops take them; the last three belong to hash tables."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]
@@ -30,29 +30,29 @@ class Tensors(NamedTuple):
 
 
 class TableBatch:
-    """Tables that one call of the ops can take: of one dtype, and all or none insert keys.
+    """Tables that one call of an op can take: they share a dtype, and all or none insert keys.
 
-    Tensors are read at each call, since loading a state may replace them. The tables themselves are
-    not kept alive, so that a layer may keep this object and is still freed as soon as nothing uses
-    it.
+    Tensors are read at each call, since loading a state may replace them. The tables are held by
+    weak references, so that a layer that keeps this object is still freed as soon as nothing else
+    uses it.
 
     Attributes:
         positions: positions of the requests for these tables among all requests of a call.
-        table_of_request: for each of these requests, the number of its table.
-        dims: dims of the tables.
+        table_of_request: for each of these requests, the index of its table.
+        dims: length of a vector of each table.
         divisor: divisor of gradients.
         dtype: dtype of the weights.
         wire_dtype: dtype of vectors and gradients between ranks.
-        row_bytes: bytes of a row of each table on the wire.
-        sum_bytes: bytes of a sum of rows of each table on the wire.
-        key_ends: for each table, the end of its range of keys; -1 if it takes any key.
+        row_bytes: for each table, size in bytes of a row on the wire.
+        sum_bytes: for each table, size in bytes of a sum of rows on the wire.
+        key_ends: for each table, the end of its range of keys; -1 if all keys are valid.
         dedupe: whether a rank sends each distinct key once.
-        described: int64 ``[T, 3]``, the ops' ``tables``.
-        initializers: float64 ``[T, 3]``.
-        hashed: numbers of the tables that have a hash table.
-        features: the ops' descriptors of requests, by everything on which they depend.
-        max_norms: for tables with a limit, the largest norm of a row, and the p of that norm.
-        seen: whether the content of these tables needs no check any more.
+        described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
+        initializers: float64 ``[T, 3]``, the argument of this name of the ops.
+        hashed: indices of the tables that have a hash table.
+        features: cached arguments ``features`` of the ops, by everything that they depend on.
+        max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
+        seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
     """
 
@@ -68,7 +68,7 @@ class TableBatch:
             table.refuse_meta()
         self._tables = [ref(table) for table in tables]
         self.dims = [table.embedding_vec_size for table in tables]
-        # Names of tables that have other rows on other ranks.
+        # Names of the tables that are sharded over ranks; None for other tables.
         self.shards_of = [table.name if table.world_size > 1 else None for table in tables]
         self.divisor = tables[0].gradient_divisor
         self.dtype = tables[0].weight.dtype
@@ -96,26 +96,26 @@ class TableBatch:
         ]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
-        self._process = -1  # process that is known to be allowed to insert
+        self._process = -1  # id of a process that is known to be allowed to insert
         self.features: dict[Any, torch.Tensor] = {}
 
     @property
     def tables(self) -> list[EmbeddingTable]:
-        """The tables, each once."""
+        """The distinct tables."""
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def tensors(self) -> Tensors:
-        """Return the tensors for the lookup that comes next.
+        """Check the tables where needed, and return their tensors for the next lookup.
 
         Raises:
-            TypeError, ValueError: a lookup cannot take a weight.
-            RuntimeError: as `EmbeddingTable.prepare`, or as `HashTable.refuse_sharing`.
+            TypeError, ValueError: a lookup cannot use a table's weight.
+            RuntimeError: see `EmbeddingTable.prepare` and `HashTable.refuse_sharing`.
         """
         weights = self._weights()
         if [weight.shape for weight in weights] != self._shapes:
             for table in self.tables:
                 check_weight(table)
-        # A fork inherits everything that is kept here.
+        # A forked process inherits all attributes, so ask for the process id.
         if self.inserts and self._process != os.getpid():
             for table in self.tables:
                 if table.table is not None:
@@ -134,7 +134,7 @@ class TableBatch:
         )
 
     def take_gradients(self) -> list[bool]:
-        """Return for each table whether a lookup will get gradients."""
+        """Return, for each table, whether the backward of a lookup will need its gradient."""
         if not torch.is_grad_enabled():
             return [False] * len(self.dims)
         return [weight.requires_grad for weight in self._weights()]
@@ -157,7 +157,7 @@ class TableBatch:
             return [table.weight for table in self.tables]
 
     def owners(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the distinct maps of owners, and the number of each table's map; -1 means none.
+        """Return the distinct owner maps, and the index of each table's map; -1 means no map.
 
         Without a map the owner is ``unsigned(key) % world_size``.
         """
@@ -176,7 +176,7 @@ class TableBatch:
     def grads_or_zeros(
         self, grads: Sequence[torch.Tensor | None], dims: Sequence[int], features: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return the gradients of all requests, with zeros for those that have none."""
+        """Return the gradients of all requests, with zeros in place of None."""
         given = [grad for grad in grads if grad is not None]
         if len(given) == len(grads):
             return given
@@ -194,16 +194,16 @@ class TableBatch:
 
 
 class LookupPlan:
-    """The facts that a call needs about its tables, any of which may occur more than once.
+    """The facts that a call needs about its tables; a table may occur more than once.
 
     Attributes:
-        batches: the tables, in batches that one call of the ops can take.
+        batches: the tables, grouped into batches that one call of an op can take.
         columns: for each batch, the range of its tables among all tables.
         derived: values that a caller has derived from the tables for a form of input; see
             `remember`.
-        most_keys: largest number of keys of each table that a rank may ask another one for; None
+        most_keys: for each table, the most keys that a rank may request from another rank; None
             unless all tables have a limit.
-        fits_alone: whether `check_exchange` has found that the tables are those of one process.
+        fits_alone: whether `check_exchange` has found that all tables live on a single process.
     """
 
     def __init__(self, tables: Sequence[EmbeddingTable]) -> None:
@@ -233,17 +233,17 @@ class LookupPlan:
         self._fits: ref[Exchange] | None = None
 
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
-        """Return whether the plan is that of these tables, unchanged since it was made."""
+        """Return whether the plan was made for these tables and none has changed since."""
         return self.tables == tables and self._changes == [table.changes for table in tables]
 
     def up_to_date(self) -> LookupPlan:
-        """Return this plan, or a new one if something about its tables has changed since."""
+        """Return this plan, or a new one if a table has changed since the plan was made."""
         tables = self.tables
         return self if self.is_of(tables) else LookupPlan(tables)
 
     @property
     def tables(self) -> list[EmbeddingTable]:
-        """A table for each request."""
+        """The table of each request."""
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def signature(self) -> str:
@@ -251,7 +251,7 @@ class LookupPlan:
 
         Raises:
             RuntimeError: a table has been overwritten by that of another rank.
-            ValueError: a table's owners has a number that is not a rank.
+            ValueError: an entry of a table's owners is not a rank.
         """
         # Everything that may have changed, in a form that is quick to compare.
         buffers = [of_table for batch in self.batches for of_table in batch.buffers]
@@ -275,7 +275,7 @@ class LookupPlan:
 
         Raises:
             RuntimeError: a table was made on another rank, or for another number of ranks.
-            ValueError: the tables have two process groups or devices.
+            ValueError: the tables have different process groups or devices.
         """
         fits = self.fits_alone if exchange is None else self._fits and self._fits() is exchange
         if fits:
@@ -299,14 +299,14 @@ class LookupPlan:
 
 
 def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
-    """Keep a value that depends on a form of input alone."""
+    """Cache a value that depends on the form of the input only."""
     if len(values) >= _MOST_FORMS:
         values.clear()
     values[form] = value
 
 
 class PlanCache:
-    """A cache of the plan of a caller's last call; a copy of the caller begins without a plan."""
+    """A cache that holds the plan of its owner's last call; a copy starts empty."""
 
     def __init__(self) -> None:
         self._plan: LookupPlan | None = None
@@ -318,10 +318,10 @@ class PlanCache:
         return PlanCache, ()
 
     def plan_for(self, tables: Sequence[EmbeddingTable]) -> LookupPlan:
-        """Return the plan for a call of these tables.
+        """Return the plan for a lookup in these tables.
 
         Raises:
-            RuntimeError: a table is on meta.
+            RuntimeError: a table is on the meta device.
         """
         plan = self._plan
         if plan is None or not plan.is_of(tables):

@@ -1,4 +1,4 @@
-"""Records of lookups for their backward: gradients of rows from gradients of bags."""
+"""Records of lookups, from which a backward computes the gradients of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .numbered import numbered
 from .plan import TableBatch
 from .second import Gradients, pooled_again
 
-# Ops that are called directly with the results of a lookup, which need no checks.
+# Ops called without their wrappers: the results of a lookup need no checks.
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 
@@ -24,9 +24,9 @@ class LookupResult(NamedTuple):
     """Outputs of a lookup, and everything that its backward needs.
 
     Attributes:
-        outputs: one for each request; or a single one, of which all requests have columns.
+        outputs: one for each request, or a single one that has all outputs as columns.
         record: the record of the lookup, without the tensors that autograd must track.
-        found: these tensors, for ``save_for_backward``.
+        found: the tensors that autograd must track, for ``save_for_backward``.
     """
 
     outputs: list[torch.Tensor]
@@ -36,14 +36,14 @@ class LookupResult(NamedTuple):
 
 @dataclass(frozen=True)
 class LookupRecord:
-    """The record of a lookup in tables of this rank, for its backward.
+    """Everything that the backward of a lookup in this rank's tables needs.
 
     Attributes:
-        calls: one for each of `LookupPlan.batches`.
-        weights: weights of all tables, each once.
-        autograd_inputs: tensors to which autograd passes gradients: the weights, or if `fused` one
-            that stands for all. Each input of a backward costs time, and gradients that an
-            optimizer takes in backward do not pass through.
+        calls: the record of a call of the ops for each of `LookupPlan.batches`.
+        weights: weights of the distinct tables.
+        autograd_inputs: tensors to which autograd passes gradients: the weights, or only one of
+            them if `fused`. Each input of a backward costs time, and gradients that an optimizer
+            consumes in backward do not pass through autograd.
         fused: whether one optimizer takes all gradients in backward.
     """
 
@@ -55,10 +55,10 @@ class LookupRecord:
     def gradients(
         self, grads: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Return the sparse gradient of each autograd input; None if not wanted, or used up.
+        """Return the sparse gradient of each autograd input; None if not needed or already applied.
 
         Args:
-            grads: gradients of the outputs; None for an output without one.
+            grads: gradients of the outputs; None for an output without a gradient.
             found: see `LookupResult`.
         """
         calls = len(self.calls)
@@ -70,12 +70,12 @@ class LookupRecord:
         found: Sequence[torch.Tensor | None],
         features: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        """Return the same as `gradients`, after `table_ops.run_into`.
+        """Return the result of `gradients` for a lookup made by `table_ops.run_into`.
 
         Args:
             grads: gradients of the tensors that were written to, one for each.
             found: see `LookupResult`.
-            features: as in the descriptors, except for the places of gradients.
+            features: those of the descriptors, with the positions of gradients instead of outputs.
         """
         return self._gradients([[grad] for grad in grads], found, features)
 
@@ -107,7 +107,7 @@ class LookupRecord:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """The record of one call of the ops, for its backward; see `Descriptors`."""
+    """Everything that the backward of one call of the ops needs; see `Descriptors`."""
 
     batch: TableBatch
     weights: list[torch.Tensor]
@@ -143,7 +143,7 @@ class CallRecord:
             return [None] * len(self.weights)
         dims = self.batch.dims
         if len(taken) < len(dims):
-            wanted = set(taken)  # other tables get vectors without elements
+            wanted = set(taken)  # other tables get gradients of length 0
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
         given = self.batch.grads_or_zeros(grads, dims, features)
         asked_of = index, rows, counts, bags, features, self.sample_weights, key_starts
@@ -181,7 +181,7 @@ class CallRecord:
 
     @property
     def shards_of(self) -> list[str | None]:
-        """Names of tables that have other rows on other ranks."""
+        """Names of the tables that are sharded over ranks; None for other tables."""
         return self.batch.shards_of
 
     def pool_again(
@@ -191,7 +191,7 @@ class CallRecord:
         found: Sequence[Any],
         outs: list[torch.Tensor | None],
     ) -> None:
-        """Pool for `second.pooled_again`, and add the results to outs."""
+        """Pool other vectors for `second.pooled_again`, and add the results to `outs`."""
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
         given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)
@@ -210,7 +210,7 @@ class CallRecord:
 
 
 def entries_of_tables(bags: torch.Tensor, features: torch.Tensor, tables: int) -> list[slice]:
-    """Return the entries of each table."""
+    """Return the range of entries of each table."""
     last = features.new_zeros(tables + 1)
     column = features.T
     last[1:].index_add_(0, column[FeatureColumn.table], column[FeatureColumn.bags])

@@ -27,34 +27,35 @@ GROUP = "EmbeddingGroup"
 
 @dataclass(slots=True)
 class Request:
-    """Bags of keys for one table; each bag gives a vector.
+    """Bags of keys to look up in one table; the result is a vector for each bag.
 
-    The values of keys and offsets may be wrong until `check` has been called. The ops of one rank
-    check them as well, and change nothing if they are wrong; so before these ops `check` is not
-    needed, except to explain what they refused.
+    The values of keys and offsets may be invalid until `check` has been called. The ops for a
+    single rank check them as well, and change nothing if they are invalid, so `check` is only
+    needed to explain their error.
     """
 
     table: EmbeddingTable
     bags: Bags  # bags of keys, without padding
     # "none": a bag has at most one key, whose vector is the output, or zeros without a key. A tuple
-    # has a combiner for each slot, and bags lie slot by slot.
+    # has a combiner for each slot, and bags are sorted by slot.
     combiner: str | tuple[str, ...]
-    max_nnz: int  # largest number of keys in a bag
-    shape: tuple[int, ...]  # shape of the output, without dim, with an element for each bag
+    max_nnz: int  # limit on the number of keys in a bag
+    shape: tuple[int, ...]  # shape of the output without its last dimension: an element per bag
     max_feature_num: int | None = None
     checked: bool = False
-    feature: str | None = None  # the feature of an EmbeddingGroup that asks
-    # The first bag of this request, if several requests share `bags` and each has a run of them.
+    feature: str | None = None  # name of the EmbeddingGroup's feature that makes the request
+    # Index of this request's first bag, if several requests share `bags` and each has a run of
+    # them.
     first_bag: int | None = None
-    # First column, and number of columns, of an output that one rank may write for several
-    # requests.
+    # First column of this request in an output that requests share, and the number of all its
+    # columns.
     columns: tuple[int, int] | None = None
-    # Offsets of the bags among vectors of keys that are not pooled, if the output is jagged.
+    # Offsets of the bags, if the output is jagged: the vectors of the keys, not pooled.
     jagged: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
-        """The prefix of errors."""
+        """The name with which error messages begin."""
         return name_of(self.table, self.feature)
 
     @property
@@ -64,12 +65,12 @@ class Request:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """The offsets, int64 ``[bags + 1]``, after `check`, of a request that pools."""
+        """The offsets, int64 ``[bags + 1]``; call `check` first. Only for requests that pool."""
         return cast(torch.Tensor, self.bags.offsets)
 
     @property
     def weights(self) -> torch.Tensor | None:
-        """The weights ``[n]``, one for each key, in the dtype in which vectors are added."""
+        """The sample weights ``[n]``, one per key, in the dtype in which vectors are added."""
         weights = self.bags.weights
         return None if weights is None else weights.to(accumulate_dtype(self.table.weight.dtype))
 
@@ -81,18 +82,18 @@ class Request:
 
     @property
     def pooled_here(self) -> bool:
-        """Return whether this rank pools the vectors of keys by ops that autograd knows."""
+        """Return whether this rank pools the keys' vectors by ops that autograd differentiates."""
         return "max" in self.combiners or self.weights_need_gradient
 
     @property
     def combiners(self) -> tuple[str, ...]:
-        """The combiners of all slots, or the only one."""
+        """The combiner of each slot, or a single combiner for all slots."""
         return self.combiner if isinstance(self.combiner, tuple) else (self.combiner,)
 
     def check(self) -> None:
-        """Raise an error for offsets and keys that the table cannot take; change no table.
+        """Raise an error if the table cannot take the offsets or keys; change no table.
 
-        Afterwards the request has bags of its own.
+        Afterwards the request no longer shares its bags with other requests.
         """
         if self.checked:
             return
@@ -116,7 +117,7 @@ class Request:
         return bags.part(first, count, begin, end)
 
     def of_slots(self) -> list[Request]:
-        """Return a request for each slot, from a checked request whose bags lie slot by slot."""
+        """Split a checked request, whose bags are sorted by slot, into a request for each slot."""
         samples, slots = self.shape
         firsts = torch.arange(slots + 1, device=self.offsets.device) * samples
         ends = self.offsets[firsts].tolist()
@@ -131,7 +132,7 @@ class Request:
         ]
 
     def shaped(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the output, given the vectors ``[bags, dim]`` of bags."""
+        """Return the vectors of bags, ``[bags, dim]``, in the shape of the output."""
         if not self.bags.slot_major:
             return pooled.view(*self.shape, pooled.shape[1])
         batch, slots = self.shape
@@ -139,14 +140,15 @@ class Request:
 
 
 class LazyRequests(Sequence[Request]):
-    """Requests for runs of the same bags, made only when one is accessed.
+    """Requests for runs of shared bags; they are made only when one of them is accessed.
 
     Args:
         bags: the bags of all requests.
-        shapes: shapes of their outputs, without dim.
-        width: columns of the output that they share, or None.
-        make: makes the requests.
-        form: equal for requests to the same tables that differ in values, offsets and weights only.
+        shapes: shapes of the outputs without the last dimension.
+        width: columns of the shared output; None if each request has its own.
+        make: returns the requests.
+        form: a value that is equal for requests to the same tables that differ only in values,
+            offsets and weights.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class LazyRequests(Sequence[Request]):
 
 
 def name_of(table: EmbeddingTable, feature: str | None) -> str:
-    """Return the name of a table, or of a feature that asks it, for errors."""
+    """Return the name for error messages: the table's, then the feature's if there is one."""
     return table.name if feature is None else f"{table.name}: feature {feature!r}"
 
 
@@ -192,9 +194,9 @@ def ask_bags(
     max_feature_num: int | None = None,
     truncate: bool = False,
 ) -> Request:
-    """Read bags for a table; change nothing.
+    """Return a request for bags in any form; change nothing.
 
-    If slot_num is None, there is one slot, for which inputs and output have no dimension.
+    If slot_num is None, there is one slot, and inputs and output have no dimension for slots.
     """
     one = slot_num is None
     bags = read_bags(inputs, sample_weights, table.name, table.weight.device, matrix=one)
@@ -206,7 +208,7 @@ def ask_bags(
         samples, rest = divmod(bags.count, slot_num)
         shape = samples, slot_num
     by_slot = isinstance(max_nnz, tuple)
-    # The ops know one limit, and refuse bags beyond it.
+    # The ops take one limit for all slots, and refuse longer bags.
     limit = max_nnz if isinstance(max_nnz, int) and not truncate else NO_LIMIT
     request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
@@ -225,13 +227,13 @@ def ask_bags(
 
 
 def leave_padding_out(request: Request) -> None:
-    """Remove the layer's padding_key from a checked request."""
+    """Remove the layer's padding_key from the bags of a checked request."""
     if request.table.padding_key is not None:
         request.bags = without_padding(request.bags, request.table.padding_key)
 
 
 def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """Read keys of any shape for a table, or jagged ones; change nothing."""
+    """Return a request for the vectors of keys, of any shape or jagged; change nothing."""
     name = table.name
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)
@@ -257,7 +259,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 
 def vectors_of_bags(request: Request) -> Request:
-    """Request the vectors of a checked request's keys, jagged; a padding key gives zeros."""
+    """Return a request for the single vectors of bags, as a jagged output; padding gives zeros."""
     made = one_by_one(request.table, request.keys)
     made.jagged = request.offsets
     leave_padding_out(made)
@@ -265,7 +267,7 @@ def vectors_of_bags(request: Request) -> Request:
 
 
 def one_by_one(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """Request the vector of each key, for keys that have been checked."""
+    """Return a request for the vector of each key; the keys must have been checked."""
     return Request(table, Bags(keys, None, None), "none", 1, (len(keys),), checked=True)
 
 
@@ -278,13 +280,13 @@ def check_key_dtype(table: EmbeddingTable, keys: torch.Tensor) -> None:
 def check_keys(
     table: EmbeddingTable, keys: torch.Tensor, name: str | None = None, bags: Bags | None = None
 ) -> None:
-    """Check that a table can take keys, padding included.
+    """Check that a table can take keys; padding keys are valid.
 
     Args:
         table: the table in which they are looked up.
         keys: int64 or int32.
-        name: the name with which errors begin; None means the table's.
-        bags: the bags of the keys, which know the places of keys in the input.
+        name: the name with which error messages begin; None means the table's name.
+        bags: the bags of the keys, from which errors take positions in the input.
     """
     check_key_dtype(table, keys)
     check_weight(table)
@@ -307,7 +309,7 @@ def check_keys(
 
 
 def check_weight(table: EmbeddingTable) -> None:
-    """Raise TypeError or ValueError if a lookup cannot use the weight, before keys are inserted."""
+    """Raise TypeError or ValueError if a lookup cannot use the table's weight."""
     weight = table.weight
     if weight.dtype not in ROW_DTYPES:  # for example after half()
         raise TypeError(

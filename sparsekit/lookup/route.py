@@ -1,4 +1,4 @@
-"""Chooses the route of a lookup: here, by key or by bag."""
+"""Chooses the route of a lookup: local, by key or by bag."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .local import Local
 from .plan import LookupPlan, PlanCache
 from .request import Request
 
-# The requests of a call, one for each table; or its error, which all ranks raise.
+# The requests of a call, one for each table, or an error for all ranks to raise.
 Asked = Sequence[Request] | Exception
 
 
 class Route(Protocol):
-    """A lookup that has begun, and has changed nothing so far."""
+    """A lookup that has begun, but has not changed any table yet."""
 
     plan: LookupPlan
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """Finish the lookup: return an output for each request, or raise the error on all ranks.
 
-        If requests have columns of one output, a route may return that one alone.
+        If all requests share one output, a route may return only that output.
         """
 
 
 def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception:
-    """Return an error that a call's input has raised, to be passed to `look_up`.
+    """Return the error that reading a call's input has raised, to be passed to `look_up`.
 
     An interrupt is raised here, after the call is counted, so that no other rank takes this rank's
     next call for the interrupted one.
@@ -70,7 +70,7 @@ def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) ->
 def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Route:
     """Begin `look_up`, without waiting for the keys to arrive.
 
-    On CUDA it waits for the work that the current stream has by now, not for later work.
+    On CUDA the lookup waits for work already queued on the current stream, not for later work.
     """
     exchange = _exchange(tables)
     if exchange is None:
@@ -87,7 +87,8 @@ def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
 
 
 def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
-    # Most processes have no ranks, and asking a layer for them takes longer than this check.
+    # Most programs have a single rank, and this check is faster than asking a layer for its
+    # exchange.
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return tables[0].process_exchange()
@@ -113,7 +114,7 @@ def _begin_on_ranks(
         plan.check_exchange(exchange)
         return ByKey(exchange, plan)
 
-    # If the plan cannot be made, the handshake tells the other ranks of the error.
+    # If the plan cannot be made, the handshake sends the error to the other ranks.
     made = attempt(default_route)
     if isinstance(made, ByKey) and made.of_plan in exchange.at_once:
         made.begin_at_once(asked)
@@ -128,7 +129,7 @@ def _begin_on_ranks(
         facts = *_compare(made, asked), exchange.parts_saved
         return Proposal(made.signature, made.counts, facts)
 
-    # A bad input here is raised on all ranks, none of which has changed anything yet.
+    # If the input is invalid on this rank, all ranks raise, and none has changed a table yet.
     agreed = exchange.agree("look up", attempt(propose))
     by_key, requests = cast(ByKey, made), cast("Sequence[Request]", asked)
     exchange.parts_saved = 0
@@ -142,9 +143,9 @@ def _begin_on_ranks(
 
 
 def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
-    """Return 1 if this rank prefers to go by bag, and the bytes for each rank then; else zeros.
+    """Return (1, bytes to send to each rank) if this rank prefers the route by bag, else (0, 0).
 
-    Forward and backward move the same numbers of vectors, so only one of them is counted.
+    Forward and backward send the same number of vectors, so only the forward is counted.
     """
     if by_key.plan.most_keys is not None:
         return 0, 0
@@ -153,7 +154,7 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
     forced = "reduce_scatter" in strategies
     if "all_to_all" in strategies and not forced:
         return 0, 0
-    # This decides most calls, without a look at the requests.
+    # This decides most calls without inspecting the requests.
     if not forced and by_key.bytes_of_bags() >= by_key.bytes_to_move():
         return 0, 0
     if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):

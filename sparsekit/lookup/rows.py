@@ -10,29 +10,29 @@ from ..distributed.exchange import Exchange
 from ..distributed.wire import Layout, Parts
 from .plan import LookupPlan, TableBatch
 
-# Writes rows to memory for each of `LookupPlan.batches`, in the dtype of the batch, given the byte
-# at which each rank's part begins in all of these.
+# Takes a buffer for each of `LookupPlan.batches` and the byte offset of each rank's part, and
+# writes rows to the buffers, in the dtype of each batch. Offsets are the same in all buffers.
 Write = Callable[[list[torch.Tensor], Sequence[int]], None]
 
 
 def exchange_rows(
     exchange: Exchange, what: str, plan: LookupPlan, write: Write, sent: Layout, come: Layout
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Send rows of all tables to the ranks, and wait for the rows from them.
+    """Send rows of all tables to all ranks, and wait for the rows from all ranks.
 
-    If tables have another dtype on the wire than in memory, rows are converted, except those of
-    this rank's own part, which stay in memory.
+    If the wire dtype differs from the dtype in memory, rows are converted, except those in this
+    rank's own part, which are not sent.
 
     Args:
         exchange: the exchange of the ranks.
         what: description of these rows, which must be the same on all ranks.
         plan: the plan of their tables.
         write: writes the rows.
-        sent: places of the rows for each rank.
-        come: places of the rows from each rank.
+        sent: layout of the rows to send to each rank.
+        come: layout of the rows to receive from each rank.
 
     Returns:
-        The rows that have come, in the form that write gets: memory, and where parts begin.
+        The received rows, as `write` takes them: a buffer for each batch, and the offsets of parts.
 
     Raises:
         An error of write on any rank is raised on all; `Exchange.send` lists further errors.
@@ -53,7 +53,7 @@ def exchange_rows(
 
 
 def _memory(batch: TableBatch, data: torch.Tensor) -> torch.Tensor:
-    """Return memory for rows as the ops take them: that of the parts, or new memory."""
+    """Return a buffer for rows in the batch's dtype: `data` itself if that is the wire dtype."""
     if batch.wire_dtype == batch.dtype:
         return data.view(batch.dtype)
     elements = data.nbytes // batch.wire_dtype.itemsize
@@ -67,7 +67,7 @@ def _pieces(
     layout: Layout,
     others: Sequence[int],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """List the elements to convert: each piece in the parts, and its counterpart in memory."""
+    """Return pairs of slices to convert between: one of the parts, and its copy in memory."""
     pieces = []
     for batch, columns, own in zip(plan.batches, plan.columns, memory, strict=True):
         if batch.wire_dtype == batch.dtype:

@@ -1,4 +1,4 @@
-"""Gradients of weights that can have gradients themselves, for a penalty on them or MAML."""
+"""Second-order gradients of lookups, for gradient penalties and MAML."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def differentiable(
     again: Callable[[Gradients], Gradients],
     grads: Gradients,
 ) -> Gradients:
-    """Return the gradients of weights, in the backward of a lookup.
+    """Return the gradients of weights in a lookup's backward, differentiable if `grads` are.
 
     Args:
-        make: makes the gradients of weights from those of the outputs, a linear function.
-        again: makes the gradients of the outputs' gradients from those of the weights' gradients.
+        make: computes the gradients of weights from those of the outputs; a linear function.
+        again: computes the gradients of the outputs' gradients from those of the weights'
+            gradients.
         grads: gradients of the outputs.
     """
     if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
@@ -30,7 +31,7 @@ def differentiable(
 
 
 class _Call(Protocol):
-    """A call that has pooled the vectors of some tables."""
+    """A call of an op that has pooled vectors of some tables."""
 
     @property
     def weights(self) -> list[Any]:
@@ -38,7 +39,7 @@ class _Call(Protocol):
 
     @property
     def shards_of(self) -> list[str | None]:
-        """Names of these tables that have other rows on other ranks."""
+        """Names of the tables that are sharded over ranks; None for other tables."""
 
     def pool_again(
         self,
@@ -47,7 +48,7 @@ class _Call(Protocol):
         saved: Sequence[Any],
         outs: list[torch.Tensor | None],
     ) -> None:
-        """Pool other vectors of the same rows, and add them to the outputs."""
+        """Pool `vectors` instead of the weights, and add the results to `outs`."""
 
 
 def pooled_again(
@@ -56,7 +57,7 @@ def pooled_again(
     grads: Gradients,
     saved: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Compute gradients of the outputs' gradients from those of the weights', by a lookup.
+    """Compute the gradients of the outputs' gradients by pooling those of the weights' gradients.
 
     Args:
         calls: the calls that have pooled the outputs.

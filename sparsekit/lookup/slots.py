@@ -1,4 +1,4 @@
-"""Options of single slots, and their effect on the bags of a call."""
+"""Options that can differ from slot to slot, and their effect on bags."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..ops.embedding_bag import COMBINERS
 from ..tables.options import check_count
 from .inputs import Bags, offsets_of
 
-# The limit of bags of any length.
+# Value of max_nnz that allows bags of any length.
 NO_LIMIT = 2**63 - 1
-# Ways to pool a bag; the ops can do all but the last.
+# Combiners of a layer; the ops support all but the last.
 POOLINGS = (*COMBINERS, "max")
 
 
 def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any] | None:
-    """Return the values of an argument that is given by slot; None if one is for all slots.
+    """Return the values of an argument given per slot; None if it is one value for all slots.
 
     Raises:
         ValueError: the number of values is not slot_num.
@@ -38,11 +38,11 @@ def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any]
 def check_max_nnz(
     layer: str, max_nnz: Any, truncate: Any, slot_num: int
 ) -> int | tuple[int | None, ...] | None:
-    """Return ``max_nnz`` as a layer keeps it; for a single slot it is no tuple.
+    """Check and return ``max_nnz``: a tuple if given per slot, otherwise one limit for all slots.
 
     Raises:
-        TypeError, ValueError: max_nnz is neither an int of at least 1 nor slot_num of these; or
-            truncate is set without max_nnz.
+        TypeError, ValueError: max_nnz is neither a positive int nor a list of slot_num such values,
+            or truncate is set without max_nnz.
     """
     if not isinstance(truncate, bool):
         raise TypeError(f"{layer}: truncate must be True or False, got {truncate!r}")
@@ -58,10 +58,10 @@ def check_max_nnz(
 
 
 def check_combiner(layer: str, combiner: Any, slot_num: int) -> str | tuple[str, ...]:
-    """Return ``combiner`` as a layer keeps it; if it is the same for all slots it is no tuple.
+    """Check and return ``combiner``: one name, or a tuple of names if slots differ.
 
     Raises:
-        ValueError: a combiner is unknown, or their number is not slot_num.
+        ValueError: a combiner is unknown, or the number of combiners is not slot_num.
     """
     if (each := each_slot(layer, "combiner", combiner, slot_num)) is None:
         check_choice(layer, "combiner", combiner, POOLINGS)
@@ -72,16 +72,16 @@ def check_combiner(layer: str, combiner: Any, slot_num: int) -> str | tuple[str,
 
 
 def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool) -> Bags:
-    """Return checked bags, each with at most the keys that its slot may have.
+    """Apply the limits of slots to checked bags: truncate longer bags, or raise an error.
 
     Args:
-        bags: bags of samples with a slot for each of max_nnz.
-        layer: name of the layer, with which errors begin.
+        bags: checked bags; a sample has a bag for each element of max_nnz.
+        layer: name of the layer, for error messages.
         max_nnz: the limit of each slot.
         truncate: whether a longer bag keeps its first keys.
 
     Raises:
-        ValueError: a bag has more keys, and is not truncated.
+        ValueError: a bag has too many keys, and truncate is False.
     """
     begins = cast(torch.Tensor, bags.offsets)
     counts = begins.diff()
@@ -101,7 +101,7 @@ def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool
 
 
 def slot_by_slot(bags: Bags, slots: int) -> Bags:
-    """Sort checked bags, which lie sample by sample, by slot."""
+    """Sort checked bags by slot; they must be sorted by sample."""
     offsets = cast(torch.Tensor, bags.offsets)
     begins, counts = (
         of_bags.view(-1, slots).T.reshape(-1) for of_bags in (offsets[:-1], offsets.diff())
@@ -110,11 +110,11 @@ def slot_by_slot(bags: Bags, slots: int) -> Bags:
 
 
 def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | None = None) -> Bags:
-    """Return bags whose values are runs of the values of other bags.
+    """Return new bags; each is a run of the values of existing bags.
 
     Args:
-        bags: the other bags.
-        begins: int64 ``[bags]``, the place in these at which each run begins.
+        bags: the existing bags.
+        begins: int64 ``[bags]``, the position in ``bags.values`` at which each run begins.
         counts: int64 ``[bags]``, the length of each run.
         total: the sum of counts, if it is known, since reading it waits for a device.
     """

@@ -1,4 +1,4 @@
-"""Calls of the ops on many tables: rows of keys, vectors of bags, gradients of rows."""
+"""Calls the ops on many tables, which find the rows of keys and pool their vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 
-# Ops that are called directly: a request has checked their arguments, and explains refusals.
+# Ops called without their wrappers: requests check the arguments, or explain an op's refusal.
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -31,7 +31,7 @@ _LARGE_BYTES = 2 << 20
 
 
 def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
-    """Look up requests in tables of this rank, without gradient; in training, insert new keys.
+    """Look up requests in this rank's tables, without autograd; in training, insert new keys.
 
     Args:
         plan: the plan of the tables.
@@ -40,7 +40,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     Raises:
         TypeError, ValueError, IndexError: a table cannot take the keys or offsets; nothing has been
             changed.
-        TableFullError: a table is full. Tables that had room keep their new keys.
+        TableFullError: a table is full. Tables that are not full keep their new keys.
         RuntimeError: another thread is inserting into one of the tables.
     """
     batches = plan.batches
@@ -69,11 +69,11 @@ def run_into(
     asked: Sequence[tuple[Sequence[Request], Descriptors]],
     outs: Sequence[torch.Tensor],
 ) -> LookupResult:
-    """Run the lookup like `run`, for checked keys, with outputs where the descriptors say.
+    """Look up checked keys like `run`, and write to `outs` as the descriptors say.
 
     Args:
         plan: the plan of the tables.
-        asked: for each of `LookupPlan.batches` the requests, and their descriptors.
+        asked: for each of `LookupPlan.batches`, the requests and their descriptors.
         outs: for each batch, the tensor to write to.
     """
     calls = []
@@ -95,16 +95,16 @@ def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupRes
 
 
 def insert(table: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Return rows, int64, of distinct keys of this rank; insert new keys, also in evaluation."""
+    """Return the int64 rows of this rank's distinct keys; insert new keys, even in evaluation."""
     call = TableOps(TableBatch([0], [table], inserts=True), [one_by_one(table, keys)], None)
     call.find()
     return cast(torch.Tensor, call.rows).to(torch.int64)
 
 
 class TableOps:
-    """One call of each op for the tables of a batch: rows of keys, then vectors of bags.
+    """One lookup in a batch of tables: finds the rows of keys, then pools the vectors of bags.
 
-    With a width, all requests have columns of one output.
+    If `width` is not None, all requests share one output with that number of columns.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class TableOps:
         self.width = descriptors.width
 
     def run(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return the outputs of the requests, written to `outs` if an earlier call made it."""
+        """Look up, and return the outputs; they are written to `outs` if it has any tensors."""
         self.find()
         return self._pool(outs)
 
     def record(self) -> CallRecord:
-        """Return the part of the call that backward needs besides `found`."""
+        """Return everything that the backward needs besides `found`."""
         given = self._descriptors
         return CallRecord(
             self._batch, self.weights, given.sample_weights, given.features, self.width
@@ -136,7 +136,7 @@ class TableOps:
         return self._index, self.rows, self._counts, self._bags, self._key_starts
 
     def find(self) -> None:
-        """Find rows, and insert new keys if the tables do that; raise the errors of `run`."""
+        """Find the rows of all keys; in training, insert new keys. Raises the errors of `run`."""
         tables, sources = self._batch, self._descriptors
         _, seeds, *hash_tables = self._tensors
         asked = sources.keys, sources.offsets, sources.features
@@ -190,10 +190,10 @@ class TableOps:
         return outs
 
     def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
-        """Let rows that new keys may get catch up with the steps that they have missed.
+        """Apply missed optimizer steps to the free rows that new keys may get.
 
-        A row may have moved before it had a key; the steps that it has missed do not belong to its
-        new vector.
+        An optimizer may move a row before it has a key. Steps that the row missed until then must
+        not change the vector of its new key.
         """
         for t, weight in late.items():
             table = self._batch.tables[t]
@@ -205,7 +205,7 @@ class TableOps:
             weight.catch_up(torch.arange(size, end, device=weight.device))
 
     def _prepare(self, late: dict[int, Any]) -> None:
-        """Let the rows that are about to be read catch up, and limit their norms."""
+        """Apply missed optimizer steps to the rows about to be read, and limit the rows' norms."""
         limits = self._batch.max_norms
         features = self._descriptors.features
         entries = entries_of_tables(self._bags, features, len(self.weights))
@@ -225,7 +225,7 @@ class TableOps:
 def new_outs(
     batch: TableBatch, shapes: Sequence[tuple[int, ...]], width: int | None, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return outputs for requests of these shapes, or the one of which they have columns."""
+    """Return an uninitialized output for each request, or a shared one if width is given."""
     if width is not None:
         return [_output(like, shapes[0][0], width)]
     each = zip(shapes, batch.table_of_request, strict=True)
@@ -233,7 +233,7 @@ def new_outs(
 
 
 def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return memory for an output, with arbitrary content.
+    """Return an uninitialized output.
 
     On the CPU a large output reuses the memory of an earlier one, since allocating new memory can
     take longer than filling it.
@@ -245,6 +245,6 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:
-    """Return the values of one-element CPU tensors; an op would be slow for a small lookup."""
+    """Read the values of one-element CPU tensors, without the cost of a torch op."""
     at = ctypes.c_int64.from_address
     return [at(size.data_ptr()).value for size in sizes]

@@ -1,7 +1,7 @@
 """Finishes requests that the ops on many tables cannot pool.
 
-These ask for vectors, which stay jagged or are pooled by ops that autograd knows: maxima, and sums
-with weights that need a gradient.
+The ops look up single vectors for such a request. These vectors become a jagged output, or are
+pooled by ops that autograd differentiates: maxima, and sums whose weights need a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from .request import LazyRequests, Request, one_by_one
 def as_vectors(
     requests: Sequence[Request],
 ) -> tuple[Sequence[Request], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """Turn such requests into ones for vectors; return all, and a function that ends outputs."""
+    """Replace requests that the ops cannot pool by requests for single vectors.
+
+    Returns:
+        All requests to look up, and a function that turns their outputs into those of `requests`.
+    """
     if not _any_such(requests):
         return requests, list
     asked = [_vectors_of(r) if r.pooled_here else r for r in requests]
@@ -70,14 +74,14 @@ def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the largest of each element over each bag's vectors; zeros for an empty bag.
+    """Return the elementwise maximum of each bag's vectors; zeros for an empty bag.
 
     Args:
         vectors: ``[n, dim]``; a NaN is larger than anything else.
         offsets: int64 ``[bags + 1]``, rising from 0 to n.
 
     Returns:
-        ``[bags, dim]``. The first of equal elements gets the gradient, as in torch.
+        ``[bags, dim]``. On ties, the first element gets the gradient, as in torch.
     """
     n, dim = vectors.shape
     bags = len(offsets) - 1
@@ -91,5 +95,5 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         won = (vectors == largest.gather(0, bag)) | vectors.isnan()
         places = torch.arange(n, device=bag.device).unsqueeze(1).where(won, n)
         first = bag.new_full((bags, dim), n).scatter_reduce_(0, bag, places, "amin")
-    # An empty bag has no maximum, and reads place n, the row of zeros.
+    # An empty bag has no maximum, and reads row n, which is zero.
     return torch.cat([vectors, vectors.new_zeros(1, dim)]).gather(0, first)
