@@ -6,6 +6,7 @@ pyproject.toml has everything else about the package; CMakeLists.txt lists the s
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,12 +67,34 @@ def cuda_options() -> dict[str, str]:
         raise SystemExit(f"sparsekit: {name}, but no nvcc in PATH, CUDA_HOME or /usr/local/cuda")
     archs = archs or present_archs() or "sm_80;sm_90;sm_100"
     print(f"sparsekit: with CUDA kernels for {archs}; SPARSEKIT_CUDA=0 leaves them out")
+    warn_of_newer_cuda(nvcc)
     return {
         "SPARSEKIT_CUDA": "ON",
         "SPARSEKIT_CUDA_ARCHS": archs.replace(",", ";").replace(" ", ";"),
         "CMAKE_CUDA_COMPILER": nvcc,
         "SPARSEKIT_NCCL_INCLUDE": nccl_include(),
     }
+
+
+def warn_of_newer_cuda(nvcc: str) -> None:
+    """Print a warning if nvcc's CUDA has a higher major version than torch's.
+
+    The kernels then need a newer driver than torch does, and would fail at their first launch.
+    """
+    import torch
+
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return  # CMake will tell
+    found = re.search(r"release (\d+)\.\d+", said)
+    of_torch = torch.version.cuda
+    if found and of_torch and int(found[1]) > int(of_torch.split(".")[0]):
+        print(
+            f"sparsekit: {nvcc} is of CUDA {found[1]}, torch of CUDA {of_torch}: the kernels need "
+            f"a driver for CUDA {found[1]}, which torch does not; set CUDA_HOME to a CUDA "
+            f"{of_torch.split('.')[0]} to avoid that"
+        )
 
 
 def nccl_include() -> str:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = "sm_80;sm_90;sm_100"
@@ -72,3 +73,24 @@ def test_when_kernels_are_compiled(choose, nvcc, gpu, variables, archs, said):
 def test_what_cannot_be_compiled(choose, variables, message):
     with pytest.raises(SystemExit, match=message):
         choose(False, "", **variables)
+
+
+@pytest.mark.parametrize(
+    ("of_nvcc", "of_torch", "warns"),
+    [
+        ("13.0", "12.8", True),
+        ("13.0", "13.0", False),
+        ("12.9", "13.0", False),
+        ("13.0", None, False),
+    ],
+)
+def test_a_newer_cuda_than_that_of_torch(
+    cuda_options, tmp_path, monkeypatch, capsys, of_nvcc, of_torch, warns
+):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {of_nvcc}, V{of_nvcc}.48'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", of_torch)
+    cuda_options.__globals__["warn_of_newer_cuda"](str(nvcc))
+    expected = "is of CUDA 13, torch of CUDA 12.8: the kernels need a driver for CUDA 13"
+    assert (expected in capsys.readouterr().out) is bool(warns)
