@@ -1,5 +1,5 @@
-// Shared by all kernels on bags: the entries of a bag, with bad offsets handled, and the divisor of
-// its sum.
+// Helpers of all kernels on bags: they find a bag's entries, even if offsets are bad, and compute
+// the divisor of its sum.
 #pragma once
 
 #include <cmath>
@@ -15,8 +15,8 @@ struct Range {
   int64_t end;
 };
 
-// Returns the entries of a bag; none if its bounds are bad, that is, out of order or beyond the
-// n entries.
+// Returns the range of a bag's entries. It is empty if the bag's bounds are bad, that is, out of
+// order or beyond the n entries.
 SPARSEKIT_DEVICE Range good_range(int64_t begin, int64_t end, int64_t n) {
   return 0 <= begin && begin <= end && end <= n ? Range{begin, end} : Range{0, 0};
 }
@@ -24,7 +24,7 @@ SPARSEKIT_DEVICE Range bag_range(const Bags& bags, int64_t bag) {
   return good_range(bags.offsets[bag], bags.offsets[bag + 1], bags.n);
 }
 
-// Reports offsets[position], for position <= num_bags, if it breaks the rule of Bags.
+// Reports `position` if offsets[position] violates the requirements of Bags; position <= num_bags.
 SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* bad_offset) {
   const int64_t offset = bags.offsets[position];
   const int64_t least = position == 0 ? 0 : bags.offsets[position - 1];
@@ -33,8 +33,8 @@ SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* 
   if (!good) simt::atomic_min(bad_offset, position);
 }
 
-// Returns the bag >= from that contains entry i, or -1. With bad offsets several bags may contain
-// it; the result is one of them or -1.
+// Returns the bag, at or after bag `from`, that contains entry i, or -1 if there is none. With bad
+// offsets several bags may contain the entry; the result is then one of them or -1.
 SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   int64_t low = from, high = bags.num_bags;
   while (high - low > 1) {
@@ -50,13 +50,13 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
-// Returns the term of a weight in the total from which the divisor is computed.
+// Returns the contribution of a weight to the total from which the divisor is computed.
 template <class A>
 SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
   return combiner == Combiner::kMean ? weight : weight * weight;
 }
 
-// Returns the divisor of a pooled sum; 0 for a bag that pools to zeros.
+// Returns the divisor of a pooled sum, or 0 for a bag whose result is zeros.
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};
@@ -64,7 +64,7 @@ SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
-// Divides, since the inverse of a tiny divisor would be infinite.
+// Divides instead of multiplying by the inverse, which is infinite for a tiny divisor.
 template <class A>
 SPARSEKIT_DEVICE A divided(A x, A by) {
   return by == 0 ? A{0} : x / by;

@@ -9,14 +9,15 @@ namespace sparsekit::cuda {
 
 constexpr int kSumThreads = 256;
 
-// Returns the grid of one block that the functions below need.
+// Returns a grid with a single block, which the functions below require.
 inline simt::Grid one_block() {
   simt::Grid grid{1, kSumThreads};
   grid.shared_bytes = kSumThreads / simt::kWarp * static_cast<int64_t>(sizeof(int64_t));
   return grid;
 }
 
-// Returns the sum of `mine` over the threads before this one. All threads of the block call it.
+// Returns the sum of `mine` over the threads before this one. All threads of the block must call
+// this function.
 SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   auto* of_warps = simt::shared<int64_t>();
   int64_t up_to_here = mine;
@@ -34,7 +35,7 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   return before;
 }
 
-// Calls put(i, of(0) + ... + of(i - 1)) for i in [0, n].
+// Calls put(i, of(0) + ... + of(i - 1)) for each i in [0, n].
 template <class Of, class Put>
 SPARSEKIT_DEVICE void sum_up(int n, const Of& of, const Put& put) {
   const int run = (n + simt::block_size() - 1) / simt::block_size();

@@ -12,19 +12,18 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * simt::kWarp;
 
-// Number of keys that a lane loads at a time.
+// Number of keys that each lane loads at once.
 constexpr int kBatch = 4;
 
-// Returns the number of keys per warp, a multiple of 32 * kBatch; a block has the keys of its
-// warps. It grows with world_size, so that the table of counts has at most half as many entries as
-// there are keys.
+// Returns the number of keys per warp, a multiple of 32 * kBatch. This number grows with
+// world_size, so that the table of counts has at most half as many entries as there are keys.
 int keys_per_warp(int64_t world_size) {
   return 256 * std::max(1, static_cast<int>(world_size / 256));
 }
 
 struct Workspace {
   int64_t blocks;
-  int32_t* starts;  // [world_size, blocks] key counts, then where each block puts its first key
+  int32_t* starts;  // [world_size, blocks] key counts, later positions of each block's first keys
   char* scan;
 
   Workspace(Arena& arena, int64_t n, int64_t world_size) {
@@ -47,8 +46,8 @@ struct Ranks {
   }
 };
 
-// Calls visit(i, key, owner, peers) for this warp's keys, in order, with all lanes: owner is -1
-// past the end, and peers are the lanes whose key has the same owner.
+// Calls visit(i, key, owner, peers) for this warp's keys, in order, on all lanes. owner is -1 past
+// the end, and peers is the mask of the lanes whose keys have the same owner.
 template <class Key, class Visit>
 SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& ranks,
                                        int keys_per_warp, const Visit& visit) {
@@ -62,7 +61,7 @@ SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& 
       const int64_t i = base + j * simt::kWarp;
       key[j] = i < end ? keys[i] : Key{};
     }
-    int from_map[kBatch];  // load all before checking any, so that these loads overlap too
+    int from_map[kBatch];  // load all owners before checking any, so that these loads overlap too
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       from_map[j] = static_cast<int>(owner_of(key[j], ranks.owners));
@@ -106,13 +105,13 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   }
 }
 
-// Keys of one owner keep their order: the order of blocks, of the warps of a block, of the steps of
-// a warp and of its lanes all follow that of the input.
+// Keys of one owner keep their order: blocks, the warps of a block, the steps of a warp and its
+// lanes all follow the order of the input.
 template <class Key>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     scatter_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,
                    const int32_t* starts, Key* by_owner, int64_t* counts, int64_t* permutation) {
-  int32_t* next = simt::shared<int32_t>();  // where each warp puts its next key of each owner
+  int32_t* next = simt::shared<int32_t>();  // [warp, owner]: position of the warp's next key
   count_owners(keys, n.get(), world_size, ranks, keys_per_warp, next);
   for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
     int32_t start = starts[owner * simt::blocks() + simt::block()];

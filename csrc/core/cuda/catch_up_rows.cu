@@ -21,7 +21,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
   const int64_t tiles = simt::global_threads() >> log2_lanes;
   const int64_t tile_in_warp = simt::lane() >> log2_lanes;
   const auto row_at = [&](int64_t i) { return i >= n ? -1 : rows == nullptr ? i : rows[i]; };
-  // Read one row number ahead, so that no row has to wait for its number.
+  // Read row indices one step ahead, so that no row has to wait for its index.
   int64_t next_row = row_at(tile_of_thread(log2_lanes));
   for (int64_t of_warp = tile_of_thread(log2_lanes) - tile_in_warp; of_warp < n; of_warp += tiles) {
     const int64_t i = of_warp + tile_in_warp;

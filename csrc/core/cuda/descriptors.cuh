@@ -35,12 +35,12 @@ SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) brought, int count,
 
 using DescriptorArena = BasicArena<16>;
 
-// Arrays of descriptors that go to the device together. They travel as parameters of one launch or,
-// with many tables, of a few: unlike a copy, this needs no page-locked memory, waits for nothing
-// and can be captured in a graph.
+// Arrays of descriptors that are sent to the device together. They are passed as parameters of one
+// launch or, with many tables, of a few launches. Unlike a copy, this needs no page-locked memory,
+// does not wait, and can be captured in a CUDA graph.
 class Descriptors {
  public:
-  // Returns the bytes of an array with n elements.
+  // Returns the size in bytes of an array with n elements.
   template <class D>
   static int64_t bytes(int64_t n) {
     DescriptorArena arena;
@@ -48,8 +48,8 @@ class Descriptors {
     return arena.bytes();
   }
 
-  // `device` is where the first array goes; each further one follows the one before. add() returns
-  // an array's address.
+  // `device` is the address of the first array; each further array follows the previous one. add()
+  // returns the device address of the array that it adds.
   explicit Descriptors(const void* device)
       : device_(static_cast<char*>(const_cast<void*>(device))) {}
 
@@ -86,7 +86,7 @@ class Descriptors {
   std::vector<char> bytes_;
 };
 
-// Fills in the fields that all descriptors of a feature's bags have, and the first bag of the next
+// Fills in the fields that every kind of feature descriptor has, and the first bag of the next
 // feature.
 template <class Bags, class Described>
 void describe_bags(const Bags& of, Described& feature, Described& next) {
@@ -100,8 +100,8 @@ void describe_bags(const Bags& of, Described& feature, Described& next) {
   next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
 }
 
-// Returns the index of the last of `count` ascending numbers that is <= `value`, or 0 if all are
-// above it.
+// Returns the last i in [0, count) with at(i) <= value, or 0 if there is none. at(i) must not
+// decrease.
 template <class At>
 SPARSEKIT_DEVICE int last_up_to(int64_t value, int count, const At& at) {
   int first = 0;

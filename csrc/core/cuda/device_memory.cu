@@ -25,7 +25,7 @@ bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   if (error == cudaErrorStreamCaptureImplicit) {
-    // This is the legacy stream, while another stream is being captured.
+    // `stream` is the legacy stream, and another stream is being captured.
     (void)cudaGetLastError();
     return true;
   }
@@ -34,8 +34,8 @@ bool is_capturing(void* stream) {
 }
 
 void read_back(const Piece* pieces, int count, void* stream) {
-  // Page-locked, so that the copies are asynchronous and one wait is enough. It is freed only to
-  // get a larger one: when a thread ends, the driver may be gone already.
+  // Page-locked, so that the copies are asynchronous and one wait is enough. The buffer is freed
+  // only to allocate a larger one: when a thread ends, the driver may already be gone.
   thread_local char* staging = nullptr;
   thread_local int64_t size = 0;
   ++waits;

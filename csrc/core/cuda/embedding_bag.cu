@@ -65,7 +65,7 @@ void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShap
 // ---- backward ----
 
 // Sums over the entries of a bag: the total of the weights and, if `dots` is given, the weighted
-// sum of the dots. All lanes of a warp call sum_bag with the same bag.
+// sum of the dots. All lanes of a warp must call sum_bag with the same bag.
 template <class A>
 struct BagSums {
   A total;
@@ -100,11 +100,11 @@ SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combine
   }
 }
 
-// The entries of the segment sum over rows; each one stands for the scaled gradient of its bag.
+// The entries of the segment sum over rows. Each entry stands for the scaled gradient of its bag.
 template <class A>
 struct BagEntries {
-  int32_t* bag;          // [n], -1 for an entry without a bag; null if there are sample weights
-  ScaledRow<A>* scaled;  // [n] with sample weights; else [num_bags], or null if nothing is scaled
+  int32_t* bag;  // [n] bag of each entry, or -1 if it has none; null if there are sample weights
+  ScaledRow<A>* scaled;  // [n] with sample weights, otherwise [num_bags]; null if nothing is scaled
   A* divisors;           // [num_bags], null unless weights are divided
 };
 
@@ -161,7 +161,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
   int64_t row[kInFlight];
   for (int j = 0; j < kInFlight; ++j) row[j] = first + j < in.bags.n ? in.bags.rows[first + j] : -1;
-  // Gradient and row to multiply; null for zeros.
+  // Gradients and rows to multiply; a null pointer stands for zeros.
   const T *g[kInFlight], *x[kInFlight];
   int64_t bag = -1;
   for (int j = 0; j < kInFlight; ++j) {
@@ -198,8 +198,9 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
 }
 
-// Turns the dots into the gradient by the formula in cpu/embedding_bag.cpp, one warp per bag. With
-// bad offsets bags may overlap, so gradients are accessed as memory that another warp may write.
+// Computes the gradient from the dot products by the formula in cpu/embedding_bag.cpp, one warp per
+// bag. With bad offsets bags may overlap, so gradients are accessed as memory that another warp may
+// write.
 template <class A>
 SPARSEKIT_KERNEL normalise_dots_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                        A* grad) {

@@ -23,16 +23,16 @@ struct alignas(16) Slot {
   int32_t count;
 };
 
-// Marks a free slot. The key with this value has its own slot after all others.
+// Marks a free slot. The key that has this value uses an extra slot after all others.
 constexpr int64_t kNoKey = INT64_MIN;
 
-// Returns the number of slots for n keys: 3 of 5 are used if all keys are distinct.
+// Returns the number of slots for n keys. If all keys are distinct, 3 of 5 slots are used.
 SPARSEKIT_HOST_DEVICE inline int64_t num_slots(int64_t n) {
   return n + n * 2 / 3 + 1;
 }
 
-// Ranks of a marked subset of the entries, in order: a bit for each entry, and for each word of
-// bits the number of marked entries before it.
+// Ranks the marked entries in ascending order. Stores a bit for each entry, and for each word of
+// bits the number of marked entries before the word.
 struct Ranks {
   uint32_t* bits;   // [words]
   int32_t* before;  // [words + 1]
@@ -45,7 +45,8 @@ struct Ranks {
         scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
         words((n + 31) / 32) {}
 
-  // Marks the entries of a word, one per lane. All lanes of the warp with word `word` call it.
+  // Marks the entries of a word for which `counts` is true. All lanes of a warp must call this with
+  // the same word; each lane has one entry.
   SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
     const uint32_t mask = simt::warp_ballot(counts);
     if (simt::lane() != 0) return;
@@ -66,7 +67,7 @@ struct Ranks {
 
 struct FirstSeen {
   Slot* slots;  // [num_slots(n) + 1]
-  Ranks ranks;  // of the positions at which a key occurs first
+  Ranks ranks;  // ranks of the positions at which a key occurs first
 
   FirstSeen(Arena& arena, int64_t n) : slots(arena.take<Slot>(num_slots(n) + 1)), ranks(arena, n) {}
 };
@@ -82,9 +83,9 @@ SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, 
   }
 }
 
-// Counts one more key in `slot`, at `position`, which ascends with the lane; all lanes of the warp
-// call it. Lanes with slot < 0 have no key. One lane counts all equal slots of the warp, so that a
-// hot key costs one atomic per warp.
+// Counts one more key, at `position`, in `slot`. All lanes of the warp must call this, with
+// positions that ascend with the lane; lanes with slot < 0 have no key. One lane counts all equal
+// slots of the warp, so that a hot key costs one atomic per warp.
 SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
   const uint32_t same = simt::warp_match(slot);
   if (slot < 0 || simt::lowest_bit(same) != simt::lane()) return;

@@ -6,12 +6,12 @@ namespace sparsekit::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Number of rows that a tile loads at a time. Rows are scattered in memory, so the number of
-// requests in flight determines the speed.
+// Number of rows that a tile loads at once. Rows are scattered in memory, so the number of requests
+// in flight determines the speed.
 constexpr int kRows = 4;
 
-// Copies rows of row_words words. A block has kRows rows for each of its tiles. Neighbouring tiles
-// have neighbouring rows, so that the output is written contiguously.
+// Copies rows of row_words words. Each tile of a block copies kRows rows. Adjacent tiles copy
+// adjacent rows, so that the output is written contiguously.
 template <class Word>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     gather_rows_kernel(const Word* table, int64_t num_rows, int64_t row_words, const int64_t* rows,
@@ -20,8 +20,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   const int64_t first = simt::block() * tiles * kRows + (simt::thread() >> log2_lanes);
   const int64_t at = first_element(1, log2_lanes);
 
-  // Load all row numbers, then all rows, then do the rest, so that no load waits for the use of
-  // another one.
+  // Load all row indices, then all rows, and only then use them, so that no load waits for the use
+  // of another.
   int64_t row[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {

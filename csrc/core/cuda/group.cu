@@ -17,13 +17,14 @@ SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
     return clamped_offset(group.source(feature.source), last_bag, first) - first;
   };
   sum_up(group.num_features, count, [&](int f, int64_t before) {
-    // With bad offsets there may be more entries than results have room for.
+    // With bad offsets there may be more entries than the result buffers can hold.
     group.entry[f] = before < group.most ? static_cast<int32_t>(before) : group.most;
     if (f < group.num_features) group.key_starts[f] = key_start(f);
   });
 }
 
-// Writes where bag i of all features begins; for i = num_bags, where the last one ends.
+// Writes the first entry of bag i, counted over all features. For i = num_bags, writes the number
+// of entries.
 SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num_bags,
                                 int32_t* bags, int64_t* long_bag) {
   if (i == num_bags) {
@@ -34,11 +35,11 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   const DeviceFeature& feature = group.features[f];
   const Source source = group.source(feature.source);
   const int64_t bag = feature.first_bag + (i - feature.first);
-  // Clamp to the feature's entries, as offsets may be bad.
+  // Clamp to the feature's entries, since offsets may be bad.
   const int64_t at = clamped_offset(source, bag, group.key_starts[f]) - group.key_starts[f];
   const int64_t count = group.entry[f + 1] - group.entry[f];
   bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
-  // The difference of bad offsets may be anything.
+  // Subtract only good offsets: bad ones could overflow.
   const int64_t low = offset_at(source, bag), high = offset_at(source, bag + 1);
   const bool good = 0 <= low && low <= high && high <= source.n;
   if (good && high - low > feature.max_nnz) {
@@ -46,7 +47,7 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   }
 }
 
-// Checks element i of the offsets of all sources.
+// Checks element i of the concatenated offsets of all sources.
 SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t* bad_offset) {
   const auto first = [&](int s) { return group.sources[s].first_offset; };
   const int s = last_up_to(i, group.num_sources, first);
@@ -60,7 +61,7 @@ SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t*
   if (!good) simt::atomic_min(bad_offset, i);
 }
 
-// Reports the key of entry e if its table does not allow it.
+// Reports the key of entry e if it is outside the range that its table allows.
 SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* bad_key) {
   const int f = group.feature_of(e), t = group.features[f].table;
   if (group.ends[t] < 0 || group.takes(t, group.key(f, e))) return;
@@ -119,7 +120,7 @@ const AskedTable& asked(const GroupCall& call, int64_t t) {
   return call.tables[t];
 }
 
-// Returns true if some table does not allow every key.
+// Returns true if some table allows only a range of keys.
 bool limits_keys(const GroupCall& call) {
   for (int64_t t = 0; t < call.num_tables; ++t) {
     if (asked(call, t).end >= 0) return true;
@@ -127,7 +128,7 @@ bool limits_keys(const GroupCall& call) {
   return false;
 }
 
-// Returns of(t) for each table, with room reserved for one more element.
+// Returns a vector of of(t) for each table t, with capacity for one more element.
 template <class D, class Of>
 std::vector<D> for_tables(const GroupCall& call, const Of& of) {
   std::vector<D> all;
@@ -166,7 +167,7 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// Places the arrays in the order in which begin_group sends them.
+// Lays out the arrays in the order in which begin_group sends them.
 void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
   group.sources = arena.take<DeviceSource>(call.num_sources + 1);
   group.features = arena.take<DeviceFeature>(call.num_features + 1);

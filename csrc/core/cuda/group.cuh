@@ -1,5 +1,5 @@
-// The entries of a group on a device: the key and the table of each. Only the device knows how many
-// entries there are.
+// The entries of a group of tables on a device: each entry has a key and a table. The number of
+// entries is known only on the device.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace sparsekit::cuda {
 struct DeviceSource {
   const void* keys;
   const void* offsets;
-  int64_t first_offset;  // index among the offsets of all sources; key_start is among keys
-  int32_t key_start;
+  int64_t first_offset;  // index of this source's first offset among the offsets of all sources
+  int32_t key_start;     // index of this source's first key among the keys of all sources
   bool wide_keys, wide_offsets;
   bool asked;  // true if some feature uses this source
 };
@@ -23,7 +23,7 @@ struct DeviceSource {
 struct DeviceFeature {
   int32_t table, source;
   int64_t first_bag;
-  int64_t first;  // first of the feature's bags among those of all features
+  int64_t first;  // index of the feature's first bag among the bags of all features
   int64_t max_nnz;
 };
 
@@ -50,17 +50,17 @@ SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }
 
-// Descriptors of a call in device memory. Arrays of start positions have one more element, the end
-// of the last one.
+// Descriptors of a call in device memory. Arrays of start positions have an extra last element: the
+// end of the last range.
 struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
   const int32_t* first_features;  // [num_tables + 1]
   const int64_t* ends;            // [num_tables] as in AskedTable; null if any key is allowed
   const DeviceTable* tables;      // [num_tables], if keys are looked up or inserted
-  const Owners* owners;           // [num_tables], if keys go to their owners
+  const Owners* owners;           // [num_tables], if keys are sent to their owners
   int32_t num_sources, num_features, num_tables;
-  int32_t most;         // maximum number of entries, for which results have room
+  int32_t most;         // maximum number of entries, which is the capacity of result buffers
   int32_t* entry;       // [num_features + 1] first entry of each feature
   int64_t* key_starts;  // [num_features] position of the feature's first key in its source
 
@@ -92,7 +92,7 @@ struct DeviceGroup {
   }
 };
 
-// Returns an offset clamped to [least, n], since offsets may be bad.
+// Returns an offset clamped to [least, source.n], since offsets may be bad.
 SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64_t least) {
   const int64_t at = offset_at(source, bag);
   return at < least ? least : at > source.n ? source.n : at;

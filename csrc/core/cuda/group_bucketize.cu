@@ -1,5 +1,6 @@
-// Sends keys of all tables in order of (owner, table, entry): a stable sort by (owner, table) does
-// it. The sorted order also gives the number of keys of each (owner, table), and where they are.
+// Puts the keys of all tables in order of (owner, table, entry), by a stable sort by (owner,
+// table). The sorted order also gives the number and the position of the keys of each (owner,
+// table).
 #include "sparsekit/group_bucketize.h"
 
 #include <algorithm>
@@ -15,15 +16,15 @@ struct Pieces {
   int32_t world_size, num_tables;
   uint32_t* piece;  // [most] piece of each sorted entry; count() if its key is not sent
   int32_t* entry;   // [most] entries, sorted by piece
-  int32_t* begin;   // [count()] where the keys of each piece begin among all keys sent
+  int32_t* begin;   // [count()] position of each piece's first key among all keys sent
   // [count() + 1] key counts of the pieces, ordered by table; then their prefix sums.
   int32_t* before;
 
   SPARSEKIT_HOST_DEVICE int64_t count() const { return int64_t{world_size} * num_tables; }
 };
 
-// Numbers the keys, and finds the piece of the first entry with each key. On entry, `inverse` holds
-// the slots of keys if `distinct`.
+// Numbers the keys, and finds the piece of each key's first entry. If `distinct` is true, `inverse`
+// holds the slots of keys on entry.
 SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bool distinct,
                                       Pieces pieces, uint32_t* piece_of, int32_t* entries_of,
                                       int32_t* inverse, int64_t* bad_owners) {
@@ -50,7 +51,7 @@ SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bo
   }
 }
 
-// Returns the number of sorted entries in pieces before this one.
+// Returns the number of sorted entries in the pieces before `piece`.
 SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, int64_t piece) {
   int32_t begin = 0;
   for (int32_t count = entries; count > 0;) {
@@ -81,7 +82,7 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
   counts[p] = count;
 }
 
-// Writes the keys to send, their places, and key counts: one thread for each key and for each
+// Writes the keys to send, their places, and the key counts: one thread for each key and each
 // table.
 SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to) {
   const int64_t i = simt::global_thread();
@@ -121,7 +122,7 @@ struct RouteWorkspace {
   }
 };
 
-// ---- where vectors have come ----
+// ---- rows of received vectors ----
 
 struct ExchangeTable {
   int32_t first_bag;
@@ -139,7 +140,7 @@ struct DeviceExchange {
   const int32_t* places;
 
   SPARSEKIT_DEVICE int32_t bound(int t) const { return bags[tables[t].first_bag]; }
-  // Bags may be bad, so clamp.
+  // Returns the table's first entry, clamped since bags may be bad.
   SPARSEKIT_DEVICE int32_t first_entry(int t) const {
     const int32_t at = bound(t);
     return at < 0 ? 0 : at > entries ? entries : at;

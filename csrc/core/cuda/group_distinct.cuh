@@ -10,9 +10,9 @@
 
 namespace sparsekit::cuda {
 
-// The slots of all tables: a part for each table of the call, with 5 slots per 3 entries. A slot
-// holds the smallest entry so far with some key, or -1 while it is free. Returns where a table's
-// part begins.
+// Returns the index of a table's first slot in the array of all slots. Each table of the call has a
+// part of this array, with 5 slots per 3 entries. A slot holds the smallest entry so far with some
+// key, or -1 while it is free.
 SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table) {
   return entries + entries * 2 / 3 + table;
 }
@@ -47,7 +47,7 @@ SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* sl
   }
 }
 
-// Marks the entries that are the first with their key. Also clears `words`.
+// Marks the first entry of each key. Also clears `words`.
 SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
                                    Ranks first_seen, int64_t* words, int64_t num_words) {
   for (int64_t i = simt::global_thread(); i < num_words; i += simt::global_threads()) words[i] = 0;
@@ -59,7 +59,7 @@ SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, cons
   }
 }
 
-// The first entry with each key, valid after find_first_entries.
+// The first entry of each key; valid after find_first_entries.
 struct FirstEntries {
   int32_t* slots;
   Ranks ranks;
@@ -70,9 +70,10 @@ struct FirstEntries {
   static int64_t num_slots(const GroupCall& call) {
     return slots_before(call.entries, call.num_tables);
   }
-  // Returns the first entry with the key of this slot.
+  // Returns the first entry of the key in this slot.
   SPARSEKIT_DEVICE int32_t entry(int32_t slot) const { return slots[static_cast<uint32_t>(slot)]; }
-  // Returns the number of a key among those of its table, whose entries start at `begin`.
+  // Returns the index of a key among the distinct keys of its table. `first` is the first entry of
+  // the key, `begin` the first entry of the table.
   SPARSEKIT_DEVICE int32_t number(int32_t first, int32_t begin) const {
     return ranks.rank(first) - ranks.rank(begin);
   }

@@ -20,7 +20,7 @@ struct PoolFeature {
   const int64_t* key_start;
   int64_t first_block;
   int32_t table;
-  int32_t first_bag;  // first of the feature's bags among those of all features
+  int32_t first_bag;  // index of the feature's first bag among the bags of all features
   int32_t num_keys;
   uint16_t columns;
   uint8_t combiner;
@@ -38,7 +38,7 @@ struct PoolTable {
   float a, b;
 };
 
-// Both arrays of descriptors have one more element, which ends the last one.
+// Both arrays of descriptors have an extra element at the end, where the last one's ranges end.
 template <class T>
 struct PoolGroup {
   const PoolFeature<T>* features;
@@ -60,10 +60,10 @@ struct PoolGroup {
   }
 };
 
-// Stands for an initial vector instead of a row.
+// Row index that stands for an initial vector.
 constexpr int64_t kInitialRow = -2;
 
-// The bags of a feature, with the members that pool_bags.cuh needs. Bags may be bad.
+// The bags of a feature, with the members that pool_bags.cuh needs. The bounds of bags may be bad.
 template <class T, bool kInitial>
 struct FeaturePooling {
   using Element = T;
@@ -76,9 +76,9 @@ struct FeaturePooling {
   const Acc<T>* sample_weights;
   const int32_t* bags;
   int64_t num_rows, dim;
-  int64_t limit;         // index must be below this
-  int64_t first_listed;  // first of the table's rows among those of all tables
-  int64_t key_of_entry;  // position of an entry's key minus the entry
+  int64_t limit;         // exclusive upper bound for elements of `index`
+  int64_t first_listed;  // index of the table's first row among the rows of all tables
+  int64_t key_of_entry;  // position of an entry's key, minus the entry
   Combiner combiner;
   int log2_lanes;
 
@@ -178,7 +178,8 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   }
 }
 
-// Drawing initial vectors takes more registers than two blocks per multiprocessor leave.
+// Drawing initial vectors takes more registers than are available with two blocks per
+// multiprocessor.
 template <class T, bool kShortBags, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {

@@ -22,14 +22,14 @@ struct Ways {
   }
 };
 
-// A call's features, which are contiguous over all tables, and their totals.
+// The features of a call, which are contiguous across tables, and totals over these features.
 template <class T>
 struct SumCall {
   const SummedTable<T>* tables;
   int64_t num_tables, entries;
   const FeatureBags<T>* features;
   int64_t num_features = 0, num_bags = 0, stride = 0;
-  int64_t longest = 0;  // upper bound of the entries of a table
+  int64_t longest = 0;  // upper bound on the number of entries of a table
 
   explicit SumCall(const GroupSums<T>& sums)
       : tables(sums.tables),
@@ -123,7 +123,7 @@ struct BackwardWorkspace {
         order(arena, ordered_rows) {}
 };
 
-// Workspace for sums that are written into a SumRoom.
+// Workspace for sums that are written to a SumRoom.
 template <class T>
 struct RoomWorkspace {
   char* descriptors;
@@ -162,7 +162,7 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   return features;
 }
 
-// Returns the shape of a table's gradients. Accesses are wide if every one of them begins at a
+// Returns the shape of a table's gradients. Accesses are wide if every gradient begins at a
 // multiple of 16 bytes.
 template <class T>
 RowShape shape_of_table(const SummedTable<T>& table) {
@@ -190,8 +190,8 @@ std::vector<SumTable> sum_tables(const SumCall<T>& call) {
   return tables;
 }
 
-// Sorts the n rows of all tables, each table by itself: writes where their sums go to group.at, and
-// the sorted rows to sorted_rows.
+// Sorts the n rows of all tables, each table by itself. Writes the output position of each row's
+// sum to group.at, and the sorted rows to sorted_rows.
 template <class T>
 void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                 const OrderWorkspace& work, void* stream) {
@@ -212,8 +212,8 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                sorted_rows);
 }
 
-// Returns a call's group, without the fields that differ between gradients and updates; sends
-// `descriptors`.
+// Returns the group of a call, except for the fields that differ between gradients and updates.
+// Sends `descriptors`.
 template <class T>
 SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const SumWorkspace<T>& work,
                       Descriptors& descriptors, int64_t* bad_index, void* stream) {
@@ -242,7 +242,7 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
   return group;
 }
 
-// Prepares the sums: computes where everything is, and a sort key for each entry.
+// Prepares the sums: computes where the data of each table begins, and a sort key for each entry.
 template <class T>
 void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, void* stream) {
   simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels);
@@ -285,7 +285,7 @@ int64_t rows_of(const GroupSums<T>& sums) {
   return num_rows;
 }
 
-// Returns the number of rows to sort, 0 if none are.
+// Returns the number of rows to sort, or 0 if sums are not ordered by row.
 template <class T>
 int64_t ordered_rows_of(const GroupSums<T>& sums) {
   return sums.num_tables == 0 || sums.tables[0].sorted_rows == nullptr ? 0 : rows_of(sums);
@@ -319,7 +319,7 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 
 namespace {
 
-// Copies the tables; `grad` of the copies only tells whether all accesses to their sums may be
+// Copies the tables. In the copies, `grad` only indicates whether all accesses to their sums may be
 // wide.
 template <class T>
 std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>& room) {

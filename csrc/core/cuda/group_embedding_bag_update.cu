@@ -4,13 +4,13 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients of a table's distinct rows, summed when they are read, in the same order of additions
-// as in sum_tables_kernel.
+// Gradients of a table's distinct rows. They are summed when they are read, with the same order of
+// additions as in sum_tables_kernel.
 template <class T>
 struct SummedGradients {
   struct Found {
     int64_t row;
-    int32_t begin, end;  // the row's entries, counted within the table
+    int32_t begin, end;  // range of the row's entries, counted within the table
   };
 
   GradientRows<T> bags;
@@ -69,7 +69,7 @@ struct SummedTables {
   SPARSEKIT_DEVICE Gradients gradients(int i) const { return Gradients(runs, shares[i].table); }
 };
 
-// Returns the shape of a table's rows in an update. Accesses are wide only if those of the bags'
+// Returns the shape of a table's rows in an update. Accesses are wide only if accesses to the bags'
 // gradients may be wide too.
 template <class Rule, class T>
 RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sums, bool per_row) {

@@ -7,8 +7,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Returns the row of a key in this lane's table, or -1 if it is absent. All lanes of the warp call
-// it.
+// Returns the row of a key in this lane's table, or -1 if it is absent. All lanes of the warp must
+// call this.
 SPARSEKIT_DEVICE int32_t row_of_key(const DeviceGroup& group, int t, int64_t key, bool wanted) {
   const DeviceTable& table = group.tables[t];
   const bool hashed = table.buckets != nullptr;
@@ -32,8 +32,8 @@ SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows) {
   }
 }
 
-// Replaces inverse[e], the slot of entry e's key, by the number of the key in its table. The first
-// entry with a key looks up its row, which is -1 for now if the key is missing.
+// Replaces inverse[e], the slot of entry e's key, by the index of the key in its table. The first
+// entry of each key looks up the key's row; for a missing key, the row is -1 for now.
 SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ranks missing,
                                      int32_t* inverse, int32_t* rows, int64_t* status) {
   const int32_t entries = group.entries();
@@ -58,7 +58,7 @@ SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ran
   }
 }
 
-// One thread decides for each table, so that a refusal changes nothing.
+// One thread per table decides whether the new keys fit, so that a refusal changes nothing.
 SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing,
                                     int64_t* counts, int64_t* status) {
   const int64_t t = simt::global_thread();
@@ -161,7 +161,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   const simt::Grid grid = grid_for_entries(call);
-  // `inverse` holds slots until group_number_kernel replaces them by numbers.
+  // `inverse` holds slots until group_number_kernel replaces them by indices.
   find_first_entries(call, group, seed, work.firsts, inverse, status, 2 * call.num_tables, stream);
   simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,
                work.missing, inverse, rows, status);

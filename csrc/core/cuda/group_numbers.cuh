@@ -81,8 +81,8 @@ SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   if (simt::lane() == 0) group.divisors[bag] = divisor(total, range.end - range.begin, combiner);
 }
 
-// Returns the bag of table t that contains entry e, or -1. With bad bags several may contain it;
-// the result is one of them or -1.
+// Returns the bag of table t that contains entry e, or -1 if there is none. With bad bags several
+// bags may contain the entry; the result is then one of them or -1.
 template <class T>
 SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e) {
   const auto first_bag = [&](int table) {
@@ -95,8 +95,8 @@ SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e
   return range.begin <= e && e < range.end ? bag : -1;
 }
 
-// Writes sort key and value of each entry, and the scales of bags or entries. One thread for each
-// entry and each bag.
+// Writes the sort key and the value of each entry, and the scales of bags or entries: one thread
+// for each entry and each bag.
 template <class T>
 SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values) {
   using A = Acc<T>;
@@ -174,7 +174,7 @@ SPARSEKIT_KERNEL place_rows_kernel(SumGroup<T> group, int64_t n, const int32_t* 
 
 // ---- rows in the caller's memory ----
 
-// Memory for the sums of a table: rows begin at multiples of `unit` elements, and num_rows of them
+// Memory for the sums of a table. Rows begin at multiples of `unit` elements, and num_rows rows
 // fit.
 struct SumTarget {
   int64_t unit, num_rows;

@@ -1,12 +1,12 @@
 // Sums the gradients of the rows of all tables in the same launches. Each distinct row has a number
 // that is unique across tables, so one sort brings the entries of each row together and keeps the
 // entries of a table contiguous. Then chunks are summed as in segment_reduce.cuh. The chunks of
-// each table are counted from its first entry on, so sums have the same bits as for the table
-// alone.
+// each table are counted from its first entry on, so sums have the same bits as if each table were
+// summed alone.
 //
-// An optimizer's step needs no gradients in memory. For it, only rows whose entries span several
-// chunks are summed in this way; for the others, finding where their entries begin is enough, and
-// the update kernel adds them up (RowRuns).
+// An optimizer's step needs no gradients in memory. For a step, only rows whose entries span
+// several chunks are summed in this way. For the other rows, it is enough to find where their
+// entries begin, and the update kernel adds the entries up (RowRuns).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct SumFeature {
   const Acc<T>* sample_weights;  // may be null
   const int64_t* key_start;
   int32_t table;
-  int32_t first_bag;  // first of the feature's bags among those of all features
+  int32_t first_bag;  // index of the feature's first bag among the bags of all features
   int32_t num_keys;
   int32_t combiner;
 };
@@ -37,7 +37,7 @@ struct SumTable {
   bool wide;
 };
 
-// Both arrays of descriptors have one more element, which ends the last one.
+// Both arrays of descriptors have an extra element at the end, where the last one's ranges end.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;
@@ -53,8 +53,8 @@ struct SumGroup {
   int32_t* entry;
   int64_t* row;
   int64_t* element;
-  // [all rows] the element of `out` at which each sum begins, or -1 if there is no room for it;
-  // null if sums are in the order of row numbers.
+  // [all rows] the element of `out` at which each sum begins, or -1 if the sum does not fit; null
+  // if sums are in the order of row indices.
   int64_t* at;
   // Indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;
@@ -62,13 +62,14 @@ struct SumGroup {
   bool by_entry;
   A divide_by;
   int64_t stride;  // row stride of partial sums
-  // The gradient; with `begins`, [chunks, stride] for sums_over_chunks().
+  // The gradient or, if `begins` is given, the [chunks, stride] array of sums_over_chunks().
   T* out;
-  // Null, or [keys] where the entries with each sort key begin among those of their table.
+  // Null, or [keys]: position of the first entry with each sort key, among the entries of its
+  // table.
   int32_t* begins;
-  const int32_t* chunks;  // [num_tables + 1] chunks of the tables before
+  const int32_t* chunks;  // [num_tables + 1] number of chunks in the preceding tables
   int64_t* bad_index;
-  bool bounded;  // a table has no more rows than entries, whatever counts say
+  bool bounded;  // true if row counts are also limited to the number of entries
 
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
     return last_up_to(e, num_tables, [this](int t) { return entry[t]; });
@@ -79,13 +80,13 @@ struct SumGroup {
   SPARSEKIT_DEVICE Range range(int64_t bag) const {
     return good_range(bags[bag], bags[bag + 1], entries);
   }
-  // A table has a range of sort keys: one for each row, and a last one for its entries without a
-  // row.
+  // Returns the first sort key of a table. A table has one sort key for each row, and a last sort
+  // key for entries without a row.
   SPARSEKIT_DEVICE uint32_t key_start(int t) const { return static_cast<uint32_t>(row[t] + t); }
   SPARSEKIT_DEVICE uint32_t no_row(int t) const { return key_start(t + 1) - 1; }
 
-  // Returns the sums of those rows of table t that span several chunks, indexed by their first
-  // chunk; at most one such row begins in a chunk.
+  // Returns the sums of the rows of table t that span several chunks, indexed by the row's first
+  // chunk: at most one such row begins in each chunk.
   SPARSEKIT_DEVICE T* sums_over_chunks(int t) const { return out + int64_t{chunks[t]} * stride; }
 
   SPARSEKIT_DEVICE A weight_of(const SumFeature<T>& feature, int64_t e) const {
@@ -96,8 +97,8 @@ struct SumGroup {
   }
 };
 
-// A level of the reduction, with room for n entries, whose rows are `stride` apart. Chunks, and the
-// blocks that sum them, are counted over all tables.
+// A level of the reduction, with a capacity of n entries, whose rows are `stride` elements apart.
+// Chunks, and the blocks that sum them, are counted over all tables.
 template <class T>
 struct SumLevel : Level<T> {
   int32_t* chunks;
@@ -106,13 +107,13 @@ struct SumLevel : Level<T> {
 
 template <class T>
 struct SumLevels {
-  static constexpr int kMost = 8;  // n < 2^31 needs 6, plus the output of the last one
+  static constexpr int kMost = 8;  // 6 levels if n < 2^31, plus the output of the last level
 
   SumLevel<T> level[kMost];
-  int count;  // number of launches; there is one more level
+  int count;  // number of launches, which is one less than the number of levels
 };
 
-// Gradients of a table's bags, as the RowsOf that sum_runs takes.
+// Gradients of a table's bags, in the form that sum_runs takes as RowsOf.
 template <class T>
 struct GradientRows {
   using Scalar = T;
@@ -153,14 +154,14 @@ struct GradientRows {
   }
 };
 
-// Returns the gradient that a sum gives: rounded, then divided.
+// Returns the gradient of a row from its sum: rounds the sum, then divides it.
 template <class T>
 SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
   const T rounded = store<T>(sum);
   return divide_by == Acc<T>{1} ? rounded : store<T>(load(rounded) / divide_by);
 }
 
-// Where the entries of a level begin for each table: at begins[t] * scale.
+// Gives the first entry of each table in a level: begins[t] * scale.
 struct Begins {
   const int32_t* begins;
   int32_t scale;
@@ -168,8 +169,8 @@ struct Begins {
   SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
 };
 
-// Writes, for each sort key of table t, where its entries begin, as far as this chunk can tell: a
-// key without entries gets the position of the next key's entries, and the key after the last row
+// Writes the position of the first entry for those sort keys of table t that this chunk determines.
+// A key without entries gets the position of the next key's entries, and the key after the last row
 // gets the end. The lanes of a tile share the work.
 template <class T>
 SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
@@ -177,7 +178,7 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
   const int64_t first = group.entry[t];
   const auto n = static_cast<uint32_t>(group.entry[t + 1] - first);
   const uint32_t key_start = group.key_start(t), no_row = group.no_row(t);
-  // Returns the first key above those of the entries before k.
+  // Returns the smallest key above the keys of all entries before k.
   const auto next_key = [&](uint32_t k) {
     const uint32_t key = k == 0 ? key_start : sorted.keys[first + k - 1] + 1;
     return key < key_start ? key_start : key;
@@ -193,8 +194,9 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
   }
 }
 
-// Sums a chunk of table t: whole runs go to `out`, others to the next level. Without kAllRows,
-// there is `begins`, and the first level skips rows within a single chunk.
+// Sums a chunk of table t. Sums of whole runs are written to `out`, other sums to the next level.
+// If kAllRows is false, `begins` is given, and the first level skips rows that lie within a single
+// chunk.
 template <int kWidth, bool kFirst, bool kAllRows, class T, class RowsOf>
 SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
                                 const SumLevel<T>& to, int t, uint32_t chunk, int64_t element,
@@ -308,16 +310,16 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   }
 }
 
-// The input for taking gradients row by row: where the entries of each row begin, their values, and
-// the sums of rows that span several chunks.
+// The input for computing gradients row by row: where the entries of each row begin, the values of
+// all entries, and the sums of rows that span several chunks.
 template <class T>
 struct RowRuns {
   SumGroup<T> group;
   const int32_t* values;  // values of the sorted entries
 };
 
-// find_row_runs finds the runs and leaves them in `workspace`. It sends `descriptors`, which must
-// have room for sum_descriptor_bytes more.
+// find_row_runs finds the runs and stores them in `workspace`. It sends `descriptors`, which must
+// have sum_descriptor_bytes of free space.
 template <class T>
 int64_t sum_descriptor_bytes(const GroupSums<T>& sums);
 template <class T>

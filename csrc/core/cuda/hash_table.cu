@@ -6,7 +6,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// rows[i] = row of keys[i]; *misses, unless null, is increased by the number of -1 among them.
+// Sets rows[i] to the row of keys[i], or to -1 if the key is absent. Adds the number of absent keys
+// to *misses, unless `misses` is null.
 template <class Key>
 SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                              const Key* keys, DeviceCount n, int64_t* rows, int64_t* misses) {
@@ -46,7 +47,7 @@ SPARSEKIT_KERNEL enter_missing_kernel(const int64_t* seed, const Key* keys, Devi
   }
 }
 
-// One thread decides for all keys, so that a refusal changes nothing.
+// One thread decides whether all new keys fit, so that a refusal changes nothing.
 SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* size,
                               int64_t capacity, int64_t slots, int64_t* status) {
   if (simt::global_thread() != 0) return;
@@ -90,7 +91,8 @@ SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
                                : Quarter{{two_rows, row_and_spilled}};
 }
 
-// Adds to *surplus the buckets' counts of spilled keys, less the number that the keys account for.
+// Adds to *surplus the sum of all buckets' `spilled` counts, minus the number of buckets that keys
+// have passed; in a sound table this is 0. Also writes each row's key to `keys`.
 SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
                                      const int64_t* seed, int64_t size, int64_t* keys,
                                      int64_t* surplus) {
@@ -110,7 +112,8 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
   if (own != 0) simt::atomic_add(surplus, own);
 }
 
-// If a row has no key, or two keys, looking up its key finds another row or none.
+// Reports damage if the key recorded for a row was found in another row, or not at all. This
+// happens for some row whenever a row has no key, or two keys.
 SPARSEKIT_KERNEL verify_kernel(const int64_t* rows, int64_t size, int64_t* unsound) {
   const int64_t i = simt::global_thread();
   if (i < size && rows[i] != i) simt::store(unsound, int64_t{1});

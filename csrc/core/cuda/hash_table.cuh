@@ -1,4 +1,4 @@
-// Finds and stores keys; each lane may use a different table.
+// Finds and inserts keys; each lane may use a different table.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ SPARSEKIT_DEVICE int32_t high(int64_t word) {
 }
 
 // Returns the row of this lane's key in this lane's table, or -1 if it is absent or `wanted` is
-// false. All lanes of the warp call it. Four lanes form a group that reads a bucket together, so
-// one load instruction covers eight lines, and each lane has four lines in flight: in round j, the
-// group serves its lane j.
+// false. All lanes of the warp must call this. Four lanes form a group that reads a bucket
+// together, so one load instruction covers eight lines, and each lane has four lines in flight: in
+// round j, the group serves its lane j.
 SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t seed,
                                   int64_t key, bool wanted) {
   const int quarter = simt::lane() % kLanesPerKey;
@@ -74,9 +74,10 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
   return row;
 }
 
-// Stores a key that is in no bucket. No other thread inserts this key, and no thread looks it up
+// Inserts a key that is in no bucket. No other thread inserts this key, and no thread looks it up
 // before the next launch, so the slot's row is claimed first and the key follows. Returns false if
-// no slot is free; a *status other than 0 means that another thread has already found none.
+// no slot is free; a *status other than 0 means that another thread has already found all buckets
+// full.
 SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t key,
                                     int32_t row, const int64_t* status) {
   int64_t b = home_bucket(key, seed, num_buckets);

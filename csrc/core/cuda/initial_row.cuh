@@ -8,7 +8,7 @@
 namespace sparsekit::cuda {
 
 constexpr int kDrawColumns = 4;
-// Elements of the widest access to the columns of a draw.
+// Number of elements in the widest access to the columns of a draw.
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 
@@ -18,7 +18,7 @@ SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim) {
   return dim % kDrawColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
-// Writes those of the columns [column, column + 4) of a key's row that exist.
+// Writes the columns [column, column + 4) of a key's row, up to the end of the row.
 template <class T, int kWidth>
 SPARSEKIT_DEVICE void write_initial(T* row, int64_t dim, int64_t column,
                                     const Initializer& initializer, int64_t key) {

@@ -17,7 +17,7 @@ namespace sparsekit::cuda {
 constexpr int64_t kPart = 256;
 
 // The bags of one call of embedding_bag. The code below accesses bags and entries only through
-// these members, so another kind of bags needs only to have the same ones.
+// these members, so any type that has the same members can replace this one.
 template <class T>
 struct Pooling {
   using Element = T;
@@ -38,7 +38,7 @@ struct Pooling {
   SPARSEKIT_DEVICE int64_t offset(int64_t bag) const { return bags.offsets[bag]; }
   SPARSEKIT_DEVICE Range range(int64_t bag) const { return bag_range(bags, bag); }
   SPARSEKIT_DEVICE T* vector(int64_t bag) const { return out + bag * dim; }
-  // Returns the number of a bag among all bags of a launch.
+  // Returns the index of a bag among all bags of a launch.
   SPARSEKIT_DEVICE int64_t number(int64_t bag) const { return bag; }
 
   SPARSEKIT_DEVICE void check(int64_t position) const {
@@ -61,13 +61,15 @@ struct Pooling {
   }
 };
 
-// The next kInFlight entries: their rows' numbers and weights, known before the rows arrive.
+// Row indices and weights of the next kInFlight entries, which are loaded before the rows
+// themselves.
 template <class T>
 struct Entries {
-  int64_t row[kInFlight];  // -1 if there is none
+  int64_t row[kInFlight];  // -1 for an entry without a row
   Acc<T> weight[kInFlight];
 
-  // Looks up the entries begin + from, ..., of the `count` entries from `begin` on.
+  // Loads the entries from begin + from on, as far as they are among the `count` entries that start
+  // at `begin`.
   template <class In>
   SPARSEKIT_DEVICE void look_up(const In& in, int64_t begin, int from, int count, bool report) {
     for (int j = 0; j < kInFlight; ++j) {
@@ -86,7 +88,7 @@ struct Entries {
       if (row[j] != -1 && element < in.dim) in.read(begin + j, row[j], element, piece[j]);
     }
   }
-  // Adds the row of the j-th of these entries.
+  // Adds the row and the weight of entry j.
   template <int kWidth, class In>
   SPARSEKIT_DEVICE void add(const In& in, int j, const RowPiece<T, kWidth>& piece,
                             Acc<T> (&sum)[kWidth], Acc<T>& total) const {
@@ -102,7 +104,7 @@ struct Entries {
 };
 
 // Adds the weighted rows of the `count` entries from `begin` on to sum, in order, and their weights
-// to total. Calls before(k) before it adds the k-th.
+// to total. Calls before(k) before adding the k-th row.
 template <int kWidth, class In, class T, class Before>
 SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_t element,
                                   T (&sum)[kWidth], T& total, const Before& before) {
@@ -122,7 +124,7 @@ SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_
   }
 }
 
-// Computes sum and total of the `count` <= kPart entries from `begin` on.
+// Computes the sum and the total weight of the `count` <= kPart entries from `begin` on.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool(const In& in, int64_t begin, int count, int64_t element,
                            T (&sum)[kWidth], T& total) {
@@ -141,7 +143,7 @@ SPARSEKIT_DEVICE void write_bag(const In& in, int64_t bag, int64_t count, int64_
   write_row(in.vector(bag) + element, sum);
 }
 
-// Pools a bag; a long one is set to zeros for now.
+// Pools a bag. If it is long, only sets its output to zeros.
 template <int kWidth, class In>
 SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, int64_t element) {
   const int64_t entries = range.end - range.begin;
@@ -151,9 +153,9 @@ SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, in
   write_bag(in, bag, count, element, sum, total);
 }
 
-// A part of a long bag: at most kPart of its entries, from begin + index * kPart on.
+// A part of a long bag: up to kPart entries, from begin + index * kPart on.
 struct Part {
-  int64_t bag;  // negative in a slot without a part
+  int64_t bag;  // negative if the slot has no part
   int64_t index;
 };
 
@@ -182,7 +184,8 @@ struct LongBags {
   }
 };
 
-// Lists a long bag as parts. All lanes of a warp call it, the lanes of a tile with the same bag.
+// Appends the parts of a long bag to the list. All lanes of a warp must call this; the lanes of a
+// tile pass the same bag.
 template <class In, class T>
 SPARSEKIT_DEVICE void put_down_parts(const In& in, const LongBags<T>& long_bags, int64_t bag,
                                      const Range& range) {
@@ -197,9 +200,9 @@ SPARSEKIT_DEVICE void put_down_parts(const In& in, const LongBags<T>& long_bags,
   }
 }
 
-// Pools one bag per tile; one more tile checks the last offset. All lanes of the warp call it. With
-// `long_too`, long bags are listed as parts. They are set to zeros for now, and stay so if there is
-// no room for their parts, which happens only if bags overlap.
+// Pools one bag per tile; one more tile checks the last offset. All lanes of the warp must call
+// this. With `long_too`, the parts of long bags are listed, and their outputs are set to zeros. The
+// outputs stay zero if the list has no space for the parts, which happens only if bags overlap.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, bool long_too,
                                    int64_t bag, int64_t element) {
@@ -209,15 +212,15 @@ SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, b
   if (bag < in.num_bags()) pool_bag<kWidth>(in, bag, range, element);
 }
 
-// Number of bags per tile if bags are short: with an entry or two, a tile waits three times in a
-// row, for the bag's offsets, row numbers and rows, with few loads in flight each time.
+// Number of bags per tile if bags are short. With one bag of an entry or two, a tile would wait
+// three times in a row, for offsets, row indices and rows, with few loads in flight each time.
 constexpr int kBags = 4;
 // Bags are short if they have fewer entries than this on average, two batches of rows: above it,
 // the waits before the rows no longer matter much. An estimate, not yet measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
-// Like pool_own_bag, for kBags bags per tile from `first` on. Their entries, which are contiguous,
-// are walked like those of one bag.
+// Like pool_own_bag, but with kBags bags per tile, from `first` on. The entries of these bags are
+// contiguous, and are processed like the entries of one bag.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_bags, bool long_too,
                                           int64_t first, int64_t element) {
@@ -334,7 +337,7 @@ void clear_parts(const LongBags<T>& long_bags, void* stream) {
                    stream);
 }
 
-// Calls run(round) for each round that bags of up to n entries need.
+// Calls run(round) for each round that is needed for bags of up to n entries.
 template <class Run>
 void for_each_round(int64_t n, const Run& run) {
   Round round{1, 0, false};

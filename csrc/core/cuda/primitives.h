@@ -5,14 +5,14 @@
 
 namespace sparsekit::cuda {
 
-// Return the bytes of workspace for exclusive_scan and sort_pairs of up to n elements.
+// Return the workspace sizes in bytes of exclusive_scan and sort_pairs for up to n elements.
 int64_t scan_workspace_bytes(int64_t n);
 int64_t sort_workspace_bytes(int64_t n);
 
 // out[i] = in[0] + ... + in[i - 1] for i in [0, n). `out` may be `in`. n < 2^31.
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void* workspace, void* stream);
 
-// Returns the number of bits that sort keys up to `most` need.
+// Returns the number of bits needed for sort keys up to `most`.
 inline int bits_of(int64_t most) {
   int bits = 1;
   while (bits < 32 && most >> bits != 0) ++bits;

@@ -1,4 +1,4 @@
-// Spreads the elements of a row over lanes, the same way for every kernel on rows.
+// Distributes the elements of a row over lanes, in the same way for all kernels on rows.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace sparsekit::cuda {
 
-// A tile of 2^log2_lanes neighbouring lanes, 1 to 32, reads a row, each lane `width` elements in
-// one access. Rows wider than that are cut into `columns` slices, one per column of the grid.
+// A tile of 2^log2_lanes adjacent lanes, 1 to 32, reads a row; each lane reads `width` elements in
+// one access. Wider rows are split into `columns` slices, one per column of the grid.
 struct RowShape {
   int width;
   int log2_lanes;
@@ -32,12 +32,12 @@ RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   RowShape shape{aligned ? kWide<T> : 1, 0, 1};
   const int64_t accesses = (dim + shape.width - 1) / shape.width;
   while (shape.log2_lanes < 5 && shape.lanes() < accesses) ++shape.log2_lanes;
-  // At least one column, so that row numbers are checked even if rows have no elements.
+  // At least one column, so that row indices are checked even if rows have no elements.
   shape.columns = std::max(1, static_cast<int>((accesses + shape.lanes() - 1) / shape.lanes()));
   return shape;
 }
 
-// Returns a stand-in for an array whose rows are not aligned.
+// Returns an address to pass to row_shape for an array whose rows are not aligned.
 template <class T>
 T* misaligned() {
   return reinterpret_cast<T*>(sizeof(T));

@@ -32,8 +32,8 @@ struct alignas(2 * sizeof(A)) ScaledRow {
   A scale;
 };
 
-// The rows that the values of entries stand for: row `value`, or, if `scaled` is given, row and
-// scale of scaled[value].
+// Maps the value of an entry to a row: row `value` or, if `scaled` is given, the row and scale
+// scaled[value].
 template <class S>
 struct Rows {
   using Scalar = S;
@@ -60,19 +60,19 @@ struct Entry {
   int32_t value;
 };
 
-// How a run of entries with equal keys lies in a tile's range: it is entirely inside, began before
-// it, or begins inside and continues past its end.
+// Where a run of entries with equal keys lies relative to a tile's range: entirely inside (kWhole),
+// beginning before it (kHead), or beginning inside and continuing past its end (kTail).
 enum class Run { kWhole, kHead, kTail };
 
 // Walks the entries [begin, end) of n, at least one, which are sorted by key. Calls put(run, key,
 // sum) for every run with an entry that is not absent, with the sum of its rows in the range, added
-// in order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. The numbers are
-// unsigned because they go a little beyond n < 2^31.
+// in order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. Positions are
+// unsigned because they may slightly exceed n < 2^31.
 template <int kWidth, class RowsOf, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
                                const RowsOf& rows, const EntryAt& entry, const Put& put) {
   using S = typename RowsOf::Scalar;
-  // Past the end, the key of the last entry is repeated, which ends no run.
+  // Repeats the last entry's key past the end, so that no run appears to end there.
   const auto entry_or_none = [&](uint32_t k) {
     Entry found = entry(k < end ? k : end - 1);
     if (k >= end) found.value = -1;
@@ -116,8 +116,9 @@ SPARSEKIT_DEVICE uint32_t segment_key(int64_t id, int64_t i, int64_t num_segment
   return static_cast<uint32_t>(id < 0 || id >= num_segments ? num_segments : id);
 }
 
-// Terms of the sums: entry i, for i in [0, n), is row values[i], or row i if `values` is null, of
-// segment ids[i]. Entries with a negative value or id are dropped. *bad as in unsorted_segment_sum.
+// The terms of the sums: entry i, for i in [0, n), adds row values[i], or row i if `values` is
+// null, to segment ids[i]. Entries with a negative value or id are dropped. *bad as in
+// unsorted_segment_sum.
 struct Segments {
   const int64_t* ids;
   const int32_t* values;
@@ -129,8 +130,8 @@ struct Segments {
 // ---- in order ----
 
 // Entries of a level. The rows of level 0 are the caller's; those of other levels are partial sums,
-// two per chunk of the level before: one of a run that began before the chunk, one of a run that
-// continues after it.
+// two per chunk of the previous level: one for a run that began before the chunk, and one for a run
+// that continues after it.
 template <class T>
 struct Level {
   uint32_t* keys;
@@ -148,7 +149,7 @@ struct Level {
 
 template <class T>
 struct SegmentWorkspace {
-  static constexpr int kMaxLevels = 8;  // n < 2^31 needs 6, plus the output of the last one
+  static constexpr int kMaxLevels = 8;  // 6 levels if n < 2^31, plus the output of the last level
 
   uint32_t* keys;      // [n] keys of the entries, unsorted
   int32_t* positions;  // [n]
@@ -186,8 +187,8 @@ SPARSEKIT_KERNEL segment_keys_kernel(Segments in, uint32_t* keys, int32_t* posit
   keys[i] = key;
 }
 
-// Sums the runs of one chunk of `from` per tile: whole runs go to `out`, others to `to`. `present`
-// is given only at level 0.
+// Sums the runs of one chunk of `from` per tile. Sums of whole runs are written to `out`, other
+// sums to `to`. `present` is given only at level 0.
 template <class T, class S, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     sum_chunks_kernel(Level<T> from, Rows<S> rows, int64_t num_segments, int log2_lanes,
@@ -308,7 +309,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   entries[place] = mine;
   simt::warp_sync();
 
-  // A tile has as many entries as lanes.
+  // A tile handles as many entries as it has lanes.
   const int lanes = 1 << log2_lanes;
   const int begin = lane & ~(lanes - 1);
   const auto add = [&](uint32_t key, const float (&sum)[kWidth]) {
@@ -376,7 +377,7 @@ inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
   return n <= kFewEntries || dim <= kSmallRow || num_segments * dim <= kCachedOutput;
 }
 
-// ---- both ----
+// ---- by either method ----
 
 // out[s] = sum of the scaled rows of segment s; zeros for a segment without entries.
 template <class T>

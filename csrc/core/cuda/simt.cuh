@@ -1,4 +1,4 @@
-// Everything that kernels use of the machine. nvcc compiles each function here to the CUDA
+// The machine-dependent functions that kernels use. nvcc compiles each function here to the CUDA
 // intrinsic behind it; g++ gets simt/host.h instead, with which tests run all threads of a block
 // concurrently.
 //
@@ -23,7 +23,7 @@ struct Grid {
   int columns = 1;
 };
 
-// Returns a grid for n threads; it has at least one block, so that a kernel over nothing can still
+// Returns a grid for n threads. It has at least one block, so that a kernel without items can still
 // write its result.
 inline Grid grid_for(int64_t n, int threads = 256) {
   return Grid{n <= 0 ? 1 : (n + threads - 1) / threads, threads};
@@ -63,7 +63,7 @@ struct alignas(sizeof(T) * N) Vec {
 
 #define SPARSEKIT_KERNEL [[maybe_unused]] static __global__ void
 #define SPARSEKIT_DEVICE __device__ __forceinline__
-// A large parameter, which threads read in place, without a copy.
+// A large kernel parameter that threads read in place, without a copy.
 #define SPARSEKIT_GRID_CONSTANT(Type) const __grid_constant__ Type
 
 namespace sparsekit::simt {
@@ -118,7 +118,7 @@ SPARSEKIT_DEVICE void free_registers() {
 SPARSEKIT_DEVICE void barrier() {
   __syncthreads();
 }
-// Does the same for the lanes of a warp.
+// Like barrier(), for the lanes of a warp.
 SPARSEKIT_DEVICE void warp_sync() {
   __syncwarp();
 }
@@ -225,7 +225,7 @@ SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
 // Host functions. All throw std::runtime_error with CUDA's message.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // clear it, or CUB would take it for its own after its next launch
+  (void)cudaGetLastError();  // clear the error, or CUB's next launch would appear to have failed
   throw std::runtime_error(std::string("sparsekit: ") + what + ": " + cudaGetErrorString(error));
 }
 
@@ -260,7 +260,7 @@ SPARSEKIT_DEVICE int64_t global_thread() {
 SPARSEKIT_DEVICE int64_t global_threads() {
   return blocks() * block_size();
 }
-// Returns the lanes of a mask that come before `lane`.
+// Returns the mask of those lanes in `mask` that are below `lane`.
 SPARSEKIT_DEVICE uint32_t lanes_before(uint32_t mask, int lane) {
   return mask & ((1u << lane) - 1);
 }

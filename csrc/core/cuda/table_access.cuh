@@ -15,7 +15,7 @@ SPARSEKIT_DEVICE void write(T* address, const simt::Vec<T, N>& value) {
   *reinterpret_cast<simt::Vec<T, N>*>(simt::global(address)) = value;
 }
 
-// kWidth columns of kStates states.
+// Holds kWidth columns of kStates states.
 template <class A, int kWidth, int kStates>
 struct TableSlice {
   simt::Vec<A, kWidth> state[kStates == 0 ? 1 : kStates];
@@ -49,7 +49,7 @@ RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
                                 table.weight, grad);
   bool aligned = true;
   for (int k = 0; k < states; ++k) aligned = aligned && table.strides[k] % kWide<A> == 0;
-  // Without wide accesses, a row has as many lanes as an unaligned one.
+  // If some row is not aligned, use the shape for unaligned rows.
   return aligned ? shape : row_shape<A>(table.dim, reinterpret_cast<const A*>(sizeof(A)));
 }
 

@@ -3,7 +3,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients in memory, and their number as the device knows it.
+// Gradients in memory. n is their exact number, which may be known only on the device.
 template <class T>
 struct GivenGradients {
   struct Found {

@@ -10,11 +10,11 @@
 
 namespace sparsekit::cuda {
 
-// The share of one table in a launch: its blocks are those from first_block on to first_block of
-// the next share. `columns` consecutive blocks handle the same rows; see row_shape.h.
+// One table's share of a launch: the blocks from first_block up to first_block of the next share.
+// `columns` consecutive blocks handle the same rows; see row_shape.h.
 struct Share {
   int32_t first_block;
-  int32_t table;  // position of the table in the call
+  int32_t table;  // index of the table in the call
   uint16_t columns;
   uint16_t log2_lanes;
 
@@ -27,9 +27,9 @@ struct Share {
 };
 
 // Returns the means that a rule needs over a row, the same on all lanes of its tile; 0 for a
-// negative row. All lanes of the warp call it. The bits of the means must not depend on kWidth,
-// which depends only on the alignment of gradients: so each lane has the elements that it would
-// have if all accesses were wide.
+// negative row. All lanes of the warp must call this. The bits of the means must not depend on
+// kWidth, which depends only on the alignment of gradients, so each lane takes the elements that it
+// would have with wide accesses.
 template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
 SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
                                               const Gradient& gradient, const RowTable<T>& table,
@@ -71,20 +71,20 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& 
   return {sums.first / count, kTwo ? sums.second / count : 0};
 }
 
-// Shared by the threads of a block: their table, its gradients, and the numbers of its step.
+// Data shared by the threads of a block: their table, its gradients, and the constants of its step.
 template <class T, class Gradients, class StepConstants>
 struct Block {
   RowTable<T> table;
   Gradients gradients;
-  int64_t tiles;  // tiles of all blocks of the table
+  int64_t tiles;  // number of tiles in all blocks of the table
   StepConstants numbers;
 };
 
 // Updates rows. Tables has the shares of a launch and, for each share i, table(i) and gradients(i).
-// Gradients have
-//   n                                their number;
-//   find(i)                          the location of gradient i, and its `row`; -1 from n on;
-//   read<kWidth>(found, i, dim, at)  elements [at, at + kWidth) of that gradient.
+// The type of gradients(i) has
+//   n                                the number of gradients;
+//   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
+//   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of that gradient.
 template <class Rule, class T, int kWidth, class Tables>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
@@ -120,7 +120,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   const int stride = columns * kWidth << log2_lanes;
   const int tile_in_warp = simt::lane() >> log2_lanes;
   const int64_t first = (thread >> log2_lanes) - tile_in_warp;
-  // Read one row number ahead, so that no row has to wait for its number.
+  // Read row indices one step ahead, so that no row has to wait for its index.
   auto next = own.gradients.find(first + tile_in_warp);
   // The lanes of a warp stay together, since they communicate.
   for (int64_t of_warp = first; of_warp < own.gradients.n; of_warp += own.tiles) {
@@ -198,17 +198,17 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 template <class Rule, class T>
 RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
   RowShape shape = shape_of(table, kElementStates<Rule>, grad);
-  // One tile must update a state that is one number per row.
+  // A state with one number per row must be updated by a single tile.
   if (Rule::kRowMeans > 0 || per_row) shape.columns = 1;
   return shape;
 }
 
-// Gives each share of a launch its blocks and returns the launch's grid. If more than kMaxBlocks
-// are wanted, tables get blocks in proportion to the work of their rows, rows(i).
+// Assigns blocks to each share of a launch, and returns the launch's grid. If tables could use more
+// than kMaxBlocks blocks, they get blocks in proportion to the work of their rows, rows(i).
 template <class RowsOf>
 simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
-  // More than any device runs at a time. Each block then has enough rows to pay for the two powers
-  // that it computes for the step.
+  // More blocks than any device runs at a time. Each block then has enough rows to pay for the two
+  // powers that it computes for the step.
   constexpr int64_t kMaxBlocks = 2048;
   const auto wanted = [&](int i) {
     return simt::grid_for(rows(i) << shares[i].log2_lanes, kGroupThreads).blocks;
