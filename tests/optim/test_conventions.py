@@ -230,6 +230,7 @@ def test_maximize_negates_gradients(name, dtype):
     ("kind", "setting", "value"),
     [
         (optim.LazyAdam, "eps_convention", "torch"),
+        (optim.LazyAdam, "amsgrad", True),
         (optim.Adam, "eps_convention", "tensorflow"),
         (optim.Adagrad, "decoupled_weight_decay", True),
         (optim.RMSProp, "weight_decay", 0.25),
@@ -248,6 +249,13 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     resumed = kind([start()])
     resumed.load_state_dict(state)
     assert resumed.param_groups[0][setting] == resumed.defaults[setting] != value
+    # Whatever the group has now, and whichever states that needs.
+    optimizer, resumed = kind([start()]), kind([{"params": [start()], setting: value}])
+    run(optimizer, *optimizer.param_groups[0]["params"], gradients(steps=2))
+    state = optimizer.state_dict()
+    del state["param_groups"][0][setting]
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0][setting] == resumed.defaults[setting]
 
 
 def test_a_state_of_torch_before_its_first_step_with_momentum():
