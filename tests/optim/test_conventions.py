@@ -6,6 +6,8 @@ with its published formula: tolerance 1e-3, here with eps 1e-4, where the two co
 clearly.
 """
 
+import copy
+
 import pytest
 import torch
 from conftest import same_bits
@@ -249,13 +251,16 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     resumed = kind([start()])
     resumed.load_state_dict(state)
     assert resumed.param_groups[0][setting] == resumed.defaults[setting] != value
-    # Whatever the group has now, and whichever states that needs.
-    optimizer, resumed = kind([start()]), kind([{"params": [start()], setting: value}])
+    # Whatever each group has now, and whichever states that needs.
+    groups = [{"params": [start()]} for _ in range(2)]
+    optimizer = kind(copy.deepcopy(groups))
     run(optimizer, *optimizer.param_groups[0]["params"], gradients(steps=2))
+    resumed = kind([{**group, setting: value} for group in groups])
     state = optimizer.state_dict()
-    del state["param_groups"][0][setting]
+    for saved in state["param_groups"]:
+        del saved[setting]
     resumed.load_state_dict(state)
-    assert resumed.param_groups[0][setting] == resumed.defaults[setting]
+    assert [g[setting] for g in resumed.param_groups] == [resumed.defaults[setting]] * 2
 
 
 def test_a_state_of_torch_before_its_first_step_with_momentum():
