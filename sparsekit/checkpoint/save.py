@@ -121,12 +121,11 @@ class CheckpointWriter:
             columns = shard.columns_to_write(rows)
             files[file] = write(folder / file, columns, {"table": shard.name[:500]})
             tables[shard.name] = shard.note(rank, file, columns[0].shape[0], complete)
-        own = rank_file(rank)
-        columns = [column_of(name, tensor) for name, tensor in self.snapshot.own.items()]
-        files[own] = write(folder / own, columns)
+        others = {rank_file(rank): self.snapshot.own}
         if rank == 0:
-            columns = [column_of(name, tensor) for name, tensor in self.snapshot.dense.items()]
-            files[DENSE] = write(folder / DENSE, columns)
+            others[DENSE] = self.snapshot.dense
+        for file, tensors in others.items():
+            files[file] = write(folder / file, [column_of(*each) for each in tensors.items()])
         note = {
             "tables": tables,
             "files": {name: [file.bytes, file.crc32] for name, file in files.items()},

@@ -220,13 +220,10 @@ class TensorFile:
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Read rows ``[first, first + count)`` of a tensor, or the whole tensor."""
         place = self.places[name]
-        row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
-        if count is None:
-            shape, size = place.shape, math.prod(place.shape) * place.dtype.itemsize
-        else:
-            shape, size = (count, *place.shape[1:]), count * row_bytes
-        if not size:
+        shape = place.shape if count is None else (count, *place.shape[1:])
+        if not (size := math.prod(shape) * place.dtype.itemsize):
             return torch.empty(shape, dtype=place.dtype)
+        row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
         room = self._bytes(place.begin + first * row_bytes, size, name)
         return torch.frombuffer(room, dtype=torch.uint8).view(place.dtype).view(shape)
 

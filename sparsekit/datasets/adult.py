@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import os
@@ -15,7 +14,7 @@ import torch
 from .._content import lines_of
 from .._extras import needed
 from ..errors import DataFormatError
-from .decimals import finite
+from .delimited import finite, rows_of
 from .fetch import PackagedFile
 
 ADULT = PackagedFile(
@@ -161,7 +160,7 @@ def _adult(columns: dict[str, np.ndarray]) -> Adult:
 
 
 def _read_csv(lines: Iterator[str], source: str) -> dict[str, np.ndarray]:
-    rows = _rows(lines, source)
+    rows = rows_of(lines, source)
     number, first = next(rows, (1, [""]))
     if first == [UCI_TEST]:
         number, first = next(rows, (number, [""]))
@@ -186,17 +185,6 @@ def _read_csv(lines: Iterator[str], source: str) -> dict[str, np.ndarray]:
     if not texts[LABEL]:
         raise DataFormatError(f"{source}: no rows after the header")
     return {name: np.array(column, object) for name, column in texts.items()}
-
-
-def _rows(lines: Iterator[str], source: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the columns of each line that is not blank."""
-    reader = csv.reader(lines, skipinitialspace=True, strict=True)
-    try:
-        for row in reader:
-            if row:
-                yield reader.line_num, row
-    except csv.Error as error:
-        raise DataFormatError(f"{source}:{reader.line_num}: {error}") from None
 
 
 def _places(names: list[str], source: str) -> dict[str, int]:

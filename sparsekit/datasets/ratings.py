@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import re
@@ -15,7 +14,7 @@ import torch
 from .._content import lines_of
 from ..errors import DataFormatError
 from ..hashing import xxh64
-from .decimals import DECIMAL, finite
+from .delimited import DECIMAL, finite, rows_of
 from .fetch import PackagedFile
 
 __all__ = [
@@ -37,9 +36,6 @@ MOVIELENS_100K = PackagedFile(
 
 # Canonical integers only: 007 and +7 are other ids than 7.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
-
-# Replaces a separator of two characters, which the csv module does not accept.
-_UNIT = "\x1f"
 
 # Names that a header may give each column, in lower case and without underscores.
 COLUMNS = {
@@ -164,8 +160,6 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     """
     try:
         return _parse(lines_of(path), os.fspath(path))
-    except RatingsFormatError:
-        raise
     except DataFormatError as error:
         raise RatingsFormatError(str(error)) from error
 
@@ -173,7 +167,7 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
 def _parse(lines: Iterator[str], source: str) -> Ratings:
     first = next(lines, "")
     separator = next((mark for mark in ("\t", "::") if mark in first), ",")
-    rows = _rows(itertools.chain([first], lines), separator, source)
+    rows = rows_of(itertools.chain([first], lines), source, separator)
     number, names = next(rows, (1, [""]))
     if len(names) == len(COLUMNS) and all(map(DECIMAL.fullmatch, names[2:])):  # a rating already
         rows = itertools.chain([(number, names)], rows)
@@ -193,33 +187,17 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
             ratings.append(finite(row[rating_at], torch.finfo(torch.float32).max))
             times.append(finite(row[time_at]))
         except ValueError as error:
-            raise RatingsFormatError(
+            raise DataFormatError(
                 f"{source}:{number}: {error}: {separator.join(row)[:80]!r}"
             ) from None
     if not times:
-        raise RatingsFormatError(f"{source}: no ratings after the header")
+        raise DataFormatError(f"{source}: no ratings after the header")
     return Ratings(
         users.tensor(),
         items.tensor(),
         torch.frombuffer(ratings, dtype=torch.float64).to(torch.float32),
         torch.frombuffer(times, dtype=torch.float64),
     )
-
-
-def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the columns of each line that is not blank."""
-    one = separator if len(separator) == 1 else _UNIT
-    if one != separator:
-        lines = (line.replace(separator, one) for line in lines)
-    reader = csv.reader(lines, delimiter=one, skipinitialspace=one == ",", strict=True)
-    try:
-        for row in reader:
-            if row and one != separator:
-                row = [text.replace(one, separator) for text in row]  # within a quoted one
-            if row:
-                yield reader.line_num, row
-    except csv.Error as error:
-        raise RatingsFormatError(f"{source}:{reader.line_num}: {error}") from None
 
 
 def _places(names: list[str], source: str) -> list[int]:
@@ -229,7 +207,7 @@ def _places(names: list[str], source: str) -> list[int]:
     for column, called in COLUMNS.items():
         found = [place for place, name in enumerate(plain) if name in called]
         if len(found) != 1:
-            raise RatingsFormatError(
+            raise DataFormatError(
                 f"{source}:1: the header must have one column {column!r}; it has "
                 f"{repr(names)[:200]}. Expected columns separated by tabs, commas or '::', named "
                 f"{', '.join(COLUMNS)}, or just these four in this order without a header"
