@@ -358,14 +358,14 @@ def test_an_interrupted_rank_tells_the_first(tmp_path, monkeypatch):
         background._wait_for_others(writing)
 
 
-def test_an_error_that_nobody_thought_of_is_told_by_wait(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_an_error_that_nobody_thought_of_is_told_by_wait(tmp_path, monkeypatch, kind):
     def fail(*_):
-        raise ZeroDivisionError("odd")
+        raise kind("odd")
 
     monkeypatch.setattr(SAVE, "write", fail)
-    with pytest.raises(
-        CheckpointError, match=r"(?s)a: not saved: Traceback.*ZeroDivisionError: odd"
-    ):
+    said = rf"(?s)a: not saved: Traceback.*{kind.__name__}: odd"
+    with pytest.raises(CheckpointError, match=said):
         checkpoint.async_save(table(1), tmp_path / "a").wait()
 
 
