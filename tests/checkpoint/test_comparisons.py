@@ -8,6 +8,8 @@ from sparsekit import checkpoint, cli, optim
 from sparsekit.checkpoint import CheckpointError, Checkpoints
 from sparsekit.checkpoint.diff import Difference, TableDifference
 
+from .models import made, train
+
 
 @pytest.mark.parametrize(
     "fields", [{"only_a": 1}, {"only_b": 1}, {"changed": {"vectors": (1, 0.5)}}, {"shape": "dim"}]
@@ -83,6 +85,15 @@ def test_tables_are_those_of_the_newest_of_a_chain(tmp_path):
         found = checkpoint.diff(*pair)
         assert (found.only_a, found.only_b) == ([only[0]], [only[1]])
         assert set(found.tables) == {"b"}
+
+
+def test_states_of_optimizers_are_named_by_optimizer_and_parameter(tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, 0, 1)
+    one = checkpoint.save(model, tmp_path / "a", optimizers)
+    optimizers[1].state[model.out.bias]["exp_avg"] += 1
+    other = checkpoint.save(model, tmp_path / "b", optimizers)
+    assert checkpoint.diff(one, other).dense == ["optimizers.1.state.out.bias.exp_avg"]
 
 
 def test_names_in_words(tmp_path, capsys):

@@ -202,6 +202,12 @@ def test_nothing_there(tmp_path):
         load(tmp_path / "other", model)
 
 
+def test_other_entries_whose_names_end_alike(tmp_path):
+    other = {"my_sparsekit_format": torch.ones(1)}
+    dcp.save({"app": DcpState(Model())} | other, checkpoint_id=tmp_path)
+    dcp.load({"app": DcpState(Model(), load_from=tmp_path)} | other, checkpoint_id=tmp_path)
+
+
 def test_several_states(tmp_path):
     models = {name: Model().users for name in ("one", "two")}
     for number, layer in enumerate(models.values()):

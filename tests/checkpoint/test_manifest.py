@@ -128,6 +128,14 @@ def test_values_of_a_manifest(folder, tmp_path, place):
         read_with(value)
 
 
+@pytest.mark.parametrize("content", [b"[]", b"5", b"null", b'"x"'])
+def test_a_manifest_that_is_no_object(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    (tmp_path / "manifest.crc32").write_text(f"{zlib.crc32(content):08x}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: it must be an object, got "):
+        read_manifest(tmp_path)
+
+
 def test_a_manifest_that_is_too_long(folder, tmp_path, monkeypatch):
     """A manifest over the limit is neither written nor read; one at the limit is both."""
     manifest = read_manifest(folder)
