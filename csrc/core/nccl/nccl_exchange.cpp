@@ -1,13 +1,79 @@
 #include "sparsekit/nccl_exchange.h"
 
+#include <dlfcn.h>
+#include <nccl.h>
+
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "library.h"
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 18, 0)
+#error "sparsekit needs the nccl.h of NCCL 2.18 or later; SPARSEKIT_NCCL=0 builds without it"
+#endif
 
 namespace sparsekit::nccl {
 namespace {
+
+std::string library_name() {
+  const char* set = std::getenv("SPARSEKIT_NCCL_LIBRARY");
+  return set != nullptr && *set != '\0' ? set : "libnccl.so.2";
+}
+
+// Opens a library, which stays open until the process ends.
+void* open(const std::string& name) {
+  void* handle = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
+  if (handle == nullptr) handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL);
+  if (handle == nullptr) {
+    throw std::runtime_error("sparsekit: cannot open " + name + ": " + dlerror());
+  }
+  return handle;
+}
+
+// libnccl's functions, looked up at run time. Linking it would require libnccl wherever the module
+// is imported, and a process could then have two copies, torch's and another one.
+struct Library {
+  // Becomes a pointer to a function of any type.
+  struct Address {
+    void* address;
+    template <class Function>
+    operator Function*() const {
+      return reinterpret_cast<Function*>(address);
+    }
+  };
+
+  std::string name = library_name();
+  void* handle = open(name);
+  decltype(&ncclGetVersion) get_version = find("ncclGetVersion");
+  decltype(&ncclGetUniqueId) get_unique_id = find("ncclGetUniqueId");
+  decltype(&ncclCommInitRankConfig) init_rank = find("ncclCommInitRankConfig");
+  decltype(&ncclCommGetAsyncError) get_async_error = find("ncclCommGetAsyncError");
+  decltype(&ncclCommFinalize) finalize = find("ncclCommFinalize");
+  decltype(&ncclCommDestroy) destroy = find("ncclCommDestroy");
+  decltype(&ncclCommAbort) abort = find("ncclCommAbort");
+  // Null before NCCL 2.28.7, whose nccl.h lacks it.
+  ncclResult_t (*revoke)(ncclComm_t, int) = find("ncclCommRevoke", false);
+  decltype(&ncclGroupStart) group_start = find("ncclGroupStart");
+  decltype(&ncclGroupEnd) group_end = find("ncclGroupEnd");
+  decltype(&ncclSend) send = find("ncclSend");
+  decltype(&ncclRecv) receive = find("ncclRecv");
+  decltype(&ncclGetErrorString) error_string = find("ncclGetErrorString");
+  decltype(&ncclGetLastError) last_error = find("ncclGetLastError", false);  // may be null
+
+  Address find(const char* symbol, bool needed = true) const {
+    void* address = dlsym(handle, symbol);
+    if (address == nullptr && needed) {
+      throw std::runtime_error("sparsekit: " + name + " has no " + symbol);
+    }
+    return {address};
+  }
+};
+
+// Opens the library on the first call; throws std::runtime_error that names what is missing.
+const Library& library() {
+  static const Library opened;
+  return opened;
+}
 
 static_assert(sizeof(UniqueId) == sizeof(ncclUniqueId));
 
