@@ -1,7 +1,7 @@
 #include "sparsekit/group_bucketize.h"
 
-#include "group_call.h"
-#include "process_seed.h"
+#include "group.h"
+#include "hash_table.h"
 
 namespace sparsekit::ops {
 namespace {

@@ -1,9 +1,7 @@
 #include "sparsekit/group_find.h"
 
-#include "exclusive.h"
-#include "group_call.h"
+#include "group.h"
 #include "hash_table.h"
-#include "process_seed.h"
 
 namespace sparsekit::ops {
 namespace {

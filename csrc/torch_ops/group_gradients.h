@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "group_bags.h"
-#include "stepped_tables.h"
+#include "row_table.h"
 
 namespace sparsekit::ops {
 

@@ -1,6 +1,5 @@
 #include "sparsekit/hash_table.h"
 
-#include "exclusive.h"
 #include "hash_table.h"
 
 namespace sparsekit::ops {

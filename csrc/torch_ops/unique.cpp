@@ -2,8 +2,7 @@
 
 #include <cstring>
 
-#include "arguments.h"
-#include "process_seed.h"
+#include "hash_table.h"
 
 namespace sparsekit::ops {
 namespace {

@@ -1,6 +1,6 @@
 #include "sparsekit/update_rows.h"
 
-#include "stepped_tables.h"
+#include "row_table.h"
 
 namespace sparsekit::ops {
 namespace {
