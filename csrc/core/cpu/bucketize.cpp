@@ -31,21 +31,19 @@ int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_
   const int64_t chunks = num_chunks(n);
   const auto world_size = static_cast<int64_t>(owners.world_size);
   FirstBad bad;
-  parallel_for(0, chunks, 1, [=, owners = owners, &bad](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      int64_t* count = next + chunk * world_size;
-      std::fill(count, count + world_size, int64_t{0});
-      const int64_t stop = std::min(n, (chunk + 1) * kChunk);
-      for (int64_t i = chunk * kChunk; i < stop; ++i) {
-        const int64_t owner = owner_of<kMapped>(keys[i], owners);
-        if constexpr (kMapped) {
-          if (owner < 0 || owner >= world_size) {
-            bad.report(virtual_shard_of(keys[i]));
-            continue;
-          }
+  parallel_for.each(chunks, [=, owners = owners, &bad](int64_t chunk) {
+    int64_t* count = next + chunk * world_size;
+    std::fill(count, count + world_size, int64_t{0});
+    const int64_t stop = std::min(n, (chunk + 1) * kChunk);
+    for (int64_t i = chunk * kChunk; i < stop; ++i) {
+      const int64_t owner = owner_of<kMapped>(keys[i], owners);
+      if constexpr (kMapped) {
+        if (owner < 0 || owner >= world_size) {
+          bad.report(virtual_shard_of(keys[i]));
+          continue;
         }
-        ++count[owner];
       }
+      ++count[owner];
     }
   });
   if (bad.position() >= 0) return bad.position();
@@ -62,15 +60,13 @@ int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_
     counts[owner] = position - start;
   }
 
-  parallel_for(0, chunks, 1, [=, owners = owners](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      int64_t* to = next + chunk * world_size;
-      const int64_t stop = std::min(n, (chunk + 1) * kChunk);
-      for (int64_t i = chunk * kChunk; i < stop; ++i) {
-        const int64_t target = to[owner_of<kMapped>(keys[i], owners)]++;
-        by_owner[target] = keys[i];
-        permutation[target] = i;
-      }
+  parallel_for.each(chunks, [=, owners = owners](int64_t chunk) {
+    int64_t* to = next + chunk * world_size;
+    const int64_t stop = std::min(n, (chunk + 1) * kChunk);
+    for (int64_t i = chunk * kChunk; i < stop; ++i) {
+      const int64_t target = to[owner_of<kMapped>(keys[i], owners)]++;
+      by_owner[target] = keys[i];
+      permutation[target] = i;
     }
   });
   return -1;

@@ -353,10 +353,8 @@ void parse_lines(const TextFormat& format, const char* text, const Line* lines,
       std::clamp<int64_t>(rows / kRowsPerPart, 1, std::max(parallel_for.num_threads(), 1));
   std::vector<Part> parts(static_cast<size_t>(count),
                           Part(format, text, lines, order, rows, keys.offsets.data() + 1));
-  parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; ++p) {
-      parts[static_cast<size_t>(p)].parse(rows * p / count, rows * (p + 1) / count);
-    }
+  parallel_for.each(count, [&](int64_t p) {
+    parts[static_cast<size_t>(p)].parse(rows * p / count, rows * (p + 1) / count);
   });
   for (size_t i = 1; i < keys.offsets.size(); ++i) keys.offsets[i] += keys.offsets[i - 1];
   for (size_t field = 0; field < static_cast<size_t>(key_fields); ++field) {

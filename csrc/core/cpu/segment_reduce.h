@@ -289,16 +289,14 @@ int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t
   std::fill_n(work.zeros, dim, Acc<T>{});
   FirstBad bad;
   const int64_t parts = work.column_parts * work.run_parts;
-  parallel_for(0, work.num_halves * parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const auto sum = [&](auto width) {
-        const int64_t position = sum_part<width.value>(ids, dim, num_segments, entries, work,
-                                                       work.halves[p / parts], p % parts);
-        if (position >= 0) bad.report(position);
-      };
-      with_width<8, 16, 32, 64, 128, 256>(
-          dim % work.column_parts == 0 ? dim / work.column_parts : 0, sum);
-    }
+  parallel_for.each(work.num_halves * parts, [&](int64_t p) {
+    const auto sum = [&](auto width) {
+      const int64_t position = sum_part<width.value>(ids, dim, num_segments, entries, work,
+                                                     work.halves[p / parts], p % parts);
+      if (position >= 0) bad.report(position);
+    };
+    with_width<8, 16, 32, 64, 128, 256>(dim % work.column_parts == 0 ? dim / work.column_parts : 0,
+                                        sum);
   });
   if (bad.position() >= 0) return bad.position();
 

@@ -53,14 +53,9 @@ class SharedJobs {
   void run(const Together& together, const Alone& alone) const {
     for (int64_t place = 0; place < together_; ++place) together(order_[place]);
     std::atomic<int64_t> next{together_};
-    parallel_for_(0, std::max<int64_t>(threads_, jobs_ > together_ ? 1 : 0), 1,
-                  [&](int64_t begin, int64_t end) {
-                    for (int64_t thread = begin; thread < end; ++thread) {
-                      for (int64_t place; (place = next.fetch_add(1)) < jobs_;) {
-                        alone(order_[place], thread);
-                      }
-                    }
-                  });
+    parallel_for_.each(std::max<int64_t>(threads_, jobs_ > together_ ? 1 : 0), [&](int64_t thread) {
+      for (int64_t place; (place = next.fetch_add(1)) < jobs_;) alone(order_[place], thread);
+    });
   }
 
  private:
@@ -79,14 +74,12 @@ void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& p
   const int64_t units = units_before[jobs];
   std::atomic<int64_t> next{0};
   const int64_t threads = std::min<int64_t>(parallel_for.num_threads(), units);
-  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      int64_t job = 0;
-      for (int64_t unit; (unit = next.fetch_add(1)) < units;) {
-        // A thread gets units in ascending order, so `job` only moves forward.
-        while (units_before[job + 1] <= unit) ++job;
-        work(job, unit - units_before[job], thread);
-      }
+  parallel_for.each(threads, [&](int64_t thread) {
+    int64_t job = 0;
+    for (int64_t unit; (unit = next.fetch_add(1)) < units;) {
+      // A thread gets units in ascending order, so `job` only moves forward.
+      while (units_before[job + 1] <= unit) ++job;
+      work(job, unit - units_before[job], thread);
     }
   });
 }

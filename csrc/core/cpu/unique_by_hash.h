@@ -38,15 +38,10 @@ class ByHash {
 
   int64_t run(const Key* keys, Key* unique_keys, Index* inverse, int64_t* counts,
               const ParallelFor& parallel_for) {
-    const auto each_chunk = [&](auto&& body) {
-      parallel_for(0, chunks_, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t chunk = begin; chunk < end; ++chunk) body(chunk);
-      });
-    };
     Key* part_keys = counts != nullptr ? reinterpret_cast<Key*>(counts) : part_keys_;
-    each_chunk([&](int64_t chunk) { choose_parts(chunk, keys); });
+    parallel_for.each(chunks_, [&](int64_t chunk) { choose_parts(chunk, keys); });
     lay_out_parts();
-    each_chunk([&](int64_t chunk) { move_keys(chunk, keys, part_keys); });
+    parallel_for.each(chunks_, [&](int64_t chunk) { move_keys(chunk, keys, part_keys); });
     parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
       // A thread reuses the entries of its first part for all its parts, so that they stay in the
       // cache.
@@ -54,11 +49,9 @@ class ByHash {
       for (int64_t part = begin; part < end; ++part) number_part(part, part_keys, entries);
     });
     const int64_t num_unique = rank_chunks();
-    each_chunk([&](int64_t chunk) { rank_firsts(chunk, unique_keys, counts); });
-    parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t part = begin; part < end; ++part) rank_part(part);
-    });
-    each_chunk([&](int64_t chunk) { write_inverse(chunk, inverse); });
+    parallel_for.each(chunks_, [&](int64_t chunk) { rank_firsts(chunk, unique_keys, counts); });
+    parallel_for.each(parts_, [&](int64_t part) { rank_part(part); });
+    parallel_for.each(chunks_, [&](int64_t chunk) { write_inverse(chunk, inverse); });
     return num_unique;
   }
 

@@ -30,21 +30,16 @@ class ByRange {
               int64_t* counts, const ParallelFor& parallel_for) {
     ranges_ = std::min<int64_t>(parallel_for.num_threads(), kMaxRanges);
     ranges_ = std::clamp<int64_t>(n_ / kLeastRange, 1, ranges_);
-    parallel_for(0, ranges_, 1, [&](int64_t first, int64_t last) {
-      for (int64_t range = first; range < last; ++range) {
-        number_range(range, keys, mostly_distinct, inverse);
-      }
-    });
+    parallel_for.each(ranges_,
+                      [&](int64_t range) { number_range(range, keys, mostly_distinct, inverse); });
     int64_t size = 0;
     for (int64_t range = 0; range < ranges_; ++range) {
       const int64_t range_size = numberings_[range].size();
       const int64_t shares = (range_size + kShare - 1) / kShare;
       const auto each_share = [&](auto&& body) {
-        parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
-          for (int64_t share = first; share < last; ++share) {
-            const int64_t begin = begin_of(range) + share * kShare;
-            body(share, begin, std::min(begin + kShare, begin_of(range) + range_size));
-          }
+        parallel_for.each(shares, [&](int64_t share) {
+          const int64_t begin = begin_of(range) + share * kShare;
+          body(share, begin, std::min(begin + kShare, begin_of(range) + range_size));
         });
       };
       each_share([&](int64_t share, int64_t begin, int64_t end) {

@@ -32,6 +32,14 @@ class ParallelFor {
         const_cast<void*>(static_cast<const void*>(&body)));
   }
 
+  // Calls body(i) for the items [0, count), each of which is worth a thread.
+  template <class F>
+  void each(int64_t count, const F& body) const {
+    (*this)(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(i);
+    });
+  }
+
  private:
   Run run_;
   int num_threads_;
