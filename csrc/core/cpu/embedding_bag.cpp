@@ -1,7 +1,9 @@
 #include "sparsekit/embedding_bag.h"
 
+#include <limits>
+
 #include "cpu/bags.h"
-#include "cpu/first_bad.h"
+#include "sparsekit/group.h"
 #include "sparsekit/group_embedding_bag.h"
 
 namespace sparsekit::cpu {
@@ -29,15 +31,10 @@ SummedTable<T> only_table(const FeatureBags<T>* feature, int64_t num_rows, int64
 
 int64_t check_offsets(const Bags& bags, const ParallelFor& parallel_for) {
   if (bags.offsets[0] != 0) return 0;
-  FirstBad bad;
-  parallel_for(0, bags.num_bags, 65536, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      if (bags.offsets[b + 1] < bags.offsets[b] || bags.offsets[b + 1] > bags.n) {
-        return bad.report(b + 1);
-      }
-    }
-  });
-  if (bad.position() >= 0) return bad.position();
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+  const Source source{nullptr, bags.offsets, true, true, bags.n, bags.num_bags};
+  const int64_t bad = check_bags(source, 0, bags.num_bags, kAny, parallel_for).position;
+  if (bad >= 0) return bad;
   return bags.offsets[bags.num_bags] == bags.n ? -1 : bags.num_bags;
 }
 

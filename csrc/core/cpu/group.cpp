@@ -9,17 +9,18 @@ namespace {
 
 constexpr int64_t kGrain = 65536;
 
+inline bool is_bad_bag(int64_t low, int64_t high, int64_t n, int64_t most) {
+  // Unsigned, since the difference of bad offsets may overflow.
+  const uint64_t length = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
+  return (high < low) | (high > n) | (length > static_cast<uint64_t>(most));
+}
+
 // Checks the offsets of the bags [begin, end). The loop has no branch, so that it can be
 // vectorized.
 template <class Offset>
 bool good_offsets(const Offset* offsets, int64_t begin, int64_t end, int64_t n, int64_t most) {
   bool bad = false;
-  for (int64_t b = begin; b < end; ++b) {
-    const int64_t low = offsets[b], high = offsets[b + 1];
-    // Unsigned, since the difference of bad offsets may overflow.
-    const uint64_t length = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
-    bad |= (high < low) | (high > n) | (length > static_cast<uint64_t>(most));
-  }
+  for (int64_t b = begin; b < end; ++b) bad |= is_bad_bag(offsets[b], offsets[b + 1], n, most);
   return !bad;
 }
 
@@ -48,8 +49,7 @@ BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t m
             : good_offsets(static_cast<const int32_t*>(source.offsets), begin, end, source.n, most);
     if (good) return;
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t low = source.offset(b), high = source.offset(b + 1);
-      if (high < low || high > source.n || high - low > most) return bad.report(b);
+      if (is_bad_bag(source.offset(b), source.offset(b + 1), source.n, most)) return bad.report(b);
     }
   });
   const int64_t bag = bad.position();
