@@ -117,8 +117,7 @@ std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector
   if (grads.empty()) return {sorted_rows, out};
   given.dispatch_rows("grads", grads[0], [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const std::vector<FeatureBags<T>> features_of =
-        gradients.arguments.bags_of<T>(gradients.grads, false);
+    const auto features_of = gradients.arguments.bags_of<T>(gradients.grads, false);
     const std::vector<SummedTable<T>> tables =
         gradients.tables(features_of, mutable_data<T>(out), mutable_data<int64_t>(sorted_rows));
     if constexpr (!kOnDevice) {
@@ -153,8 +152,7 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
   if (grads.empty()) return;
   given.dispatch_rows("grads", grads[0], [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const std::vector<FeatureBags<T>> features_of =
-        gradients.arguments.bags_of<T>(gradients.grads, false);
+    const auto features_of = gradients.arguments.bags_of<T>(gradients.grads, false);
     const std::vector<SummedTable<T>> tables = gradients.tables<T>(features_of, nullptr, nullptr);
     const SumRoom<T> room{mutable_data<T>(out), out.numel(), row_strides.data()};
     if constexpr (kOnDevice) {
@@ -203,8 +201,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
     });
     given.check_apart();
 
-    const std::vector<FeatureBags<T>> features_of =
-        gradients.arguments.bags_of<T>(gradients.grads, false);
+    const auto features_of = gradients.arguments.bags_of<T>(gradients.grads, false);
     if constexpr (kOnDevice) {
       gradients.update_on_device(features_of, tables, chosen, number, rounding);
     } else {

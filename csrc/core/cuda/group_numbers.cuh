@@ -14,11 +14,8 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
 // Computes, in one block, where the entries, rows and chunks of each table begin.
 template <class T>
 SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
-  const auto first_bag = [&](int t) {
-    return group.features[group.tables[t].first_feature].first_bag;
-  };
   const auto entries_before = [&](int t) {
-    return clamped(group.bags[first_bag(t)], group.entries);
+    return clamped(group.bags[group.first_bag(t)], group.entries);
   };
   // Even with bad bags, tables must not share entries.
   sum_up(
@@ -85,10 +82,7 @@ SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
 // bags may contain the entry; the result is then one of them or -1.
 template <class T>
 SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e) {
-  const auto first_bag = [&](int table) {
-    return group.features[group.tables[table].first_feature].first_bag;
-  };
-  const int32_t first = first_bag(t), count = first_bag(t + 1) - first;
+  const int32_t first = group.first_bag(t), count = group.first_bag(t + 1) - first;
   if (count == 0) return -1;
   const int bag = first + last_up_to(e, count, [&](int b) { return group.bags[first + b]; });
   const Range range = group.range(bag);

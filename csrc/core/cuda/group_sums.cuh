@@ -77,6 +77,9 @@ struct SumGroup {
   SPARSEKIT_DEVICE int feature_of_bag(int64_t bag) const {
     return last_up_to(bag, num_features, [this](int f) { return features[f].first_bag; });
   }
+  SPARSEKIT_DEVICE int32_t first_bag(int t) const {
+    return features[tables[t].first_feature].first_bag;
+  }
   SPARSEKIT_DEVICE Range range(int64_t bag) const {
     return good_range(bags[bag], bags[bag + 1], entries);
   }

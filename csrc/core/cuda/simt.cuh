@@ -60,6 +60,7 @@ struct alignas(sizeof(T) * N) Vec {
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #define SPARSEKIT_KERNEL [[maybe_unused]] static __global__ void
 #define SPARSEKIT_DEVICE __device__ __forceinline__
@@ -178,28 +179,24 @@ SPARSEKIT_DEVICE int64_t atomic_cas(int64_t* address, int64_t expected, int64_t 
 template <class T>
 SPARSEKIT_DEVICE T load(const T* address) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "words only");
-  T value;
+  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> word;
   if constexpr (sizeof(T) == 4) {
-    uint32_t word;
     asm volatile("ld.relaxed.gpu.b32 %0, [%1];" : "=r"(word) : "l"(address));
-    memcpy(&value, &word, sizeof value);
   } else {
-    uint64_t word;
     asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(word) : "l"(address));
-    memcpy(&value, &word, sizeof value);
   }
+  T value;
+  memcpy(&value, &word, sizeof value);
   return value;
 }
 template <class T>
 SPARSEKIT_DEVICE void store(T* address, T value) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "words only");
+  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> word;
+  memcpy(&word, &value, sizeof value);
   if constexpr (sizeof(T) == 4) {
-    uint32_t word;
-    memcpy(&word, &value, sizeof value);
     asm volatile("st.relaxed.gpu.b32 [%0], %1;" ::"l"(address), "r"(word) : "memory");
   } else {
-    uint64_t word;
-    memcpy(&word, &value, sizeof value);
     asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
   }
 }
