@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "cuda/bags.cuh"
-#include "cuda/row_piece.cuh"
 #include "cuda/row_shape.h"
 #include "cuda/simt.cuh"
 #include "sparsekit/arena.h"
