@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu/bag_gradients.h"
 #include "cpu/bags.h"
 #include "cpu/first_bad.h"
 #include "cpu/init_row.h"
