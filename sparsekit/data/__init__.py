@@ -1,4 +1,4 @@
-"""Turns files into keys: readers that yield batches ready for layers, and a prefetcher."""
+"""Reads files: readers that yield batches of keys and numbers for layers, and a prefetcher."""
 
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Keys

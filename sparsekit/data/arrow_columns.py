@@ -1,4 +1,4 @@
-"""Converts Arrow columns to keys and numbers, and checks which types are allowed.
+"""Checks the types of Arrow columns, and converts the columns to keys and numbers.
 
 Imported only to read Parquet, since pyarrow need not be installed.
 """
@@ -15,17 +15,17 @@ from pyarrow import compute, types
 from ..hashing import xxh64
 from .columns import Keys
 
-# Most digits of a number that is sure to fit in 64 bits.
+# Largest number of decimal digits that always fit in an int64.
 _INT64_DIGITS = 18
 
 
 def check_type(place: str, kind: Any, keys: Keys | None) -> None:
-    """Raise ValueError where a column's type does not suit its use: keys, or numbers.
+    """Raise ValueError if a column's type cannot be converted to keys, or to numbers.
 
     Args:
-        place: the start of the message.
+        place: start of the error message, which names the column.
         kind: the column's pyarrow type.
-        keys: how its values become keys; None for a column of numbers.
+        keys: how the column's values become keys; None for a column of numbers.
     """
     if keys is None:
         if not (_is_plain(kind) or types.is_floating(kind) or types.is_decimal(kind)):
@@ -52,7 +52,7 @@ def check_type(place: str, kind: Any, keys: Keys | None) -> None:
 
 
 def floats(column: Any, missing: float) -> np.ndarray:
-    """Return float32 in new memory; null and NaN become `missing`, dates become days since 1970."""
+    """Copy to float32; null and NaN become `missing`, dates become days since 1970."""
     column = compute.cast(_days(column), pa.float32(), safe=False)
     numbers = np.array(column.to_numpy(), np.float32)
     numbers[np.isnan(numbers)] = missing
@@ -60,7 +60,7 @@ def floats(column: Any, missing: float) -> np.ndarray:
 
 
 def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of all bags, and the number of keys in each."""
+    """Return the keys of all bags, and the number of keys in each bag."""
     column = _one_array(column)
     if is_list(column.type):
         lengths = torch.from_numpy(
@@ -86,7 +86,7 @@ def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def without_views(table: Any) -> Any:
-    """Convert string views to strings, as Arrow cannot take or drop rows of views."""
+    """Convert string views to strings, since Arrow cannot select rows of views."""
     for i, column in enumerate(table.columns):
         if (kind := _without_views(column.type)) != column.type:
             table = table.set_column(i, table.column_names[i], column.cast(kind))
@@ -94,12 +94,12 @@ def without_views(table: Any) -> Any:
 
 
 def is_list(kind: Any) -> bool:
-    """Return whether values of a type are bags."""
+    """Return whether a type is a list, whose values are bags."""
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether a type suits numbers, and keys of every kind."""
+    """Return whether a type can be converted to numbers, and to keys of every kind."""
     tests = types.is_integer, types.is_boolean, types.is_date, types.is_null
     return any(test(kind) for test in tests)
 
@@ -130,14 +130,14 @@ def _one_array(column: Any) -> Any:
 
 
 def _days(column: Any) -> Any:
-    """Convert dates to days since 1970; leave other columns as they are."""
+    """Convert dates to days since 1970; return other columns unchanged."""
     if not types.is_date(column.type):
         return column
     return compute.cast(compute.cast(column, pa.date32(), safe=False), pa.int32())
 
 
 def _keys(items: Any, keys: Keys) -> torch.Tensor:
-    """Return int64 keys of an Arrow array without nulls."""
+    """Convert an Arrow array without nulls to int64 keys."""
     if types.is_dictionary(items.type) and not _is_text(items.type.value_type):
         items = items.dictionary_decode()
     if keys.kind == "hash":
@@ -153,7 +153,7 @@ def _keys(items: Any, keys: Keys) -> torch.Tensor:
 
 
 def _as_in_text(items: Any) -> Any:
-    """Convert booleans, decimals and dates to the strings or integers that text files have."""
+    """Convert booleans, decimals and dates to strings or integers, as they appear in text files."""
     if types.is_boolean(items.type):
         return items.cast(pa.uint8())
     if types.is_decimal(items.type):

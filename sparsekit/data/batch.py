@@ -1,4 +1,4 @@
-"""Batches that readers yield: tensors that layers take directly."""
+"""Batches of tensors, which readers yield and layers take directly."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Batch", "KeyedJaggedTensor"]
 class KeyedJaggedTensor:
     """Bags of several features, in torchrec's layout but without torchrec.
 
-    `EmbeddingGroup` and `DistributedEmbedding` take it. For torchrec, make a
+    `EmbeddingGroup` and `DistributedEmbedding` accept it. To pass it to torchrec, convert it with
     ``torchrec.KeyedJaggedTensor(k.keys(), k.values(), offsets=k.offsets())``.
 
     Args:
         keys: Names of the features.
-        values: Keys of their bags, int64 ``[n]``, the first feature's first.
-        offsets: Where bags begin, int64 ``[len(keys) * batch + 1]``: the bag of feature f in sample
-            i is ``values[offsets[f * batch + i] : offsets[f * batch + i + 1]]``.
+        values: Keys of all bags, int64 ``[n]``, ordered by feature, then by sample.
+        offsets: Start of each bag in values, int64 ``[len(keys) * batch + 1]``: the bag of feature
+            f in sample i is ``values[offsets[f * batch + i] : offsets[f * batch + i + 1]]``.
     """
 
     def __init__(self, keys: Sequence[str], values: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class KeyedJaggedTensor:
         return self._values
 
     def offsets(self) -> torch.Tensor:
-        """Return where bags begin, int64 ``[len(keys()) * stride() + 1]``."""
+        """Return the start of each bag in `values`, int64 ``[len(keys()) * stride() + 1]``."""
         return self._offsets
 
     def lengths(self) -> torch.Tensor:
@@ -49,10 +49,10 @@ class KeyedJaggedTensor:
         return (len(self._offsets) - 1) // max(1, len(self._keys))
 
     def __getitem__(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(values, offsets)`` of one feature for a layer: ``[m]``, ``[batch + 1]``.
+        """Return ``(values, offsets)`` of one feature, ``[m]`` and ``[batch + 1]``, for a layer.
 
         Raises:
-            KeyError: no such feature.
+            KeyError: no feature has this name.
         """
         if name not in self._keys:
             raise KeyError(f"no feature {name!r}; there are {self._keys}")
@@ -61,9 +61,9 @@ class KeyedJaggedTensor:
         return self._bags(offsets, *offsets[[0, -1]].tolist())
 
     def to_dict(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return name -> ``(values, offsets)`` of each feature."""
+        """Return a dict from each feature's name to its ``(values, offsets)``."""
         batch = self.stride()
-        # One call, so that a GPU is waited for only once.
+        # One call, to wait for a GPU only once.
         ends = self._offsets[::batch].tolist() if batch else [0] * (len(self._keys) + 1)
         return {
             name: self._bags(self._offsets[i * batch : (i + 1) * batch + 1], ends[i], ends[i + 1])
@@ -76,7 +76,7 @@ class KeyedJaggedTensor:
         return self._values[first:last], offsets - first
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy to a device; return this object if it is there already."""
+        """Copy to a device; return this object if it is already on the device."""
         return KeyedJaggedTensor(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),
@@ -84,7 +84,7 @@ class KeyedJaggedTensor:
         )
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """Copy to pinned memory, which a GPU reads by itself; for `to` with non_blocking."""
+        """Copy to pinned memory, from which `to` with non_blocking does not block the CPU."""
         return KeyedJaggedTensor(self._keys, self._values.pin_memory(), self._offsets.pin_memory())
 
     def __repr__(self) -> str:
@@ -95,12 +95,12 @@ class KeyedJaggedTensor:
 
 
 class Batch(NamedTuple):
-    """Some rows of a data set.
+    """A batch of rows of a data set.
 
     Attributes:
         label: float32 ``[rows]``, or None if the reader has no label.
         dense: float32 ``[rows, columns]``.
-        sparse: Bags of keys of each categorical feature.
+        sparse: The bags of all categorical features.
     """
 
     label: torch.Tensor | None
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows; it may be 0."""
+        """Return the number of rows, which may be 0."""
         return len(self.dense)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -119,13 +119,13 @@ class Batch(NamedTuple):
         return Batch(label, dense, self.sparse.to(device, non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Copy to pinned memory, which a GPU reads by itself."""
+        """Copy to pinned memory, from which a GPU can copy without blocking the CPU."""
         label = None if self.label is None else self.label.pin_memory()
         return Batch(label, self.dense.pin_memory(), self.sparse.pin_memory())
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join the rows of several batches."""
+    """Concatenate the rows of several batches."""
     if len(batches) == 1:
         return batches[0]
     labels = [batch.label for batch in batches if batch.label is not None]
@@ -142,12 +142,12 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 def joined(
     names: Sequence[str], pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> KeyedJaggedTensor:
-    """Join pieces of features, the first feature's first: keys, and the lengths of their bags."""
+    """Concatenate pieces, ordered by feature; each has keys and the lengths of the bags."""
     values = [values for values, _ in pieces]
     lengths = [lengths for _, lengths in pieces]
     offsets = torch.zeros(sum(map(len, lengths)) + 1, dtype=torch.int64)
     if pieces:
         torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
-    # A single piece is not copied.
+    # Do not copy a single piece.
     flat = values[0] if len(values) == 1 else torch.cat(values) if values else offsets[:0]
     return KeyedJaggedTensor(names, flat, offsets)

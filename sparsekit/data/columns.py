@@ -1,4 +1,4 @@
-"""The columns that a reader reads, and how it treats them."""
+"""The columns that a reader reads, and how it converts them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Kind = Literal["hash", "int", "hex"]
 
 @dataclass(frozen=True)
 class Keys:
-    """The conversion of a categorical column's values to keys.
+    """Describes how a categorical column's values become keys.
 
     Attributes:
-        kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value; ``"int"``: the value, a
-            64-bit integer, is the key; ``"hex"``, in text: a hexadecimal number of at most 16
-            digits, whose 64 bits are the key.
-        separator: In text, one byte between the values of a bag; None if a field is one value.
-        missing: The key of an empty field (in Parquet, of a null); None makes it an empty bag.
-        seed: Seed of the hash, in ``[0, 2**64)``. Columns with different seeds have different keys,
-            so they can share a table.
+        kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value. ``"int"``: the value, a
+            64-bit integer, is the key. ``"hex"``, in text files only: the value is a hexadecimal
+            number of at most 16 digits, whose 64 bits are the key.
+        separator: In text files, one byte between the values of a bag; None if a field has one
+            value.
+        missing: The key for an empty field (in Parquet, for a null); None makes it an empty bag.
+        seed: Seed of the hash, in ``[0, 2**64)``. With different seeds, equal values of different
+            columns get different keys, so that the columns can share a table.
     """
 
     kind: Kind = "hash"
@@ -34,7 +35,7 @@ class Keys:
     seed: int = 0
 
     def check(self, name: str) -> None:
-        """Raise TypeError or ValueError for an attribute out of range."""
+        """Raise TypeError or ValueError if an attribute is out of range; name the column."""
         check_choice(name, "kind", self.kind, ("hash", "int", "hex"))
         if self.separator is not None and len(self.separator.encode()) != 1:
             raise ValueError(f"{name}: separator must be one byte, got {self.separator!r}")
@@ -45,12 +46,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are read: their names, and how their values are treated.
+    """Names of the columns to read, and how their values become keys.
 
     Attributes:
-        label: name or None.
-        dense: names of columns of numbers.
-        sparse: name -> how its values become keys.
+        label: name of the label's column, or None.
+        dense: names of numeric columns.
+        sparse: name of a categorical column -> how its values become keys.
     """
 
     label: str | None
@@ -68,7 +69,8 @@ class Columns:
         """Check the arguments of a reader.
 
         Raises:
-            TypeError, ValueError: one has the wrong form, is out of range or comes twice.
+            TypeError, ValueError: an argument has the wrong form or is out of range, or a column is
+                named twice.
         """
         for argument, names in (("dense", dense), ("sparse", sparse)):
             if isinstance(names, str):
@@ -96,7 +98,7 @@ class Columns:
         return made
 
     def names(self) -> list[str]:
-        """Return all names, the label first."""
+        """Return the names of all columns, the label first."""
         return [*([] if self.label is None else [self.label]), *self.dense, *self.sparse]
 
     def check_there(self, reader: str, source: str, there: Sequence[str]) -> None:
@@ -113,6 +115,6 @@ class Columns:
                 )
 
     def settings(self) -> dict[str, object]:
-        """Return all settings as plain values, for the state of a reader."""
+        """Return all settings as plain values, for a reader's state."""
         sparse = {name: list(astuple(how)) for name, how in self.sparse.items()}
         return {"label": self.label, "dense": list(self.dense), "sparse": sparse}

@@ -1,4 +1,4 @@
-"""Generated files in Criteo's format, for tests and benchmarks."""
+"""Generates files in Criteo's format, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..errors import check_int
 
 __all__ = ["write_criteo_sample"]
 
-# Distinct values of each category and keys in each of its bags, in MLPerf's DLRM-DCNv2 on Criteo
-# 1TB (github.com/mlcommons/training, recommendation_v2/torchrec_dlrm).
+# The number of distinct values of each category, and the number of keys in its bags, as in
+# MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
+# recommendation_v2/torchrec_dlrm).
 CARDINALITIES = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282,
     10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108,
@@ -27,9 +28,9 @@ KEYS_PER_BAG = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100
 
 _NUMBERS = 13
 _ZIPF = 1.1
-# Keys of a block, which bound the memory.
+# Number of keys to generate at a time, which limits memory.
 _BLOCK_KEYS = 1 << 20
-# The hexadecimal digits of 16 bits, as one word of four bytes.
+# Table from a 16-bit number to its four hexadecimal digits, packed into 32 bits.
 _HEX = np.frombuffer("".join(f"{i:04x}" for i in range(1 << 16)).encode(), np.uint32)
 
 
@@ -51,15 +52,16 @@ def write_criteo_sample(
     the rows of a shorter one.
 
     Args:
-        path: The file, gzip if it ends in ``.gz``. It appears when it is complete.
-        rows: Lines, >= 0.
-        seed: Which file, in ``[0, 2**63)``.
-        multi_hot: Each category has MLPerf's number of keys, 1 to 100, separated by commas: for
-            ``CriteoReader(path, batch_size, keys=Keys("hex", separator=","))``.
-        on_rows: Called with the number of rows that have been written since the last call.
+        path: Path of the file, compressed by gzip if it ends in ``.gz``. The file appears when it
+            is complete.
+        rows: Number of lines, >= 0.
+        seed: Seed of the random contents, in ``[0, 2**63)``.
+        multi_hot: Whether each category has MLPerf's number of keys, 1 to 100, separated by
+            commas, for ``CriteoReader(path, batch_size, keys=Keys("hex", separator=","))``.
+        on_rows: Called with the number of rows written since the last call.
 
     Raises:
-        TypeError, ValueError: rows or seed is no such number.
+        TypeError, ValueError: rows or seed is not an integer or is out of range.
         OSError: the file cannot be written.
     """
     check_int("write_criteo_sample", "rows", rows, 0, 2**40)
@@ -70,7 +72,7 @@ def write_criteo_sample(
     with contextlib.ExitStack() as files:
         file: IO[bytes] = files.enter_context(files.enter_context(replacing(path)).open("wb"))
         if path.suffix == ".gz":
-            # Without a name and a time the same arguments give the same bytes.
+            # Store no name and no time, so that the same arguments give the same bytes.
             file = cast(IO[bytes], gzip.GzipFile("", "wb", 1, file, mtime=0))
             files.callback(file.close)
         for number, begin in enumerate(range(0, rows, block)):
@@ -80,7 +82,7 @@ def write_criteo_sample(
 
 
 def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: int) -> bytes:
-    """Draw rows lines, and return the first ``wanted`` of them."""
+    """Generate ``rows`` lines, and return the first ``wanted`` of them."""
     numbers, weights = _categories(draw, rows, keys)
     chance = 1 / (1 + np.exp(1.3 - weights))
     label = (draw.random(rows) < chance) + np.uint8(ord("0"))
@@ -91,7 +93,7 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
         missing = draw.random(rows) < (0.0, 0.03, 0.1, 0.4)[column % 4]
         parts.append(_hex(numbers[:, begin : begin + count], missing))
         begin += count
-    # Every field has its largest width here, and a zero where a character is not there.
+    # Every field is padded with zero bytes to its largest width.
     text = np.concatenate(parts, 1)[:wanted]
     text[:, -1] = ord("\n")
     return text[text != 0].tobytes()
@@ -100,10 +102,10 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
 def _categories(
     draw: np.random.Generator, rows: int, keys: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """uint32 [rows, sum(keys)], and what each row's add to the log-odds of a click."""
+    """Draw keys, uint32 [rows, sum(keys)]; return also what each row's add to the log-odds."""
     features = np.repeat(np.arange(len(keys)), keys)
     most = np.array(CARDINALITIES, np.float64)[features]
-    # The inverse of the distribution function, as of a density x ** -_ZIPF on [1, most + 1).
+    # Invert the distribution function of the density x ** -_ZIPF on [1, most + 1).
     power = 1 - _ZIPF
     uniform = draw.random((rows, len(features)))
     ids = (1 + uniform * ((most + 1) ** power - 1)) ** (1 / power)
@@ -115,14 +117,14 @@ def _categories(
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Permute the 32-bit words (by the finalizer of MurmurHash3)."""
+    """Map 32-bit words one-to-one to random-looking ones, by the finalizer of MurmurHash3."""
     words = (words ^ words >> 16) * np.uint32(0x85EBCA6B)
     words = (words ^ words >> 13) * np.uint32(0xC2B2AE35)
     return words ^ words >> 16
 
 
 def _integers(draw: np.random.Generator, rows: int, column: int) -> np.ndarray:
-    """Decimal digits, uint8 [rows, 8]."""
+    """Draw a column of integers; return the characters, uint8 [rows, 8]."""
     numbers = draw.exponential(4.0 ** (column % 9 + 1), rows).astype(np.int64)
     numbers = np.minimum(numbers, 999_999)
     text = np.zeros((rows, 8), np.uint8)
@@ -131,14 +133,14 @@ def _integers(draw: np.random.Generator, rows: int, column: int) -> np.ndarray:
         digits = numbers // 10**place
         shown = (digits > 0) | (place == 0)
         text[:, 6 - place] = np.where(shown, digits % 10 + ord("0"), 0)
-    if column == 1:  # the one that has negative numbers
+    if column == 1:  # the only column with negative numbers
         text[:, 0] = np.where((draw.random(rows) < 0.1) & (numbers > 0), ord("-"), 0)
     text[draw.random(rows) < 0.05 * (column % 9), :7] = 0
     return text
 
 
 def _hex(numbers: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Hexadecimal digits, uint8 [rows, 9 * keys]."""
+    """Format numbers in hexadecimal; return the characters, uint8 [rows, 9 * keys]."""
     rows, keys = numbers.shape
     text = np.empty((rows, keys, 9), np.uint8)
     text[:, :, :4] = _HEX[numbers >> 16].view(np.uint8).reshape(rows, keys, 4)

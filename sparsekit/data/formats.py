@@ -1,4 +1,4 @@
-"""Formats of files by name; an entry here makes a format known to all commands."""
+"""The file formats that all commands can read, by name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .reader import Reader
 from .text import CriteoReader, CsvReader
 from .text_file import TextFile
 
-# The opened file, the names of its columns, and those that hold lists.
+# An opened file, the names of its columns, and the names of columns that hold lists.
 Opened = tuple[Any, Sequence[str], Collection[str]]
 
 
 @dataclass(frozen=True)
 class Format:
-    """The functions that read files of a format.
+    """A file format: the functions that read its files.
 
     Attributes:
-        reader: makes the reader, as `CsvReader` does.
-        open: opens a file, for the reader, to find its columns; None where all files of the format
-            have the same columns, and only ``keys`` can be chosen.
-        suffix: the ending of file names that tells the format, if there is one.
-        keys: the default kind of `Keys` for a category.
+        reader: class or function that makes a reader, such as `CsvReader`.
+        open: function that opens a file to find its columns; None if all files of the format have
+            the same columns, so that only ``keys`` can be chosen.
+        suffix: file name extension that identifies the format; None if there is none.
+        keys: default kind of `Keys` for a category.
     """
 
     reader: Callable[..., Reader]

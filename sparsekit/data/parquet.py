@@ -19,13 +19,13 @@ from .text import Files
 
 __all__ = ["ParquetReader"]
 
-# Most rows, and uncompressed bytes, of small row groups that are read together.
+# Limits on small row groups that are read together: their total rows and uncompressed bytes.
 _ROWS_TOGETHER = 1 << 15
 _BYTES_TOGETHER = 8 << 20
 
 
 class ParquetReader(Reader):
-    """Stream Parquet files in batches, with one row group, or a few small ones, in memory.
+    """Stream Parquet files in batches; only one row group, or a few small ones, is in memory.
 
     A categorical column has integers, strings or binary, or lists of these, whose items are the
     keys of a bag. Integers of ``kind="int"`` become keys without a copy if they are int64, have no
@@ -37,18 +37,18 @@ class ParquetReader(Reader):
 
     Args:
         files: One path or several, with the same columns.
-        batch_size: Rows of this rank in a batch, as with a DataLoader.
-        sparse: Names of categorical columns, whose values are hashed; or name -> `Keys`, or one of
-            its kinds ``"hash"`` and ``"int"``.
+        batch_size: Number of rows in each batch of this rank, as with a DataLoader.
+        sparse: Names of categorical columns, whose values are hashed; or a dict from names to
+            `Keys`, or to a kind of keys, ``"hash"`` or ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
         label: Name of the column of labels, which must not be null.
         missing: The number that replaces a null or NaN in a dense column.
         on_error: ``"raise"``, or ``"skip"`` to leave out rows without a label or with an infinite
             number; `skipped` counts them.
         shuffle: Whether to shuffle in each epoch: the row groups and the rows of each.
-        seed: Seed of that order.
-        rank: The share of the rows to read; None means torch.distributed's rank, if it is in use.
-        world_size: Number of shares.
+        seed: Seed of the shuffle.
+        rank: Index of the share of rows to read; None means torch.distributed's rank, if in use.
+        world_size: Number of shares; None means torch.distributed's number of ranks.
 
     Raises:
         ImportError: pyarrow is missing (``pip install 'sparsekit-torch[data]'``).
@@ -114,7 +114,7 @@ class ParquetReader(Reader):
         )
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Like every reader's, but reads neighbouring small row groups together."""
+        """Override `Reader._pieces` to read neighbouring small row groups together."""
         run: list[tuple[_RowGroup, np.ndarray]] = []
         rows = size = passed = 0
         for number in self._order(self._epoch):
@@ -138,7 +138,7 @@ class ParquetReader(Reader):
 
 @dataclass(frozen=True)
 class _How:
-    """Settings for reading row groups: see `ParquetReader`."""
+    """Settings for reading row groups; see `ParquetReader`."""
 
     files: ParquetFiles
     columns: Columns
@@ -150,9 +150,9 @@ class _RowGroup(Unit):
     how: _How
     path: Path
     number: int  # index within the file
-    first: int  # the file's row with which it begins
+    first: int  # index of the group's first row in the file
     rows: int
-    size: int  # uncompressed bytes
+    size: int  # size of the group in uncompressed bytes
 
     def count(self) -> int:
         return self.rows
@@ -164,14 +164,14 @@ class _RowGroup(Unit):
 def _read_together(
     run: Sequence[tuple[_RowGroup, np.ndarray]],
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Yield a chunk of some row groups of one file, and the rows of each group, in their order."""
+    """Read row groups of one file as one chunk; yield it with each group's rows, in their order."""
     groups = [group for group, _ in run]
     try:
         chunk = _TableChunk(groups)
     except DataFormatError:
         if len(run) == 1:
             raise
-        # Read one by one: rows before a damaged group are read, and the error names the group.
+        # Retry one by one, so that rows before a damaged group are read and the error names it.
         for one in run:
             yield from _read_together([one])
     else:
@@ -180,7 +180,7 @@ def _read_together(
 
 
 class _TableChunk(Chunk):
-    """Row groups of one file, in memory; an error names the first of them."""
+    """Row groups of one file, in memory; an error names the first group."""
 
     def __init__(self, groups: Sequence[_RowGroup]) -> None:
         from .arrow_columns import without_views
@@ -208,10 +208,10 @@ class _TableChunk(Chunk):
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
         from .arrow_columns import bags, floats
 
-        # A slice copies nothing.
+        # Slice consecutive rows, which copies nothing.
         adjacent = len(rows) > 0 and bool((np.diff(rows) == 1).all())
         table = self._table.slice(int(rows[0]), len(rows)) if adjacent else self._table.take(rows)
-        faults: dict[int, str] = {}  # of a row, the last one
+        faults: dict[int, str] = {}  # row -> its last fault
 
         def note(column: str, bad: np.ndarray, reason: str) -> None:
             for place in np.flatnonzero(bad).tolist():
@@ -232,7 +232,7 @@ class _TableChunk(Chunk):
         return Batch(label, torch.from_numpy(dense), joined(list(columns.sparse), pieces)), []
 
     def _fault(self, row: int, column: str | None, reason: str) -> str:
-        """Name the file, and the row's number in it, counted from 1."""
+        """Return a message: the file, the row's number in it, counted from 1, and the reason."""
         which = int(np.searchsorted(self.starts, row, "right")) - 1
         group = self._groups[which]
         number = group.first + row - self.starts[which] + 1

@@ -1,4 +1,4 @@
-"""Parquet files that are opened often but whose footers are parsed once."""
+"""Opens Parquet files repeatedly, but parses their footers only once."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from ..errors import DataFormatError
 
 __all__ = ["ParquetFiles", "Shape"]
 
-# Limits on kept footers: their bytes in the files (parsed ones take about 9 times as much memory),
-# and the number of files.
+# Limits on cached footers: their total bytes in the files (parsed footers take about 9 times as
+# much memory), and the number of files.
 _KEPT_BYTES = 8 << 20
 _KEPT_FILES = 64
 
 
 class Shape(NamedTuple):
-    """Rows, sizes and schema of a file, from its footer."""
+    """Rows and sizes of a file's row groups, and its schema, read from the footer."""
 
-    rows: list[int]  # in each row group
-    sizes: list[int]  # uncompressed bytes of each row group
+    rows: list[int]  # number of rows in each row group
+    sizes: list[int]  # size of each row group in uncompressed bytes
     schema: Any  # a pyarrow.Schema
 
 
 class ParquetFiles:
-    """Opens files and keeps the parsed footers of the most recent ones.
+    """Opens files, and caches the parsed footers of the most recently used ones.
 
-    Parsing a footer takes time in proportion to the row groups, so parsing it for each group would
-    take the square. A kept footer belongs to the file that it was read from: when a file is
-    rewritten, its footer is parsed again, and refused unless the shape is unchanged.
+    Parsing a footer takes time proportional to the number of row groups, so parsing it for each
+    group would take quadratic time. When a file is rewritten, its footer is parsed again, and
+    refused unless the shape is unchanged.
     """
 
     def __init__(self) -> None:
-        # Path -> the file's identity and its footer; the most recently used last.
+        # Path -> the file's identity and its footer; the most recently used entry is last.
         self._kept: dict[Path, tuple[tuple[int, ...], Any]] = {}
         self._shapes: dict[Path, Shape] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers parse what they need rather than receive it.
+        # Workers parse the footers that they need instead of receiving them.
         return {**self.__dict__, "_kept": {}}
 
     def shape(self, path: Path) -> Shape:
-        """Return the file's shape; errors are those of `open`."""
+        """Return the file's shape; raise the same errors as `open`."""
         with self.open(path):
             return self._shapes[path]
 
     @contextmanager
     def open(self, path: Path, place: str = "") -> Iterator[Any]:
-        """Open a pyarrow.parquet.ParquetFile, and close it at the end.
+        """Open a file as a pyarrow.parquet.ParquetFile, and close it at the end of the context.
 
         Args:
-            path: the file's.
-            place: the part of the file that errors name.
+            path: path of the file.
+            place: the part of the file to name in errors.
 
         Raises:
             DataFormatError: the file is not Parquet, is damaged, cannot be opened, or has changed
@@ -88,7 +88,7 @@ class ParquetFiles:
             raise DataFormatError(f"{path}{place}: {error}") from error
 
     def _check(self, path: Path, file: Any) -> None:
-        """Check a footer that has just been parsed."""
+        """Raise DataFormatError if a newly parsed footer is invalid or the shape has changed."""
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         rows = [group.num_rows for group in groups]
         if min(rows, default=0) < 0 or sum(rows) != file.metadata.num_rows:

@@ -1,4 +1,4 @@
-"""Reads batches while the model computes."""
+"""Reads batches in the background while the model computes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ..errors import check_int
 __all__ = ["Prefetcher"]
 
 
-# A batch, the reader's state after it, and the error raised instead of it.
+# A batch, the reader's state after it, and the error raised in place of the batch.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
-# Seconds to wait for the batch being read when an iteration is left. A source that waits longer,
-# on a network for instance, cannot be stopped: its thread is left alone.
+# Seconds to wait for the batch that is being read when an iteration is left early. A source that
+# takes longer, because of a network for instance, cannot be stopped: its thread is left behind.
 _GRACE_S = 2.0
-# Source -> the thread that is still reading one of its batches for an iteration that was left.
+# Source -> the thread that is still reading a batch for an iteration that was left early.
 _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 class Prefetcher:
-    """Iterate over a reader, or any iterable, some batches ahead in a background thread.
+    """Iterate over a reader or any iterable, reading some batches ahead in a background thread.
 
-    Batches keep their order, the last one may be short, and an error of the reader is raised where
-    its batch would have been. Reading releases the GIL. When an iteration is left early, its thread
+    Batches keep their order, the last one may be short, and an error of the reader is raised in
+    place of its batch. Reading releases the GIL. When an iteration is left early, its thread
     ends after the batch that it is reading. If that takes more than two seconds, the thread is left
     behind, and the next iteration first waits for it.
 
     Args:
         batches: A `Reader`, a DataLoader or another iterable, which can be iterated repeatedly.
-        depth: Most batches that are read ahead.
-        device: Where to move batches that have a method ``to(device, non_blocking)``: tensors,
-            `Batch`. They go to a CUDA device through pinned memory, without waiting.
+        depth: Largest number of batches to read ahead.
+        device: Device for batches that have a method ``to(device, non_blocking)``, such as tensors
+            and `Batch`. Copies to a CUDA device go through pinned memory and do not block.
 
     Raises:
         TypeError, ValueError: depth is not an int >= 1.
@@ -80,13 +80,13 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                # Fails for a list, which may be iterated over several times at once.
+                # A list raises TypeError, and needs no entry: several threads may read it at once.
                 with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reader's state after the last batch handed out, not the last one read.
+        """Return the reader's state after the last batch yielded, not after those read ahead.
 
         Raises:
             TypeError: the source has no state.
@@ -96,11 +96,11 @@ class Prefetcher:
         return self._stateful().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration just after the batch to which `state` belongs.
+        """Resume: the next iteration begins just after the batch at which `state` was taken.
 
         Raises:
-            RuntimeError: an iteration that was left is still reading the source, whose state cannot
-                be set meanwhile.
+            RuntimeError: an iteration that was left early is still reading the source, whose state
+                cannot be set meanwhile.
         """
         before = self._before()
         if before is not None:
@@ -136,7 +136,7 @@ class Prefetcher:
         try:
             before = self._before()
             if before is not None:
-                before.join()  # two threads at once would mix up the source's position
+                before.join()  # two threads must not read the source at once
             if ended.is_set():
                 return
             iterator = iter(batches)
@@ -153,7 +153,7 @@ class Prefetcher:
                 if end is not None:
                     return
         except BaseException as error:
-            ready.put((None, state, error))  # the state after the previous batch still holds
+            ready.put((None, state, error))  # still the state after the previous batch
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None or not hasattr(batch, "to"):

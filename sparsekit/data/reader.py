@@ -1,4 +1,4 @@
-"""Base of all readers: order of rows, shares of ranks, batches, and resuming."""
+"""Base class of all readers: shuffles rows, shares them among ranks, makes batches, resumes."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ from .columns import Columns
 __all__ = ["Reader"]
 
 OnError = Literal["raise", "skip"]
-# A row's position in the request, and its fault.
+# A malformed row: its position among the requested rows, and a description of the fault.
 Fault = tuple[int, str]
 
 
 class Chunk(ABC):
-    """Rows in memory."""
+    """Rows of a data set that are in memory."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        """Return the rows of these numbers (int64), or no batch if there are faults."""
+        """Return the rows at these indices (int64) and no faults, or None and all faults."""
 
     @abstractmethod
     def label_fault(self, row: int, reason: str) -> str:
-        """Name the place of a row's label in its file, and the fault."""
+        """Return an error message about a row's label: its location in the file, and the reason."""
 
 
 class Unit(ABC):
-    """A part of a data set that can be read by itself; epochs shuffle these.
+    """A part of a data set that can be read separately; shuffling permutes the units.
 
     Attributes:
-        counts_fast: whether `count` is much faster than reading.
+        counts_fast: whether `count` is much faster than reading the unit.
     """
 
     counts_fast = True
 
     @abstractmethod
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the unit's rows, as many at a time as may be in memory."""
+        """Yield the unit's rows in chunks that fit in the memory allowed."""
 
     def count(self) -> int:
-        """Return the number of rows, malformed ones included."""
+        """Return the number of rows, including malformed ones."""
         return sum(map(len, self.chunks()))
 
     def look(self) -> None:  # noqa: B027  (nothing to do)
-        """Do the slow part of `count` ahead of time, on any thread."""
+        """Do the slow part of `count` ahead of time; can be called on any thread."""
 
 
 class Reader(IterableDataset):
-    """Base of the readers: an IterableDataset of `Batch`.
+    """Base class of readers: an IterableDataset that yields `Batch`.
 
     Pass it to `Prefetcher`, or to ``DataLoader(reader, batch_size=None)``, or iterate over it. With
     torch.distributed each rank reads its share of the rows, each worker of a DataLoader a share of
     that, and all yield the same number of batches: the last ones may be short or empty, which
-    layers accept. So the rows are counted before the first batch, unless there is one rank and no
-    worker, or the format stores the number (Parquet).
+    layers accept. So rows are counted before the first batch, unless there is one rank and no
+    worker, or the format stores the number of rows (Parquet).
 
     Attributes:
-        columns: the columns that are read, and how.
-        skipped: malformed rows left out so far, with ``on_error="skip"``.
+        columns: the columns to read, and how to convert them.
+        skipped: number of malformed rows skipped so far, with ``on_error="skip"``.
     """
 
     columns: Columns
-    _features: list[str]  # in the order of batches
+    _features: list[str]  # in the order in which batches have them
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Reader(IterableDataset):
         self._files = [[file.name, file.stat().st_size] for file in files]
         self._ranks = _check_ranks(name, rank, world_size)
         self._epoch = 0
-        self._step = 0  # batches of this epoch handed out so far
-        self._resumed = 0  # step with which the next iteration begins
+        self._step = 0  # number of batches of this epoch yielded so far
+        self._resumed = 0  # step at which the next iteration begins
         self._labels: tuple[float, ...] | None = None  # set by limit_labels
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which determines the order of shuffled rows.
+        """Set the epoch, which determines the order of shuffled rows.
 
         A finished iteration moves on to the next epoch by itself, except in the workers of a
         DataLoader, which start from a copy of the reader: there, call this before each epoch.
@@ -120,17 +120,17 @@ class Reader(IterableDataset):
         self._step = self._resumed = 0
 
     def limit_labels(self, least: float, most: float, *, between: bool = True) -> None:
-        """Treat rows with labels that a loss or metric cannot take as malformed; see ``on_error``.
+        """Treat rows with invalid labels as malformed, for a loss or metric; see ``on_error``.
 
         Args:
             least: the smallest valid label.
             most: the largest valid label.
-            between: whether labels between the two are valid.
+            between: whether values between ``least`` and ``most`` are valid labels.
         """
         self._labels = least, most, between
 
     def count_rows(self) -> int:
-        """Count the rows of the data set, also malformed ones; the first call reads all of it."""
+        """Count the rows, including malformed ones; the first call reads the whole data set."""
         missing = [unit for unit, rows in zip(self._units, self._rows, strict=True) if rows is None]
         if missing:
             with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
@@ -139,20 +139,20 @@ class Reader(IterableDataset):
 
     @property
     def counts_fast(self) -> bool:
-        """Return whether `count_rows` takes far less than an epoch; pipes cannot be counted."""
+        """Return whether `count_rows` is much faster than an epoch; always False for pipes."""
         return all(unit.counts_fast for unit in self._units)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:
-        """Return the number of batches of each rank in an epoch; counts the rows if need be."""
+        """Return the number of batches in an epoch on each rank; may have to count the rows."""
         shards = self._rank_and_world_size()[1] * max(1, num_workers)
         return max(1, num_workers) * self._steps(shards)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration's position as plain numbers and strings, for JSON or torch.save.
 
-        The position is just after the last batch handed out. Each worker of a DataLoader has its
-        own; only a loader that asks its workers, such as torchdata's StatefulDataLoader, can resume
-        with workers.
+        The position is just after the last batch yielded. Each worker of a DataLoader has its own
+        position, so only a loader that collects its workers' states, such as torchdata's
+        StatefulDataLoader, can resume with workers.
         """
         return {
             "epoch": self._epoch,
@@ -163,12 +163,12 @@ class Reader(IterableDataset):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration just after the batch to which `state` belongs.
+        """Resume: the next iteration begins just after the batch at which `state` was taken.
 
         Raises:
-            ValueError: the state is from a reader with other files or another order; in mid-epoch,
-                also from another batch size or number of ranks and workers; its step is beyond the
-                end of the files; or it is not a reader's state.
+            ValueError: the state is not a reader's, or belongs to a reader with other files or
+                another order; within an epoch, also to one with another batch size or number of
+                ranks and workers; or its step is beyond the end of the files.
         """
         name = type(self).__name__
         try:
@@ -197,7 +197,7 @@ class Reader(IterableDataset):
         self._epoch, self._step, self._resumed, self.skipped = epoch, step, step, skipped
 
     def _reaches(self, epoch: int, step: int) -> bool:
-        """Return whether an epoch has this many batches; counts only the rows before them."""
+        """Return whether an epoch has ``step`` batches; count no more rows than needed."""
         shards = self._shard()[1]
         if shards > 1:
             return step <= self._steps(shards)
@@ -209,7 +209,7 @@ class Reader(IterableDataset):
         return passed > (step - 1) * self.batch_size
 
     def _count(self, number: int) -> int:
-        """Count the rows of a unit."""
+        """Return the number of rows in a unit."""
         rows = self._rows[number]
         if rows is None:
             rows = self._rows[number] = self._units[number].count()
@@ -236,12 +236,12 @@ class Reader(IterableDataset):
         return {**self.__dict__, "_ranks": self._rank_and_world_size()}
 
     def _empty(self) -> Batch:
-        """Return a batch without rows."""
+        """Return a batch with no rows."""
         label = None if self.columns.label is None else torch.empty(0)
         return Batch(label, torch.empty(0, len(self.columns.dense)), joined(self._features, []))
 
     def _plan(self) -> dict[str, Any]:
-        """Return the settings that decide which rows are in which batch."""
+        """Return all settings that determine which rows are in which batch."""
         return {
             "files": self._files,
             "batch_size": self.batch_size,
@@ -256,7 +256,7 @@ class Reader(IterableDataset):
         return self._ranks or (0, 1)
 
     def _shard(self) -> tuple[int, int]:
-        """Return which share of the rows is read here, and the number of equal shares."""
+        """Return the index of this process's share of the rows, and the number of equal shares."""
         rank, world_size = self._rank_and_world_size()
         worker = get_worker_info()
         if worker is None:
@@ -267,7 +267,7 @@ class Reader(IterableDataset):
         return math.ceil(math.ceil(self.count_rows() / shards) / self.batch_size)
 
     def _batches(self, first: int, last: int | None) -> Iterator[Batch]:
-        """Yield the rows [first, last) of the epoch's order."""
+        """Yield batches of rows [first, last) in the epoch's order."""
         parts: list[Batch] = []
         have = 0
         for chunk, rows in self._pieces(first, last):
@@ -282,7 +282,7 @@ class Reader(IterableDataset):
             yield concatenate(parts)
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Yield chunks, and the numbers of their rows that are in [first, last) of the order."""
+        """Yield the rows [first, last) of the order: chunks, and the indices of rows to take."""
         passed = 0
         for number in self._order(self._epoch):
             if last is not None and passed >= last:
@@ -349,7 +349,7 @@ def _check_ranks(name: str, rank: int | None, world_size: int | None) -> tuple[i
 def list_files(
     name: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], pipes: bool = False
 ) -> list[Path]:
-    """List one path or several; some may be pipes.
+    """Check the paths of a reader's files, and return them as a list.
 
     Raises:
         ValueError: there are no paths.

@@ -23,7 +23,7 @@ __all__ = ["CriteoReader", "CsvReader"]
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
-# Most characters of a line that an error shows.
+# Number of characters after which an error message cuts off a line.
 _SHOWN = 60
 
 
@@ -38,25 +38,26 @@ class CsvReader(Reader):
 
     Args:
         files: One path or several, in the order of their rows.
-        batch_size: Rows of this rank in a batch, as with a DataLoader.
-        sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
-            kind. Batches keep the order of the file.
-        dense: Names of columns of numbers.
+        batch_size: Number of rows in each batch of this rank, as with a DataLoader.
+        sparse: Names of categorical columns, whose values are hashed; or a dict from names to
+            `Keys`, or to a kind of keys. Batches have the features in the order of the file.
+        dense: Names of numeric columns.
         label: Name of the column of labels, whose fields must not be empty.
-        columns: Names of all columns, for files without a line of names; with None, the first line
-            of each file names them, the same in all files.
+        columns: Names of all columns, for files without a header. With None, the first line of
+            each file is the header, which must be the same in all files.
         delimiter: One byte between fields, such as ``"\t"``.
-        quote: One byte; with None, quotes are text like any other.
+        quote: One byte that quotes fields; with None, quotes have no special meaning.
         missing: The number that replaces an empty dense field.
         on_error: ``"raise"``, or ``"skip"`` to leave malformed lines out; `skipped` counts them.
         shuffle: Whether to shuffle in each epoch: blocks of the files (a compressed file is one
             block) and the rows of each. A plain file is first scanned for the starts of lines,
             unless quote is None.
-        seed: Seed of that order.
-        rank: The share of the rows to read; None means torch.distributed's rank, if it is in use.
-        world_size: Number of shares.
-        block_bytes: Bytes of text in memory at a time. Rows are shuffled within a block.
-        max_line_bytes: Longer lines are malformed.
+        seed: Seed of the shuffle.
+        rank: Index of the share of rows to read; None means torch.distributed's rank, if in use.
+        world_size: Number of shares; None means torch.distributed's number of ranks.
+        block_bytes: Size in bytes of the text in memory at a time. Rows are shuffled within a
+            block.
+        max_line_bytes: Limit on the bytes of a line; longer lines are malformed.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or a column is missing.
@@ -121,7 +122,7 @@ class CsvReader(Reader):
             [
                 unit
                 for text in texts
-                # With a single column, a blank line is a row without a value.
+                # With a single column, a blank line is a row with an empty field.
                 for unit in text.units(block_bytes, len(names) > 1, make)
             ],
             paths,
@@ -145,14 +146,14 @@ class CriteoReader(CsvReader):
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs;
     all but the label may be missing. This is the format of the display advertising challenge and of
-    the days of Criteo 1TB click logs, compressed or not. Features are called C1 to C26; the key of
-    a category is its number. `dense` has I1 to I13.
+    the days of Criteo 1TB click logs, compressed or not. The features are named C1 to C26, and the
+    key of a category is its hexadecimal number. `dense` has the columns I1 to I13.
 
     Args:
         files: One path or several, in the order of their rows.
-        batch_size: Rows of this rank in a batch, as with a DataLoader.
-        keys: How a category becomes a key: ``Keys("hex", separator=",")`` for several in a field,
-            ``Keys("hash")`` if categories are arbitrary text.
+        batch_size: Number of rows in each batch of this rank, as with a DataLoader.
+        keys: How categories become keys: ``Keys("hex", separator=",")`` if a field has several
+            categories, ``Keys("hash")`` if categories are arbitrary text.
         others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
             ``block_bytes`` and ``max_line_bytes`` of `CsvReader`.
 
@@ -183,7 +184,7 @@ class CriteoReader(CsvReader):
 
 
 class _Lines:
-    """Settings for turning lines into batches."""
+    """Settings for converting lines to batches."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class _Lines:
         self.columns = columns
         self.names = list(names)
         self._settings = columns, names, delimiter, quote, missing, max_line_bytes
-        # In the order of the file, as keys come.
+        # in the order of the file, like the keys of a parsed line
         self.features = [name for name in names if name in columns.sparse]
         fields = []
         for name in names:
@@ -220,12 +221,12 @@ class _Lines:
         self.format = _pybind.TextFormat(delimiter, quote or "", max_line_bytes, fields)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return _Lines, self._settings  # a worker makes its own TextFormat, which has no pickle
+        return _Lines, self._settings  # a TextFormat cannot be pickled: each worker makes its own
 
 
 @dataclass(frozen=True)
 class _TextChunk(Chunk):
-    """Lines in memory; see `MakeChunk`."""
+    """Lines of text in memory; see `MakeChunk` for the arguments."""
 
     _how: _Lines
     _file: TextFile
@@ -247,7 +248,7 @@ class _TextChunk(Chunk):
             return Batch(None if how.columns.label is None else label, dense, keys), []
         if self._unclosed:
             faults = self._check_last(rows, faults)
-        # Only the first is shown; finding the line of each would take long.
+        # Describe the first fault only: finding the line of each would take long.
         row, field, reason = faults[0]
         described = self._describe(int(rows[row]), field, reason)
         return None, [(row, described) for row, _, _ in faults]
@@ -256,7 +257,7 @@ class _TextChunk(Chunk):
         return self._describe(row, self._how.names.index(self._how.columns.label or ""), reason)
 
     def _check_last(self, rows: np.ndarray, faults: list[Any]) -> list[Any]:
-        """Raise DataFormatError if the last line, whose quote is never closed, is all that is left.
+        """Raise DataFormatError if only the last line, whose quote is never closed, is left.
 
         It may have swallowed any number of rows, so it cannot be skipped like a single one.
         """
@@ -273,7 +274,7 @@ class _TextChunk(Chunk):
 
     def _describe(self, row: int, field: int, reason: str) -> str:
         begin = self._lines.begin_of(row)
-        if self._line:  # the first one's line
+        if self._line:  # number of the first line
             line = self._line + self._text.count(b"\n", 0, begin)
         else:
             line = self._file.line_number(self._start + begin)
@@ -288,7 +289,7 @@ class _TextChunk(Chunk):
 
 
 def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:
-    """Raise ValueError unless delimiter, quote and separators all differ."""
+    """Raise ValueError unless the delimiter, the quote and all separators differ."""
     marks = {"delimiter": delimiter, **({} if quote is None else {"quote": quote})}
     for argument, mark in marks.items():
         if len(mark.encode()) != 1 or mark in "\r\n\0":

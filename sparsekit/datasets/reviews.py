@@ -1,4 +1,4 @@
-"""Reviews of items by users, and the documents that text models read."""
+"""Reviews of items by users, and documents made of them for text models."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
-# Numbers that stand for no word of the vocabulary.
+# Word numbers for padding and for words outside the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# Type of each field in Amazon's review files, and its names before and after 2018.
+# For each field in Amazon's review files: its type, and its names before and after 2018.
 FIELDS: dict[str, tuple[str, Any]] = {
     "reviewerID": ("user_id", str),
     "asin": ("asin", str),
@@ -44,19 +44,20 @@ MISSING = {"reviewText": "", "unixReviewTime": None}
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text, in lower case."""
+    """Split a text into words, in lower case."""
     return WORD.findall(text.lower())
 
 
 @dataclass(frozen=True, eq=False)
 class Reviews:
-    """Holds n reviews.
+    """Reviews of items by users, n in all.
 
     Attributes:
         ratings: users, items, ratings and times ``[n]``; see `Ratings`.
-        texts: n lists of words: what each review adds to the document of its user.
-        of_items: what each review adds to the document of its item; None if the same as texts.
-        descriptions: item -> words with which its document begins, written by no user.
+        texts: n lists of words, which each review adds to the document of its user.
+        of_items: n lists of words, which each review adds to the document of its item; None if
+            they are the same as texts.
+        descriptions: item -> words with which its document begins; they have no author.
     """
 
     ratings: Ratings
@@ -68,7 +69,7 @@ class Reviews:
         return len(self.texts)
 
     def __getitem__(self, index: torch.Tensor) -> Reviews:
-        """Select reviews at int64 positions."""
+        """Select reviews by their positions, an int64 tensor."""
         at = index.tolist()
         return Reviews(
             self.ratings[index],
@@ -79,10 +80,10 @@ class Reviews:
 
 
 def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
-    """Return positions ``(train, test)``, int64, that share no pair of user and item.
+    """Return int64 positions ``(train, test)``; no pair of user and item is in both parts.
 
-    The test part is the latest of every user, as in `Ratings.split_by_time`. Of several reviews of
-    an item by the same user, only the latest is used.
+    The test part has the latest reviews of every user, as in `Ratings.split_by_time`. If a user has
+    reviewed an item several times, only the latest review is used.
 
     Raises:
         ValueError: test_fraction is not in [0, 1).
@@ -90,7 +91,7 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
     order = ratings.timestamps.argsort(stable=True).tolist()
     pairs = list(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
     latest = torch.tensor(sorted({pairs[i]: i for i in order}.values()), dtype=torch.int64)
-    # Positions replace the ratings, to see where each one ends up.
+    # Replace each rating by its position, to find out which part gets it.
     once = ratings[latest]
     marked = Ratings(once.users, once.items, torch.arange(len(once)), once.timestamps)
     train, test = marked.split_by_time(test_fraction)
@@ -98,15 +99,15 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
 
 
 class Vocabulary:
-    """Words with numbers: 0 is padding, 1 any other word, 2 the most frequent one.
+    """Assigns a number to each word: 2 to the most frequent one; 0 is padding, 1 unknown words.
 
-    Words that are equally frequent come in the order of their code points, so numbers do not depend
-    on how Python hashes strings.
+    Equally frequent words are ordered by code points, so that numbers do not depend on how Python
+    hashes strings.
 
     Args:
         texts: lists of words.
-        min_count: occurrences that a word must have.
-        most: limit on the number of words.
+        min_count: number of occurrences that a word must have to get a number.
+        most: largest number of words; the most frequent ones are kept.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Vocabulary:
         self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Return the count of numbers in use: words, padding and unknown words."""
+        """Return how many numbers are in use, including those for padding and unknown words."""
         return UNKNOWN + 1 + len(self.words)
 
     def __call__(self, words: Iterable[str]) -> list[int]:
@@ -127,11 +128,11 @@ class Vocabulary:
 
 
 class Documents:
-    """One document for each owner, made of pieces, each with an author; author -1 is nobody.
+    """One document for each owner, made of pieces; each piece has an author, or -1 for none.
 
     Args:
-        pieces: owner -> (author, numbers of words), in the order of the document.
-        length: words in a document, which is cut or padded to fit.
+        pieces: owner -> list of (author, word numbers), in the order of the document.
+        length: number of words in a document, which is cut or padded to fit.
     """
 
     def __init__(self, pieces: Mapping[int, Sequence[tuple[int, list[int]]]], length: int) -> None:
@@ -142,7 +143,7 @@ class Documents:
             of_author: Counter[int] = Counter()
             for author, piece in pieces[owner]:
                 of_author[author] += len(piece)
-            # Enough words to fill a document whichever author is left out.
+            # Keep enough words to fill a document whichever author is left out.
             most = length + max(of_author.values(), default=0)
             flat = [(word, a) for a, piece in pieces[owner] for word in piece][:most]
             words += [word for word, _ in flat]
@@ -154,11 +155,11 @@ class Documents:
         self.authors = torch.tensor(authors, dtype=torch.int64)
 
     def __call__(self, owners: torch.Tensor, without: torch.Tensor) -> torch.Tensor:
-        """Documents int64 ``[n, length]`` of owners ``[n]``, less what one author each wrote.
+        """Return the owners' documents, int64 ``[n, length]``, each without one author's words.
 
         Args:
-            owners: int64 ``[n]``; an unknown owner's document is padding.
-            without: int64 ``[n]``: the authors of the reviews to predict.
+            owners: int64 ``[n]``; the document of an unknown owner is all padding.
+            without: author to leave out of each document, int64 ``[n]``.
         """
         result = torch.full((len(owners), self.length), PADDING)
         if len(self.owners) == 0 or len(owners) == 0:
@@ -169,7 +170,7 @@ class Documents:
         row = torch.repeat_interleave(torch.arange(len(owners)), counts)
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
-        # Number of kept words before each word, and before its document.
+        # Number of kept words before each word; its document's count is subtracted below.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -186,8 +187,8 @@ class Corpus:
 
     Args:
         train: the train part; never the reviews to predict.
-        length: words in a document.
-        min_count: occurrences that a word must have; rarer ones are unknown.
+        length: number of words in a document.
+        min_count: number of occurrences below which a word is unknown.
     """
 
     def __init__(self, train: Reviews, length: int = 800, min_count: int = 2) -> None:
@@ -206,7 +207,7 @@ class Corpus:
     def __call__(
         self, users: torch.Tensor, items: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Documents of users and of items for pairs of ids: int64 ``[n]`` -> ``[n, length]``."""
+        """Return the documents of users and of items, int64 ``[n, length]``, for pairs of ids."""
         return self.users(users, without=items), self.items(items, without=users)
 
 
@@ -231,7 +232,7 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
 
 
 def read_reviews(path: str | os.PathLike[str]) -> Reviews:
-    """Read a file of JSON lines with Amazon's names.
+    """Read reviews from a file of JSON lines in Amazon's format.
 
     A line is an object with ``reviewerID`` and ``asin``, texts, ``overall``, the rating, and
     perhaps ``reviewText`` and ``unixReviewTime``; or, as in the files of 2023, with ``user_id``,
@@ -268,7 +269,7 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
 
 
 def _review(line: str, before: float) -> tuple[str, str, float, list[str], float]:
-    """Return user, item, rating, words and time, which is `before` if the line has none."""
+    """Parse a line; return user, item, rating, words and time (``before`` if there is none)."""
     review = json.loads(line)
     if not isinstance(review, dict):
         raise ValueError(f"must be an object, is {line[:40]!r}")
@@ -295,15 +296,15 @@ def _numbered(names: Sequence[str]) -> torch.Tensor:
 def generated_reviews(
     users: int = 30, items: int = 20, each: int = 8, words: int = 12, seed: int = 0
 ) -> Reviews:
-    """Generate reviews for tests, in which one good or bad word tells the rating, 1 to 5.
+    """Generate reviews for tests; in each, one good or bad word determines the rating, 1 to 5.
 
     Each review also has a unique word, ``of{user}x{item}``.
 
     Args:
-        users: number of users, each with a bias.
-        items: number of items, at least ``each``, each with a bias.
-        each: reviews by each user, of different items.
-        words: words in a review.
+        users: number of users; each has a bias.
+        items: number of items, at least ``each``; each has a bias.
+        each: number of reviews by each user, all of different items.
+        words: number of words in a review.
         seed: seed of all random draws.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
