@@ -48,7 +48,7 @@ class TableBatch:
         key_ends: for each table, the end of its range of keys; -1 if all keys are valid.
         dedupe: whether a rank sends each distinct key once.
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
-        initializers: float64 ``[T, 3]``, the argument of this name of the ops.
+        initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed: indices of the tables that have a hash table.
         features: cached arguments ``features`` of the ops, by everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
@@ -115,7 +115,7 @@ class TableBatch:
         if [weight.shape for weight in weights] != self._shapes:
             for table in self.tables:
                 check_weight(table)
-        # A forked process inherits all attributes, so ask for the process id.
+        # A forked process inherits this object, and must do the check itself.
         if self.inserts and self._process != os.getpid():
             for table in self.tables:
                 if table.table is not None:

@@ -91,7 +91,7 @@ class Request:
         return self.combiner if isinstance(self.combiner, tuple) else (self.combiner,)
 
     def check(self) -> None:
-        """Raise an error if the table cannot take the offsets or keys; change no table.
+        """Raise an error if the table cannot take the offsets or keys; do not change the table.
 
         Afterwards the request no longer shares its bags with other requests.
         """
@@ -194,7 +194,7 @@ def ask_bags(
     max_feature_num: int | None = None,
     truncate: bool = False,
 ) -> Request:
-    """Return a request for bags in any form; change nothing.
+    """Return a request for bags in any form; do not change the table.
 
     If slot_num is None, there is one slot, and inputs and output have no dimension for slots.
     """
@@ -233,7 +233,7 @@ def leave_padding_out(request: Request) -> None:
 
 
 def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """Return a request for the vectors of keys, of any shape or jagged; change nothing."""
+    """Return a request for the vectors of keys, of any shape or jagged; do not change the table."""
     name = table.name
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)
@@ -259,7 +259,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 
 def vectors_of_bags(request: Request) -> Request:
-    """Return a request for the single vectors of bags, as a jagged output; padding gives zeros."""
+    """Return a request for the unpooled vectors of bags, as a jagged tensor; padding is zeros."""
     made = one_by_one(request.table, request.keys)
     made.jagged = request.offsets
     leave_padding_out(made)

@@ -120,7 +120,7 @@ class TableOps:
         self.width = descriptors.width
 
     def run(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Look up, and return the outputs; they are written to `outs` if it has any tensors."""
+        """Look up, and return the outputs; they are written to `outs` if it has tensors."""
         self.find()
         return self._pool(outs)
 

@@ -26,7 +26,7 @@ _names = itertools.count()
 
 
 class _OfThisProcess:
-    """A process group that copies of a layer share and a pickled layer lacks."""
+    """Holds a layer's process group: copies of the layer share it, and pickling drops it."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,7 +39,7 @@ class _OfThisProcess:
 
 
 def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, int]:
-    """Return rank and number of ranks; begin their exchange, if the device can have one."""
+    """Return rank and world size; start the ranks' exchange if the device supports one."""
     if device.type == "meta":
         ranks = group_of(group)
         return (ranks.rank(), ranks.size()) if ranks else (0, 1)
@@ -48,22 +48,22 @@ def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, 
 
 
 class EmbeddingTable(TableTensors):
-    """One process's share of an embedding table: storage, and where keys live.
+    """One process's share of an embedding table: its storage, and which rank owns which key.
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim], ``table``
     (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64 [2], rank
     and world size, and on several ranks with ``placement="hash"`` ``owners`` int16 [65536], the
     rank of each virtual shard; see `sparsekit.ops.bucketize`. Layers may share the tensor
-    ``owners``: assign another one instead of writing to it, on all ranks alike and before there are
-    any keys.
+    ``owners``: instead of writing to it, assign another tensor, the same on all ranks, before there
+    are any keys.
     """
 
     # Largest norm of a row that is read, and the p of that norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
-    # True if the name was given; a generated name also says how large the table is.
+    # Whether the caller has given the name; a generated name includes the size of the table.
     _named: bool = True
-    # Number of changes of attributes, by which a cache can tell whether its content is still valid.
+    # Counts changes of attributes, so that a cache can tell whether its content is still valid.
     changes: int = 0
 
     def __init__(self, options: TableOptions) -> None:
@@ -79,17 +79,17 @@ class EmbeddingTable(TableTensors):
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
         self.rank, self.world_size = _place(self.process_group, device)
-        # True if a rank sends each distinct key once. False sends keys as they come, for
-        # measurements.
+        # Whether a rank sends each distinct key only once. False sends repeated keys too, for
+        # benchmarks.
         self.dedupe = True
-        # Strategy that brings pooled vectors from other ranks; see DistributedEmbedding.
+        # How this rank gets pooled vectors from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
-        # Dtype of vectors and gradients between ranks; None means their own.
+        # Dtype in which ranks exchange vectors and gradients; None means the dtype of the weight.
         self.wire_dtype = options.wire_dtype
-        # Largest number of distinct keys that a call may ask another rank for; see
+        # Limit on the distinct keys that a call may request from another rank; see
         # DistributedEmbedding.
         self.max_keys_per_rank = options.max_keys_per_rank
-        # True if keys that are new in training get rows; see DistributedEmbedding.
+        # Whether new keys get rows in training; see DistributedEmbedding.
         self.insert = options.insert
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size
@@ -104,10 +104,10 @@ class EmbeddingTable(TableTensors):
         self.padding_key = options.padding_key
         self.on_full = options.on_full
         self.gradient_reduction = options.gradient_reduction
-        # None means that each reset of the vectors draws a seed.
+        # None: each reset of the vectors draws a new seed.
         self._given_seed = options.seed
         self.register_buffer("seed", torch.empty(1, dtype=torch.int64, device=device))
-        # Says which part of the table this is, so that no part is loaded in place of another.
+        # Identifies this part of the table, so that no other part is loaded in its place.
         self.register_buffer("shard", torch.empty(2, dtype=torch.int64, device=device))
         self.placement = cast(str, options.placement)
         placed = options.placement == "hash" and self.world_size > 1
@@ -126,8 +126,8 @@ class EmbeddingTable(TableTensors):
     def reset_parameters(self) -> None:
         """Reset the table: drop all keys, or write initial vectors if there is no hash table.
 
-        A layer without name and seed draws a new seed. Owners and states of optimizers are left
-        unchanged. Nothing is sent, so call it on all ranks alike.
+        A layer without a name and a seed draws a new seed. Owners and optimizer states are left
+        unchanged. Ranks do not communicate here, so call this method on all of them.
         """
         self.catch_up()
         weight = self.weight
@@ -163,7 +163,7 @@ class EmbeddingTable(TableTensors):
         self._tie()
 
     def _tie(self) -> None:
-        """Let weight and table refer to one another, once both are there."""
+        """Let weight and hash table refer to each other, once both exist."""
         table = getattr(self, "table", None)
         if table is not None:
             table.rows_of = RowsOf(self)
@@ -186,13 +186,13 @@ class EmbeddingTable(TableTensors):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange with the other ranks, checked by `check_ranks`; None if there are none."""
+        """The exchange with the other ranks, checked by `check_ranks`; None without other ranks."""
         exchange = self.process_exchange()
         self.check_ranks(exchange)
         return exchange
 
     def refuse_meta(self) -> None:
-        """Raise RuntimeError if the layer has no memory."""
+        """Raise RuntimeError if the layer is on the meta device."""
         if self.weight.is_meta:
             raise RuntimeError(
                 f"{self.name}: the layer is on meta, and has no vectors to look up; call "
@@ -200,7 +200,7 @@ class EmbeddingTable(TableTensors):
             )
 
     def check_ranks(self, exchange: Exchange | None) -> None:
-        """Raise RuntimeError if the layer was made for other ranks than those of its exchange."""
+        """Raise RuntimeError unless the exchange has the rank and world size of the layer."""
         rank, world_size = (exchange.rank, exchange.world_size) if exchange else (0, 1)
         if (rank, world_size) != (self.rank, self.world_size):
             raise RuntimeError(
@@ -211,17 +211,17 @@ class EmbeddingTable(TableTensors):
 
     @property
     def gradient_divisor(self) -> int:
-        """Divisor of gradients that are added over ranks; for means it gives the scale of DDP."""
+        """Divisor of gradients summed over ranks: the world size for means, as in DDP, else 1."""
         return self.world_size if self.gradient_reduction == "mean" else 1
 
     @property
     def dtype_on_wire(self) -> torch.dtype:
-        """Dtype of vectors and their gradients between ranks."""
+        """Dtype in which ranks exchange vectors and their gradients."""
         return self._on_wire(self.weight.dtype)
 
     @property
     def sum_dtype_on_wire(self) -> torch.dtype:
-        """Dtype of sums of vectors between ranks."""
+        """Dtype in which ranks exchange sums of vectors."""
         return self._on_wire(accumulate_dtype(self.weight.dtype))
 
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
@@ -233,12 +233,12 @@ class EmbeddingTable(TableTensors):
         return self.training and self.insert
 
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the keys that this rank owns, in rising order."""
+        """Return the positions of the keys that this rank owns, in ascending order."""
         _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
         return order.split(counts.tolist())[self.rank]
 
     def _placed(self) -> str:
-        """Describe the placement in a text that is equal on two ranks only if all owners are."""
+        """Return a text for the placement, which ranks share only if they have the same owners."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
@@ -249,11 +249,11 @@ class EmbeddingTable(TableTensors):
         Args:
             seed: the value in the tensor ``seed``.
             shard: the values in the tensor ``shard``.
-            gradients: whether there will be a backward.
+            gradients: whether the lookup will have a backward.
 
         Raises:
             RuntimeError: the table has been overwritten by that of another rank.
-            ValueError: owners has a number that is not a rank.
+            ValueError: an entry of owners is not a rank.
         """
         if shard != [self.rank, self.world_size]:
             raise RuntimeError(
@@ -277,7 +277,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def _short_name(self) -> str:
-        """The name without the number of rows, in which ranks may differ."""
+        """The name without the number of rows, which may differ from rank to rank."""
         return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
@@ -301,14 +301,15 @@ class EmbeddingTable(TableTensors):
             self._buffers["owners"] = even_map(self.world_size, device)
         if was_meta:
             self.reset_parameters()
-        self.__dict__["changes"] = self.changes + 1  # dtype or device may have changed in place
+        self.__dict__["changes"] = self.changes + 1  # tensors may have a new dtype or device
         return self
 
     def prepare(self, inserts: bool) -> None:
-        """Prepare a lookup.
+        """Check the weight before a lookup, if it may have changed since the last check.
 
         Raises:
-            RuntimeError: values were written to the weight that new keys would overwrite.
+            RuntimeError: rows without a key have been written to, and new keys would overwrite
+                them.
         """
         if self.table is None:
             return
@@ -320,7 +321,7 @@ class EmbeddingTable(TableTensors):
                 self.checked_modes.add(False)
 
     def extra_repr(self) -> str:
-        """Return name, shape and the settings that matter."""
+        """Return the name, the shape, and the most important settings."""
         rows = ", use_hashtable=False"
         if self.table is not None:
             rows = "" if self.weight.is_meta else f", rows={len(self.table)}"

@@ -20,13 +20,13 @@ from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
 
-# Ops that are called directly, since keys and table have been checked before.
+# Ops called without their wrappers, since keys and table have been checked before.
 _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
 
 class RowsOf:
-    """A table's reference to the layer whose rows it assigns; copies of a table have none."""
+    """A table's reference to the layer whose rows it assigns; copies of a table drop it."""
 
     def __init__(self, layer: torch.nn.Module | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
@@ -34,9 +34,9 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Wrap a change of the keys of rows: states of optimizers follow their keys.
+        """Context in which rows may get other keys: optimizer states move with their keys.
 
-        If the body raises, states follow at the next step. A nested call does nothing.
+        If the body raises, the states move at the next step. A nested call does nothing.
         """
         layer = None if self._layer is None or self._changing else self._layer()
         weight: Any = getattr(layer, "weight", None)
@@ -52,7 +52,7 @@ class RowsOf:
         weight.follow_keys()
 
     def clear_from(self, row: int) -> None:
-        """Zero the rows from the given one on, which no longer have keys."""
+        """Zero all rows from `row` on; they no longer have keys."""
         layer: Any = None if self._layer is None else self._layer()
         if layer is not None:
             layer.weight.detach()[row:].zero_()
@@ -78,9 +78,9 @@ class HashTable(torch.nn.Module):
     Args:
         capacity: largest number of keys, in [1, 2^31 - 1]; the table holds exactly this number.
         device: device of the buffers.
-        load_factor: share of places in use when full, in (0, 1]. Lower is faster and larger: a row
-            takes 12.8 / load_factor bytes.
-        name: name of the table in errors.
+        load_factor: fraction of the buckets' places that a full table uses, in (0, 1]. A lower
+            value is faster and takes more memory: 12.8 / load_factor bytes per row.
+        name: name of the table, for error messages.
 
     Raises:
         TypeError: capacity is not an int, or load_factor is not a number.
@@ -141,12 +141,12 @@ class HashTable(torch.nn.Module):
             )
 
     def _note_maker(self) -> None:
-        """Record this process as the maker of a table that is not shared yet."""
+        """Record this process as the table's maker, unless the table is shared already."""
         if not self.tensors()[0].is_shared():
             self._maker = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._note_maker()  # the table may be on its way to another process
+        self._note_maker()  # the table may be pickled for another process
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class HashTable(torch.nn.Module):
         self._note_maker()  # share_memory calls this method
         super()._apply(*args, **kwargs)
         if was_meta and not self.buckets.is_meta:
-            self.clear_()  # memory that comes from meta has arbitrary content
+            self.clear_()  # after meta, memory is uninitialized
         return self
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ class HashTable(torch.nn.Module):
         return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Insert 1-D keys; return rows, and int64 ``[2]`` that begins with the old size."""
+        """Insert 1-D keys; return their rows and the status of `hash_table_find_or_insert_`."""
         state = self.tensors()
         self.refuse_sharing()
         try:
@@ -242,12 +242,12 @@ class HashTable(torch.nn.Module):
         """Return new buffers for this table with the keys and rows of a saved state.
 
         Only keys and rows are taken from the state; the keys are inserted into new buckets. The
-        saved table may therefore have any number of buckets, and the result is as sound as a table
-        that has grown.
+        saved table may therefore have any number of buckets, and the new buckets are always
+        consistent.
 
         Args:
-            entries: the state, by the buffers' names.
-            device: device of the new buffers; None means that of the saved ones.
+            entries: the state, by the names of the buffers.
+            device: device of the new buffers; None means the device of the saved buffers.
 
         Raises:
             TypeError, ValueError: the state is damaged or does not fit.

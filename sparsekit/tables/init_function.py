@@ -1,9 +1,9 @@
 """Functions as initializers, such as those of torch.nn.init.
 
-The initial vector of a key in a hash table depends on (seed, key, column) alone, whenever and
-wherever the key comes. A function that fills a tensor knows no keys. It is therefore called on a
-tensor without memory, of the shape of the whole table, to see from which distribution it draws;
-initial vectors are drawn from that distribution.
+The initial vector of a key in a hash table depends only on (seed, key, column), not on when or on
+which rank the key first occurs. A function that fills a tensor does not see keys. It is therefore
+called on a tensor without memory, of the shape of the whole table, to see from which distribution
+it draws; initial vectors are drawn from that distribution.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _FARTHEST = math.sqrt(64 * math.log(2))
 
 @dataclass(frozen=True)
 class Filled(Initializer):
-    """An initializer without hash table: calls a function on zeros for the rows of all ranks."""
+    """Initializer of a layer without hash table: a function that fills the rows of all ranks."""
 
     function: Callable[[torch.Tensor], Any]
 
     @property
     def _distribution(self) -> tuple[str, float, float]:
-        return "constant", 0.0, 0.0  # for absent keys, of which a table without hash table has none
+        return "constant", 0.0, 0.0  # for absent keys, which only a hash table has
 
     def __repr__(self) -> str:
         # Without the function's address, since ranks compare the text.
         return f"Filled({_name_of(self.function)})"
 
     def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
-        """Call the function for the rows of all ranks, and keep those of this rank."""
+        """Let the function fill the rows of all ranks, and copy this rank's rows."""
         shape = len(weight) * world_size, weight.shape[1]
         rows = torch.zeros(shape, dtype=weight.dtype, device="cpu")
         with torch.random.fork_rng(devices=[]):
@@ -49,7 +49,7 @@ class Filled(Initializer):
 
 
 class _Record(TorchDispatchMode):
-    """A record of the ops that are called."""
+    """Records the torch ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def resolve(
     """Return the initializer of a layer.
 
     Args:
-        layer: name of the layer, with which errors begin.
+        layer: name of the layer, for error messages.
         initializer: the layer's argument; None means the default.
         shape: shape of the table over all ranks.
         use_hashtable: whether there is a hash table; without one, any function that fills a tensor
@@ -81,7 +81,7 @@ def resolve(
     Raises:
         TypeError: initializer is neither an initializer nor a function; or, with a hash table, it
             is a function that does not fill a tensor from one known distribution.
-        ValueError: a distribution with bad parameters.
+        ValueError: a parameter of the distribution is invalid.
     """
     if initializer is None:
         return Uniform()
@@ -137,7 +137,7 @@ _MADE_BY: dict[Any, Callable[..., Initializer]] = {
 def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
     """Return the distribution of trunc_normal_, which does nothing to a tensor without memory."""
     signature = inspect.signature(torch.nn.init.trunc_normal_)
-    # Arguments of a functools.partial; the function itself has none.
+    # Only a functools.partial has arguments.
     arguments, keywords = getattr(function, "args", ()), getattr(function, "keywords", {})
     given = signature.bind(None, *arguments, **keywords)
     given.apply_defaults()

@@ -1,4 +1,4 @@
-"""Initializers: distributions from which new embedding rows start."""
+"""Initializers: distributions of the initial values of embedding vectors."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +7,7 @@ import torch
 
 from ..ops.init_rows import DISTRIBUTIONS
 
-# The op checks the same as its wrapper in sparsekit.ops, whose errors say more but take longer.
+# The op makes the same checks as its wrapper in sparsekit.ops, which is slower but explains errors.
 _init_rows = torch.ops.sparsekit.init_rows_.default
 
 
@@ -21,7 +21,7 @@ class Initializer:
 
     @cached_property
     def numbers(self) -> tuple[float, float, float]:
-        """The distribution as ops take it: its number, a and b."""
+        """The distribution as the ops take it: its number in `DISTRIBUTIONS`, a and b."""
         name, a, b = self._distribution
         return DISTRIBUTIONS[name], a, b
 
@@ -60,7 +60,7 @@ class Initializer:
 class Uniform(Initializer):
     """Uniform in [low, high), drawn in float32.
 
-    A bfloat16 layer rounds the draws to the nearest number, which may be high itself.
+    A bfloat16 layer rounds the draws to nearest, so a value may be equal to high.
     """
 
     low: float = -0.05
@@ -85,7 +85,7 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """The same value everywhere."""
+    """The same value for all elements."""
 
     value: float = 0.0
 

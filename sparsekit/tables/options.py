@@ -60,13 +60,13 @@ class TableOptions:
     insert: bool = True
 
     def checked(self, name: str) -> TableOptions:
-        """Return checked options with defaults filled in; errors begin with name.
+        """Check the options; return them with defaults filled in. Error messages begin with `name`.
 
         Initializer and name are not changed, and a seed that must be drawn stays None.
 
         Raises:
             TypeError, ValueError: an option has a wrong type or is out of range.
-            NotImplementedError: a device for which this build has no kernels.
+            NotImplementedError: this build has no kernels for the device.
         """
         capacity = check_count(
             name, "max_vocabulary_size_per_gpu", self.max_vocabulary_size_per_gpu, 2**31 - 1
@@ -112,7 +112,7 @@ class TableOptions:
 
 
 def keyword_parameters() -> list[inspect.Parameter]:
-    """Return `TableKeywords` as parameters of a function, with their defaults."""
+    """Return `TableKeywords` as parameters of a function signature, with defaults."""
     return [
         inspect.Parameter(
             name,
@@ -125,7 +125,7 @@ def keyword_parameters() -> list[inspect.Parameter]:
 
 
 def check_count(name: str, argument: str, value: int, most: int = 2**63 - 1) -> int:
-    """Return ``value`` as an int in [1, most]; see `check_int`."""
+    """Check that ``value`` is in [1, most], and return it as an int; see `check_int`."""
     return check_int(name, argument, value, 1, most)
 
 
@@ -142,7 +142,7 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
 
 
 def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None:
-    """Return the seed as a signed integer; a given one may be unsigned, as its 64 bits count."""
+    """Return the seed as a signed 64-bit integer; an unsigned seed keeps its 64 bits."""
     # Layers get different seeds, so that equal keys (user 5 and item 5) start from different
     # vectors. The seed is part of the state, so that a loaded layer goes on as it began.
     if seed is None and name is None:
@@ -155,5 +155,5 @@ def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None
 
 def drawn_seed() -> int:
     """Draw a seed from torch's default generator, which torch.manual_seed seeds."""
-    with _disable_current_modes():  # such as FakeTensorMode, whose tensors have no values
+    with _disable_current_modes():  # for example FakeTensorMode, whose tensors have no values
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

@@ -1,4 +1,4 @@
-"""The entry of a state that says which rank's part of a table it is."""
+"""The entry of a state that tells which rank's part of a table was saved."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..distributed import Exchange
 class OwnShard(torch.Tensor):
     """A saved ``shard``: a plain tensor, except that torch.distributed.checkpoint refuses it.
 
-    torch.distributed.checkpoint takes tensors of one name on several ranks for copies, and would
-    keep one rank's.
+    torch.distributed.checkpoint takes tensors of the same name on several ranks for copies of one
+    tensor, and would save only one rank's.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -25,7 +25,7 @@ class OwnShard(torch.Tensor):
 
     @staticmethod
     def of(shard: torch.Tensor, layer: str, exchange: Callable[[], Exchange | None]) -> OwnShard:
-        """Return the ``shard`` of a layer as a marked tensor."""
+        """Return the ``shard`` of a layer as an `OwnShard`."""
         marked = shard.as_subclass(OwnShard)
         marked.layer, marked.exchange = layer, exchange
         return marked
@@ -40,7 +40,7 @@ class OwnShard(torch.Tensor):
         )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> OwnShard:
-        """Mark the copy that async_save makes, too."""
+        """Return an `OwnShard` for the copy that async_save makes."""
         return super().new_empty(*args, **kwargs).as_subclass(OwnShard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnShard:
@@ -66,8 +66,8 @@ def exchange_ref(exchange: Exchange | None) -> Callable[[], Exchange | None]:
 def warn_of_parts_not_saved(saved: Sequence[int]) -> None:
     """Warn if some ranks have saved states since the last lookup and others have not.
 
-    Trainers and many scripts save on rank 0 alone, and the loss of the other ranks' rows would only
-    show when they are to be loaded.
+    Trainers and many scripts save on rank 0 only, and the loss of the other ranks' rows would not
+    be noticed before they are loaded.
 
     Args:
         saved: number of table parts that each rank has saved.

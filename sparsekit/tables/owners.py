@@ -1,4 +1,4 @@
-"""Maps from virtual shards to ranks, by which a hash of a key decides on its owner."""
+"""Owner maps: the rank of each virtual shard, by which the hash of a key selects its owner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from .. import hashing
 from ..ops.bucketize import VIRTUAL_SHARDS
 
-# Maps by world size and device. Layers with equal maps share one, so that it stays in the cache.
+# Maps by world size and device. Layers share equal maps, so that these stay in the CPU's cache.
 _even: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
@@ -21,22 +21,22 @@ def even_map(world_size: int, device: torch.device) -> torch.Tensor:
     known = _even.get((world_size, device))
     if known is not None:
         return known
-    with torch.inference_mode(False):  # a map that is made in this mode is used outside of it too
+    with torch.inference_mode(False):  # the map is also used outside inference mode
         shards = torch.arange(VIRTUAL_SHARDS, device=device)
         made = (shards * world_size >> 16).to(torch.int16)
-    if type(made) is torch.Tensor:  # a fake tensor must not be kept
+    if type(made) is torch.Tensor:  # a fake tensor must not be cached
         _even[world_size, device] = made
     return made
 
 
 def shared(owners: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return `even_map` if the given map is equal to it, else the given one."""
+    """Return `even_map` if `owners` is equal to it, else `owners`."""
     even = even_map(world_size, owners.device)
     return even if torch.equal(even, owners) else owners
 
 
 def check_ranks_of(name: str, owners: torch.Tensor, world_size: int) -> None:
-    """Raise ValueError for an entry that is not a rank; the message begins with name."""
+    """Raise ValueError if an entry is not a rank; `name` is for the error message."""
     bad = (owners < 0) | (owners >= world_size)
     if bool(bad.any()):
         shard = int(bad.nonzero()[0])
@@ -46,13 +46,13 @@ def check_ranks_of(name: str, owners: torch.Tensor, world_size: int) -> None:
 
 
 class CodeOfMap:
-    """A short hash of a layer's map, computed again when the map is replaced or written to."""
+    """A short hash of a layer's owner map, updated when the map is replaced or written to."""
 
     def __init__(self) -> None:
         self._made: tuple[torch.Tensor, int, str] | None = None
 
     def of(self, name: str, owners: torch.Tensor, world_size: int) -> str:
-        """Return the hash of a map; check a new map by `check_ranks_of` first."""
+        """Return the hash of an owner map; a new map is checked by `check_ranks_of` first."""
         version = -1 if owners.is_inference() else owners._version
         made = self._made
         if made is None or made[0] is not owners or made[1] != version:

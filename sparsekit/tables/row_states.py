@@ -1,8 +1,9 @@
-"""Keeps states of optimizers with their keys when rows get other keys.
+"""Keeps optimizer states with their keys when rows get other keys.
 
 A state whose rows may differ from the table's has an entry "keys" beside its tensors: the key of
-each of its rows, or None if a loaded state does not say. The entry is removed in the same step that
-matches the states with the table's rows, so that nothing is lost if an interruption comes before.
+each of its rows, or None if a loaded state does not have the keys. The entry is removed in the same
+step that matches the states with the table's rows, so that nothing is lost if an interruption comes
+before.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from .hash_table import HashTable
 
 
 def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: torch.Tensor) -> None:
-    """Match an optimizer's states of a weight with the keys that its rows have now.
+    """Move an optimizer's states of a weight to the rows that their keys have now.
 
-    Keys that the states lack start like new ones.
+    Keys without a state start like new keys.
 
     Args:
         optimizer: any optimizer, with or without states of this weight.
@@ -41,7 +42,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         and value.shape[:1] == weight.shape[:1]
         and name != "keys"
     ]
-    end = len(before) or len(weight)  # without keys, rows may be those of a lost table
+    end = len(before) or len(weight)  # without keys, states may belong to a dropped table
     both = min(len(before), len(keys))
     differs = (before[:both] != keys[:both]).nonzero()
     same = int(differs[0]) if len(differs) else both
@@ -71,7 +72,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
 
 
 def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Mapping[str, float]:
-    """Return each state's value, by name, in a row that no step has touched; missing means 0."""
+    """Return the initial value of each state, by name; a state without an entry starts at 0."""
     group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
     own: Callable[..., Mapping[str, float]] | None = getattr(optimizer, "initial_values", None)
     if own is not None:
@@ -80,7 +81,7 @@ def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> M
 
 
 def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Move the rows of a sparse tensor, such as the momentum of torch's SGD, to other places."""
+    """Return a sparse tensor, such as the momentum of torch's SGD, with rows moved to `to`."""
     places = torch.full(state.shape[:1], -1, dtype=torch.int64, device=state.device)
     places[rows] = to
     coalesced = state.coalesce()

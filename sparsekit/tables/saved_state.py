@@ -12,7 +12,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def entries(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the entries of these names that a state has."""
+    """Return the state's entries with these names; names that the state lacks are left out."""
     return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
 
 
@@ -23,7 +23,7 @@ def entry(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | None],
 ) -> torch.Tensor:
-    """Return one entry of a state, checked; None in shape accepts any size.
+    """Check and return one entry of a state; None in `shape` accepts any size.
 
     Raises:
         TypeError: the entry is not a tensor, or has another dtype.

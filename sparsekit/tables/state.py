@@ -27,16 +27,17 @@ class TableTensors(torch.nn.Module, Sharded):
     """Base of `EmbeddingTable`: its tensors, loaded all together or not at all.
 
     Attributes:
-        name: name of the layer, with which errors begin.
-        rank, world_size: the share of the table that this is.
+        name: name of the layer, with which error messages begin.
+        rank, world_size: which share of the table this is, and the number of shares.
         capacity: rows of this share.
-        embedding_vec_size: elements of a vector.
+        embedding_vec_size: length of a vector.
         placement: how keys are placed on ranks.
         weight: ``[capacity, dim]``.
         table: maps keys to rows; None without the hash table.
         seed: int64 ``[1]``, the seed of the initial vectors.
         shard: int64 ``[2]``, rank and world size.
-        owners: int16 ``[65536]``, the rank of each virtual shard; None where there is no such map.
+        owners: int16 ``[65536]``, the rank of each virtual shard; None if keys are placed without
+            this map.
         checked_modes: modes (inserting or not) in which the weight has been checked.
     """
 
@@ -64,14 +65,14 @@ class TableTensors(torch.nn.Module, Sharded):
         return own_entries(self)
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
-        """Let these rows, or all rows, catch up with the steps that they have missed."""
+        """Apply the optimizer steps that these rows, or all rows, have missed."""
         # The weight may be another kind of tensor, for example under functional_call.
         weight = self.weight
         if isinstance(weight, EmbeddingWeight) and weight.before_read is not None:
             weight.catch_up(rows)
 
     def rows_changing(self) -> AbstractContextManager[None]:
-        """Return a context for changes of the keys of rows; see `RowsOf.changing`."""
+        """Return a context in which rows may get other keys; see `RowsOf.changing`."""
         return nullcontext() if self.table is None else self.table.rows_of.changing()
 
     def _load_from_state_dict(
@@ -135,13 +136,13 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
 
     Args:
         layer: the layer.
-        entries: entries by the names of `own_entries`, and any others that the state has of a
+        entries: the state's entries by the names of `own_entries`, and any other entries of a
             table.
         assign: whether the saved weight replaces the layer's, as in load_state_dict.
 
     Raises:
-        TypeError, ValueError: the state is damaged, incomplete or another layer's; the layer is
-            unchanged.
+        TypeError, ValueError: the state is damaged, incomplete or that of another layer; the layer
+            is unchanged.
     """
     saved.refuse_meta(layer.name, None if assign else layer.weight.device)
     if entries.keys() == {"weight"}:
@@ -179,7 +180,7 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
         )
     if table and layer.key_dtype == torch.int32:
         _refuse_wide_keys(layer.name, table)
-    # Missed steps of the optimizer belong to the rows that are about to be replaced.
+    # Missed optimizer steps belong to the rows that are about to be replaced.
     layer.catch_up()
     layer.checked_modes = set()
     with layer.rows_changing():
@@ -201,7 +202,7 @@ def _refuse_wide_keys(name: str, table: dict[str, torch.Tensor]) -> None:
 
 
 def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:
-    """Return the owners in a state, or None if the layer has none."""
+    """Return the owner map of a state, or None if the layer has no map."""
     if ("owners" in entries) != (layer.owners is not None):
         if layer.world_size == 1:
             raise ValueError(
@@ -268,7 +269,7 @@ def _replace(
         (layer._buffers, buffers),
     ]
     if layer.table is not None:
-        parameter.note_version()  # `follow_keys` below looks at its rows, with their own keys
+        parameter.note_version()  # `follow_keys` below reads its rows, which have the new keys
         parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)

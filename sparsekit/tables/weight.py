@@ -17,9 +17,10 @@ SEEN_ROWS = 64
 
 
 class EmbeddingWeight(torch.nn.Parameter):
-    """The parameter of an embedding layer, so that optimizers can tell it from dense ones.
+    """The parameter of an embedding layer; optimizers tell it from dense parameters by its type.
 
-    An optimizer may set two functions; copies lack them, as they lack most other attributes.
+    An optimizer may set the functions `before_read` and `update_in_backward`. Copies of the
+    parameter lack these and most other attributes.
     """
 
     # Called before rows are read or written, with the weight and the rows, or None for all rows.
@@ -27,33 +28,34 @@ class EmbeddingWeight(torch.nn.Parameter):
     # Called in backward instead of setting ``grad``: `RowOptimizer.update_in_backward`. A weak
     # reference, so that an optimizer that is deleted is detached.
     update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
-    # True if an optimizer has moved all rows, including those without a key.
+    # Whether an optimizer has changed all rows, including those without a key.
     moved: bool = False
-    # Version after the last write that was checked, or that was the library's own; see `written`.
+    # Tensor version after the last write that was checked or made by the library; see `written`.
     # None while the library writes, or after an interrupted write.
     noted_version: int | None = None
-    # The hash table whose rows these are, as long as it lives; see `belongs_to`.
+    # The hash table that assigns these rows, as long as it exists; see `belongs_to`.
     _table: "weakref.ref[HashTable] | None" = None
-    # Optimizers that may have states of these rows, as long as they live; see `is_stepped_by`.
+    # Optimizers that may have states of these rows, as long as they exist; see `is_stepped_by`.
     _optimizers: "weakref.WeakSet[torch.optim.Optimizer] | None" = None
-    # Address and number of the rows of the coalesced gradient that is on its way to ``grad``.
+    # Address and number of the row indices of a coalesced gradient that autograd will put in
+    # ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
-    # The layer's name, if other ranks hold other rows of the layer.
+    # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
-        """Let these rows, or all rows, catch up with the steps that they have missed."""
+        """Apply the optimizer steps that these rows, or all rows, have missed."""
         if self.before_read is not None:
             self.before_read(self, rows)
 
     def belongs_to(self, table: HashTable) -> None:
-        """Record the table whose rows these are."""
+        """Record the hash table that assigns these rows."""
         self._table = weakref.ref(table)
         if self.noted_version is None:
             self._note_rows()
 
     def _note_rows(self) -> None:
-        """Accept rows as they are; those without a key may have been moved before a save."""
+        """Accept rows as they are: before a save, an optimizer may have changed free rows too."""
         self.note_version()
         table = None if self._table is None else self._table()
         if table is not None and not self.is_meta and (keys := len(table)):
@@ -64,10 +66,10 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Return whether others have written, comparing torch's count of writes with the noted one.
+        """Return whether code outside the library has written, by torch's version of the tensor.
 
-        torch counts neither writes to ``weight.data`` nor those under inference mode to a weight
-        made there.
+        torch does not count writes to ``weight.data``, nor writes to a weight that was made in
+        inference mode.
         """
         if self.noted_version is None:
             self.note_version()
@@ -84,7 +86,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self.note_version()
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let this optimizer's states follow the keys from now on."""
+        """Register an optimizer, whose states move with their keys from now on."""
         if self._optimizers is None:
             self._optimizers = weakref.WeakSet()
         self._optimizers.add(optimizer)
@@ -95,7 +97,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         return None if table is None else table.keys()
 
     def note_keys(self) -> None:
-        """Record the keys in states of optimizers, since the keys of rows are about to change."""
+        """Record the keys in optimizer states, since rows are about to get other keys."""
         self.catch_up()  # missed steps belong to the old keys
         self.noted_version = None  # earlier writes belong to the old keys as well
         keys: torch.Tensor | None = None
@@ -110,14 +112,14 @@ class EmbeddingWeight(torch.nn.Parameter):
                 state["keys"] = keys
 
     def follow_keys(self) -> None:
-        """Match the states of optimizers with the keys that rows have now."""
+        """Move the states of all optimizers to the rows that their keys have now."""
         self._note_rows()
         for optimizer in list(self._optimizers or ()):
             if "keys" in optimizer.state.get(self, ()):
                 self.settle(optimizer)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Match the states of one optimizer with the keys that rows have now."""
+        """Move the states of one optimizer to the rows that their keys have now."""
         if (keys := self.keys()) is not None:
             follow_keys(optimizer, self, keys)
 
@@ -126,7 +128,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         copied: EmbeddingWeight = super().__deepcopy__(memo)
         copied.moved = self.moved
         if self.written():
-            copied.noted_version = -1  # the copy counts as written to as well
+            copied.noted_version = -1  # the copy, too, counts as written to
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -135,10 +137,10 @@ class EmbeddingWeight(torch.nn.Parameter):
 
 
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
-    """Return whether a sample of the rows without a key, which start as zeros, has values.
+    """Return whether a sample of the rows without a key, which start as zeros, has nonzeros.
 
-    The sample has the next free rows and some of the others: code that writes row by row does so
-    often, and must not wait for a check of all rows each time.
+    The sample has the next free rows and some of the others. Checking all rows after each write
+    would slow down code that writes row by row.
     """
     free = weight.detach()[keys:]
     step = max(1, len(free) // SEEN_ROWS)
@@ -147,7 +149,7 @@ def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
 
 @contextmanager
 def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Count writes in the body as the library's own, for tensors that are layers' weights."""
+    """Count writes in the body as the library's own; ignore tensors of other types."""
     for weight in weights:
         if isinstance(weight, EmbeddingWeight):
             weight.begin_writing()
@@ -159,20 +161,20 @@ def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def count_own_writes(weights: Iterable[torch.Tensor]) -> None:
-    """Record one write of the library's own to each of these weights, which torch has counted."""
+    """Record that the library has just written once to each of these weights."""
     for weight in weights:
         if isinstance(weight, EmbeddingWeight) and weight.noted_version is not None:
             weight.noted_version += 1
 
 
 def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
-    """Return the function that updates a weight in backward, while its optimizer lives."""
+    """Return the function that updates a weight in backward; None if no optimizer does."""
     attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
     return None if attached is None else attached()
 
 
 def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
-    """Return the function that updates these weights in backward, if they share an optimizer."""
+    """Return the function that updates these weights in backward; None unless they share it."""
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None
@@ -181,19 +183,18 @@ def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None
     return cast(Callable[..., None] | None, attached())
 
 
-# A weight, its rows, and their gradients.
+# A weight, the rows to update, and the gradients of these rows.
 Update = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def deliver_gradients(
     updates: Sequence[Update], shards_of: Sequence[str | None]
 ) -> list[torch.Tensor | None]:
-    """Return the coalesced sparse gradient of each weight; None if it is used up here.
+    """Return the coalesced sparse gradient of each weight; None if its optimizer takes it here.
 
     Args:
-        updates: one for each weight, with rising rows.
-        shards_of: for each weight, the layer's name if other ranks hold other rows of the layer, or
-            None.
+        updates: one for each weight, with rows in ascending order.
+        shards_of: for each weight, the layer's name if the layer is sharded over ranks, else None.
     """
     gradients: list[torch.Tensor | None] = []
     used_up: dict[Callable[..., None], list[Update]] = {}
@@ -232,7 +233,7 @@ def _sparse(
 
 
 def _watch_gradient(weight: torch.Tensor) -> None:
-    """Register the hook that marks the weight's gradient when the weight has got it."""
+    """Register the hook that marks the weight's gradient once autograd has set it."""
     hooks = weight._post_accumulate_grad_hooks or {}
     if weight.is_leaf and weight.requires_grad and _mark not in hooks.values():
         # Here instead of in a layer's __init__, since a copied layer has a new weight without
