@@ -61,7 +61,7 @@ class EmbeddingTable(TableTensors):
     # Largest norm of a row that is read, and the p of that norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
-    # Whether the caller has given the name; a generated name includes the size of the table.
+    # True if the caller has given the name; a generated name includes the size of the table.
     _named: bool = True
     # Counts changes of attributes, so that a cache can tell whether its content is still valid.
     changes: int = 0
@@ -79,7 +79,7 @@ class EmbeddingTable(TableTensors):
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
         self.rank, self.world_size = _place(self.process_group, device)
-        # Whether a rank sends each distinct key only once. False sends repeated keys too, for
+        # True if a rank sends each distinct key only once. False sends repeated keys too, for
         # benchmarks.
         self.dedupe = True
         # How this rank gets pooled vectors from other ranks; see DistributedEmbedding.
@@ -89,7 +89,7 @@ class EmbeddingTable(TableTensors):
         # Limit on the distinct keys that a call may request from another rank; see
         # DistributedEmbedding.
         self.max_keys_per_rank = options.max_keys_per_rank
-        # Whether new keys get rows in training; see DistributedEmbedding.
+        # True if new keys get rows in training; see DistributedEmbedding.
         self.insert = options.insert
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size

@@ -28,7 +28,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     # Called in backward instead of setting ``grad``: `RowOptimizer.update_in_backward`. A weak
     # reference, so that an optimizer that is deleted is detached.
     update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
-    # Whether an optimizer has changed all rows, including those without a key.
+    # True if an optimizer has changed all rows, including those without a key.
     moved: bool = False
     # Tensor version after the last write that was checked or made by the library; see `written`.
     # None while the library writes, or after an interrupted write.
