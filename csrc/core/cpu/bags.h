@@ -11,7 +11,7 @@
 
 namespace sparsekit::cpu {
 
-// Adds up weights begin, ..., end - 1, squared for kSqrtn.
+// Returns the sum of weights[begin : end], or the sum of their squares for kSqrtn.
 template <class A>
 [[gnu::noinline]] A total_weight(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   A total = 0;
@@ -26,7 +26,8 @@ template <class A>
   return total;
 }
 
-// Returns the divisor of the bag with the entries [begin, end); 0 for a bag that pools to zeros.
+// Returns the divisor of the bag with the entries [begin, end), or 0 for a bag whose result is
+// zeros.
 template <class A>
 inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;
@@ -36,7 +37,7 @@ inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
-// Divides, since the inverse of a tiny divisor would be infinite.
+// Divides instead of multiplying by the inverse, which is infinite for a tiny divisor.
 template <class X, class A>
 X divided(X x, A divisor) {
   return divisor == 0 ? X{} : x / divisor;
@@ -48,8 +49,8 @@ inline int64_t bag_grain(int64_t n, int64_t num_bags, int64_t dim) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));
 }
 
-// The gradients of a table's bags as the entries of a segment reduction: every entry of a bag has
-// the bag's gradient as its row.
+// The entries of a table's bags as input of a segment reduction: the row of each entry is the
+// gradient of its bag.
 template <class T, bool kScaled>
 struct BagGradients {
   static constexpr bool scaled = kScaled;
@@ -72,7 +73,7 @@ struct BagGradients {
   }
 
  private:
-  // Visits the entries [begin, end), which all belong to this feature.
+  // Visits the entries [begin, end), all of which belong to this feature.
   template <class F>
   void visit_feature(const FeatureBags<T>& bags, int64_t begin, int64_t end, const F& f) const {
     const EntryNumbers bounds = bags.bags;
@@ -81,7 +82,8 @@ struct BagGradients {
     // Converts a position among the table's entries to an index of its weight.
     const int64_t to_weight = base - bags.first_entry() + bags.first();
     const Acc<T>* weights = bags.sample_weights;
-    int64_t low = 0, high = bags.num_bags;  // finds the last bag that begins at or before `begin`
+    // Find the last bag that begins at or before `begin`, by binary search.
+    int64_t low = 0, high = bags.num_bags;
     while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2;
       (bounds[middle] - base <= begin ? low : high) = middle;

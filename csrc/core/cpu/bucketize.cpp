@@ -7,15 +7,16 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Like sparsekit::owner_of, but it is known at compile time whether there is a map, for loops.
+// Like sparsekit::owner_of, but whether there is a map is a template argument, so that loops do not
+// test it.
 template <bool kMapped>
 int64_t owner_of(int64_t key, const Owners& owners) {
   if constexpr (kMapped) return owners.map[virtual_shard_of(key)];
   return owner_by_modulo(key, owners);
 }
 
-// Number of keys that one thread counts, and later moves, in one go. It is fixed, so that the
-// counts of a chunk do not depend on the number of threads.
+// Number of keys per chunk; one thread counts, and later moves, the keys of a chunk. The number is
+// fixed, so that the counts of a chunk do not depend on the number of threads.
 constexpr int64_t kChunk = 16384;
 
 int64_t num_chunks(int64_t n) {

@@ -10,8 +10,8 @@ namespace {
 // Number of columns that are stepped together, in registers or at least in the first-level cache.
 constexpr int64_t kBlock = 32;
 
-// Takes `width` columns of a row through `count` steps. The first `replayed` steps are made one by
-// one; in the rest, only states change.
+// Advances `width` columns of a row by `count` steps. The first `replayed` steps are made one by
+// one; the remaining steps only change states.
 template <class Rule, class T>
 void replay(const Rule& rule, const double* numbers, int64_t replayed, int64_t count, int64_t width,
             T* w, Acc<T>* const* states) {
@@ -26,7 +26,7 @@ void replay(const Rule& rule, const double* numbers, int64_t replayed, int64_t c
       A one[kStates];
       for (int k = 0; k < kStates; ++k) one[k] = state[k][j];
       Rule::step(of_step, A{0}, weight[j], one);
-      weight[j] = load(store<T>(weight[j]));  // round as a store after each step would
+      weight[j] = load(store<T>(weight[j]));  // round, as storing the weight after each step would
       for (int k = 0; k < kStates; ++k) state[k][j] = one[k];
     }
   }

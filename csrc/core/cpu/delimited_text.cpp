@@ -44,7 +44,7 @@ bool read_hex(std::string_view text, int64_t& key) {
   return signs >= 0;
 }
 
-// Removes a plus sign, which std::from_chars does not accept.
+// Removes a leading plus sign, which std::from_chars does not accept.
 std::string_view without_plus(std::string_view text) {
   const bool plus = text.size() > 1 && text[0] == '+' && text[1] != '-';
   return plus ? text.substr(1) : text;
@@ -56,7 +56,8 @@ bool read_integer(std::string_view text, int64_t& key) {
   return error == std::errc{} && end == text.data() + text.size();
 }
 
-// Reads an integer of a few digits. Most numbers have this form, and need no general parser.
+// Parses an integer of a few digits. Most numbers have this form and do not need the general
+// parser.
 bool read_short_integer(std::string_view text, float& number) {
   const bool negative = !text.empty() && text[0] == '-';
   if (negative) text.remove_prefix(1);
@@ -80,8 +81,8 @@ bool read_float(std::string_view text, float& number) {
   return error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
 }
 
-// Returns the first `wanted` in [p, end), or end. Looks at eight bytes at a time, as fields are
-// short.
+// Returns the position of the first `wanted` in [p, end), or end. Compares eight bytes at a time,
+// since fields are short.
 const char* find_byte(const char* p, const char* end, char wanted) {
   constexpr uint64_t kOnes = 0x0101010101010101u;
   const uint64_t pattern = kOnes * static_cast<uint8_t>(wanted);
@@ -97,7 +98,7 @@ const char* find_byte(const char* p, const char* end, char wanted) {
   return p;
 }
 
-// Returns a mask in which bit i is set if byte i of these 64 is `wanted`.
+// Returns a mask in which bit i is set if p[i] == wanted, for i in [0, 64).
 uint64_t find_in_64(const char* p, char wanted) {
   uint64_t mask = 0;
 #ifdef __SSE2__
@@ -119,8 +120,8 @@ uint64_t parity_up_to(uint64_t bits) {
   return bits;
 }
 
-// Calls on_newline(position) for each newline that ends a line, until it returns false. Returns
-// true if it never did. The arguments are those of skip_line.
+// Calls on_newline(position) for each newline that ends a line, until a call returns false. Returns
+// true if no call did. The other arguments are those of skip_line.
 template <typename OnNewline>
 bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                 Place& place, const OnNewline& on_newline) {
@@ -179,7 +180,7 @@ class Part {
     }
   }
 
-  std::vector<std::vector<int64_t>> keys;  // one array for each field that holds keys
+  std::vector<std::vector<int64_t>> keys;  // one vector for each field that holds keys
   std::vector<MalformedRow> malformed;
 
  private:
@@ -203,7 +204,7 @@ class Part {
     }
   }
 
-  // Reads a quoted field and moves p past its closing quote; two quotes in a row stand for one.
+  // Parses a quoted field and moves p past the closing quote; two quotes in a row stand for one.
   bool read_quoted(const char*& p, const char* end, std::string_view& text, Malformed& why) {
     const char* const begin = ++p;
     p = find_byte(p, end, format_.quote);

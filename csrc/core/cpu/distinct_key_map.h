@@ -1,5 +1,5 @@
-// Numbers distinct keys in order of first occurrence, for inputs whose distinct keys fit the cache.
-// unique() is built on this.
+// Numbers distinct keys in order of first occurrence, for inputs whose distinct keys fit in the
+// cache. unique() is built on this class.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ constexpr uint32_t kFirst = uint32_t{1} << 31;
 // Sentinel: key not found.
 constexpr uint32_t kAbsent = ~uint32_t{0};
 
-// A key and its count, side by side since they are used together.
+// A key and its count, stored side by side since they are used together.
 template <class Key>
 struct Distinct {
   Key key;
@@ -24,18 +24,19 @@ struct Distinct {
 };
 
 // A hash table of 32-bit entries. An entry is 0 if empty; otherwise its low bits hold a key's
-// number plus one, and its other bits a tag of the key's hash, which rules out most other keys
-// without comparing them. A key goes into the first group with an empty entry, from its home group
-// on. Which entry of a group it gets is unpredictable, so a group is compared as a whole, without
-// branches. The table grows with the number of distinct keys, so with repetitive keys it stays in a
-// nearer cache.
+// number plus one, and its other bits a tag from the key's hash, which rules out most other keys
+// without a comparison. A key is put into the first group with an empty entry, starting at its home
+// group. Which entry of a group it gets is unpredictable, so a group is compared as a whole,
+// without branches. The table grows with the number of distinct keys, so with repetitive keys it
+// stays in a faster cache.
 template <class Key>
 class DistinctKeyMap {
  public:
   DistinctKeyMap() = default;
 
-  // distinct [most]; entries [entries_for(most)], aligned to 32 bytes. Keys are hashed with `seed`.
-  // With mostly_distinct, the table has its full size from the start.
+  // `distinct` [most] and `entries` [entries_for(most)] are buffers; `entries` must be 32-byte
+  // aligned. Keys are hashed with `seed`. If mostly_distinct is true, the table has its full size
+  // from the start.
   DistinctKeyMap(Distinct<Key>* distinct, int64_t most, uint32_t* entries, int64_t seed,
                  bool mostly_distinct = false)
       : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)), seed_(seed) {
@@ -43,16 +44,17 @@ class DistinctKeyMap {
     clear(mostly_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
   }
 
-  // Returns the table size for `most` distinct keys: a power of two that is at most 5/8 full.
+  // Returns the table size for `most` distinct keys: a power of two, such that the table is at most
+  // 5/8 full.
   static int64_t entries_for(int64_t most) {
     int64_t entries = 4 * kGroup;
     while (5 * entries < 8 * most) entries *= 2;
     return entries;
   }
 
-  // Calls visit(i, number) for the keys [begin, end), with kFirst set in numbers of first
-  // occurrences. A key may be visited with a wrong number first; its last visit has the right one.
-  // Given is Key, or a narrower type.
+  // Inserts the keys [begin, end) and calls visit(i, number) for each key, with kFirst set in
+  // `number` at first occurrences. A key may first be visited with a wrong number; its last visit
+  // has the right number. Given is Key or a narrower type.
   template <class Given, class Visit>
   void add(const Given* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
@@ -62,9 +64,9 @@ class DistinctKeyMap {
                });
   }
 
-  // Calls visit(i, number) for the keys of others [n], with kAbsent for keys that are not in the
-  // table. Does not change the table. A key may be visited with kAbsent first; its last visit has
-  // the right number.
+  // Looks up the keys others [n] and calls visit(i, number) for each key, with kAbsent if the key
+  // is not in the table. Does not change the table. A key may first be visited with kAbsent; its
+  // last visit has the right number.
   template <class Visit>
   void find(const Distinct<Key>* others, int64_t n, Visit&& visit) const {
     each_block([=](int64_t i) { return others[i].key; }, 0, n,
@@ -74,8 +76,8 @@ class DistinctKeyMap {
                });
   }
 
-  // Returns where the entries of a range of keys begin, after `ranges` other ranges with `keys`
-  // keys in all, so that each range has room for entries_for() of its keys.
+  // Returns the position of the entries of a range of keys that follows `ranges` other ranges with
+  // `keys` keys in total. Each range has at least as many entries as entries_for() requires.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
     return (48 * ranges + 16 * keys / 5) / 16 * 16;
   }
@@ -88,7 +90,7 @@ class DistinctKeyMap {
   static constexpr int kBlock = 64;
   static constexpr int64_t kFirstEntries = 131072;
 
-  // Returns a bit mask of the entries of a group that equal `wanted` in the bits of `mask`.
+  // Returns a bit mask of the entries of a group that are equal to `wanted` in the bits of `mask`.
   static uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
 #ifdef __AVX2__
     const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(group));
@@ -120,8 +122,8 @@ class DistinctKeyMap {
   // part in ByHash.
   uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
 
-  // Calls use(position, count, hashes) for blocks of keys, each of whose groups was prefetched one
-  // block earlier.
+  // Calls use(position, count, hashes) for blocks of keys. The groups of a block have been
+  // prefetched one block earlier.
   template <class KeyAt, class Use>
   void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) const {
     uint64_t hashes[2][kBlock];
@@ -138,30 +140,30 @@ class DistinctKeyMap {
     }
   }
 
-  // Looks at the home group of every key, without a branch or a store that the next lookup would
-  // have to wait for. It does not wait for distinct keys either, but only prefetches them.
-  // numbers[k] becomes 1 plus the number of the only key that k can be if k is in its home group,
-  // or 0 if k is certainly absent.
+  // Searches the home group of every key, without a branch or a store that the next lookup would
+  // have to wait for. Distinct keys are only prefetched, not compared. numbers[k] becomes 0 if key
+  // k is certainly absent. Otherwise it becomes 1 plus the number of the only distinct key that key
+  // k can equal, if key k is in its home group at all.
   void look_up_block(const uint64_t* hashes, int count, uint32_t* numbers) const {
     const uint32_t number_bits = number_bits_;
     const Distinct<Key>* distinct = distinct_;
     for (int k = 0; k < count; ++k) {
       const uint32_t* group = group_at(hashes[k]);
       const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
-      // Without a match, take the last entry, which is empty or another key's.
+      // Without a match, take the last entry, which is empty or belongs to another key.
       numbers[k] = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
       prefetch(&distinct[numbers[k]]);
     }
   }
 
   // Which keys are new is unpredictable, so all keys of a block are looked up first, without
-  // branches, and the missing ones are inserted afterwards. While nearly all are new, a branch
-  // predicts well, and the lookup is skipped.
+  // branches, and the missing keys are inserted afterwards. While nearly all keys are new, branches
+  // are predicted well, and the lookup is skipped.
   template <class Given, class Visit>
   void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
     uint64_t missing = ~uint64_t{0} >> (kBlock - count);
-    if (!mostly_new_) {  // then keys were added, so distinct_[0] exists
+    if (!mostly_new_) {  // in this case keys have been added, so distinct_[0] exists
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;
@@ -195,7 +197,7 @@ class DistinctKeyMap {
     for (int k = 0; k < kBlock; k += kGroup) {
       absent |= static_cast<uint64_t>(match_empty(numbers + k)) << k;
     }
-    if (absent == ~uint64_t{0}) {  // common if keys seldom repeat
+    if (absent == ~uint64_t{0}) {  // all keys are absent, which is common if keys seldom repeat
       for (int k = 0; k < count; ++k) visit(k, kAbsent);
       return;
     }

@@ -13,7 +13,7 @@
 
 namespace sparsekit::cpu {
 
-// Calls use(keys, begin, end) with the keys of a source in their own type.
+// Calls use(keys, begin, end) with the keys of a source in their actual type.
 template <class Use>
 void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use) {
   if (source.wide_keys) {
@@ -30,16 +30,16 @@ class DistinctKeys {
  public:
   const Table* tables;
   int64_t num_tables;
-  // workspace_bytes() does not use these:
+  // The following fields are not used by workspace_bytes().
   const Source* sources = nullptr;
   const Feature* features = nullptr;
   int64_t seed = 0;            // see unique()
-  int32_t* inverse = nullptr;  // [entries] number of each entry's key in its table
-  int64_t* counts = nullptr;   // [num_tables] distinct keys
-  bool distinct = true;        // if false, each entry's key gets a number of its own
+  int32_t* inverse = nullptr;  // [entries] index of each entry's key in its table
+  int64_t* counts = nullptr;   // [num_tables] number of distinct keys
+  bool distinct = true;        // if false, every entry counts as a distinct key
 
-  // Returns the bytes of workspace, aligned to 64, for each(). Pass the same `order` [num_tables]
-  // to both.
+  // Returns the workspace size in bytes of each(); the workspace must be 64-byte aligned. Pass the
+  // same `order` [num_tables] to both functions.
   int64_t workspace_bytes(int32_t* order, const ParallelFor& parallel_for) const {
     const SharedJobs jobs = shared(order, parallel_for);
     int64_t together = 0, alone = 0;
@@ -51,9 +51,9 @@ class DistinctKeys {
                     alone > 0 ? jobs.threads() * Arena::bytes_of<Memory>(alone, true) : 0);
   }
 
-  // Numbers the keys of each table, then calls then(t, keys, scratch, parallel_for) with its
-  // distinct keys and scratch [n]; parallel_for runs on the threads that this table may use. A
-  // table without entries gets the count 0; `then` is not called for it.
+  // Numbers the keys of each table t, then calls then(t, keys, scratch, parallel_for) with the
+  // table's distinct keys and scratch [n]; parallel_for runs on the threads that the call may use.
+  // A table without entries gets the count 0, and `then` is not called for it.
   template <class Then>
   void each(int32_t* order, void* workspace, const ParallelFor& parallel_for,
             const Then& then) const {
@@ -75,8 +75,8 @@ class DistinctKeys {
   // Minimum number of keys per thread.
   static constexpr int64_t kWorth = 8192;
 
-  // Memory for n entries of one table. Whether one thread handles the table (`alone`) decides which
-  // arrays are used.
+  // Buffers for n entries of one table. Which arrays are used depends on `alone`: true if one
+  // thread handles the table.
   struct Memory {
     int64_t* keys;     // [n] distinct keys
     int64_t* scratch;  // [n]

@@ -45,7 +45,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
   FeatureBags<T> feature = only_feature<T>(bags, sample_weights, combiner, dim);
   feature.out = out;
   const PooledTable<T> table{weight, num_rows, dim, dim, nullptr, 0, nullptr, {}};
-  alignas(64) char workspace[64];  // this is enough without initial vectors
+  alignas(64) char workspace[64];  // large enough without initial vectors
   return group_embedding_bag<T>(&table, &feature, 1, {bags.rows, nullptr}, workspace, parallel_for);
 }
 

@@ -1,4 +1,4 @@
-// Remembers the smallest position at which any thread found an error.
+// Records the smallest position at which any thread has found an error.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ class FirstBad {
     }
   }
 
-  // Returns the smallest position reported, or -1.
+  // Returns the smallest position reported, or -1 if there is none.
   int64_t position() const {
     const int64_t position = position_.load();
     return position == kNone ? -1 : position;

@@ -8,9 +8,9 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Sorts the keys [n] of a table by owner into sorted [n]; places [n] tells where each key went.
-// counts[r * stride] becomes the number of keys that rank r owns. Returns false if the owner of a
-// key is not a rank; such keys go to rank 0.
+// Sorts the keys [n] of a table by owner into sorted [n]; places [n] receives the position of each
+// key in `sorted`. counts[r * stride] becomes the number of keys that rank r owns. Returns false if
+// the owner of some key is not a rank; such keys are assigned to rank 0.
 bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t* owner_of_key,
                    int64_t* sorted, int32_t* places, int64_t* counts, int64_t stride) {
   const int64_t world_size = owners.world_size;
@@ -104,7 +104,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
   const RoutedTable& last = tables[num_tables - 1];
   Arena parts(workspace);
   auto* sorted = parts.take<int64_t>(last.first_entry + last.n);
-  auto* next = parts.take<int64_t>(num_tables);  // [num_tables] next of each table's sorted keys
+  auto* next = parts.take<int64_t>(num_tables);  // position of each table's next sorted key
   auto* rest = parts.take<char>(0);
   std::fill_n(to.counts, world_size * num_tables, int64_t{0});
   const DistinctKeys<RoutedTable> keys_of{tables, num_tables, sources,    features,
@@ -118,7 +118,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
                      sorted + first, to.places + first, to.counts + t, num_tables);
                  if (!good) bad.report(t);
                });
-  // For each rank, join the pieces of all tables.
+  // For each rank, concatenate its keys of all tables.
   for (int64_t t = 0; t < num_tables; ++t) next[t] = tables[t].first_entry;
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {

@@ -16,7 +16,7 @@ namespace {
 
 // ---- pooling ----
 
-// The rows of a feature's entries, counted from its first entry. Its members are copies, since the
+// Maps a feature's entries, counted from the first one, to rows. Its members are copies, since the
 // compiler must assume that a store to `out` may change anything that a pointer refers to.
 template <class T, class Index>
 struct EntryRows {
@@ -26,7 +26,7 @@ struct EntryRows {
   const int32_t* rows;  // used only if Index is int32_t
   int64_t num_listed;
 
-  // Returns -1 for an entry without a row, and num_rows for an invalid position.
+  // Returns the row of entry i: -1 if it has none, num_rows if its position is invalid.
   int64_t row_number(int64_t i) const {
     int64_t row = index[i];
     if constexpr (sizeof(Index) == sizeof(*rows)) {
@@ -49,7 +49,7 @@ template <class T>
   return scratch;
 }
 
-// Pools the bags [begin, end) of a feature, of which `bounds` says where each begins.
+// Pools the bags [begin, end) of a feature. Bag b has the entries [bounds[b], bounds[b + 1]).
 template <class T, class Index>
 void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* bounds,
                const Index* index, int64_t begin, int64_t end, T* scratch, FirstBad* bad) {
@@ -101,7 +101,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
     const auto put_divided = [=](int64_t j, auto sum) { put_at(pooled + j, divided(sum, total)); };
     if (weights != nullptr) {
       sum_rows<T>(first, last, dim, row_at, weight_of, ahead, put_divided);
-    } else if (total == 1) {  // skip the division, which would take longer than the sum
+    } else if (total == 1) {  // skip the division, which can take longer than the sum
       sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put);
     } else {
       sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put_divided);
@@ -131,7 +131,7 @@ int64_t work_of(const SummedTable<T>& table) {
 template <class T>
 struct Memory {
   RowSort sort;
-  int32_t* numbers = nullptr;  // [n] number of each entry's row in sorted order
+  int32_t* numbers = nullptr;  // [n] index of each entry's row in sorted order
   void* sums;
 
   Memory(Arena& arena, const SummedTable<T>& table, const ParallelFor& parallel_for)
@@ -142,12 +142,12 @@ struct Memory {
   }
 };
 
-// A table whose gradient is written to workspace, in the order of its row numbers.
+// A table whose gradient is written to the workspace, in the order of row indices.
 template <class T>
 struct TakenTable {
   SummedTable<T> table;
   int64_t* rows;
-  void* memory;  // scratch for the sum
+  void* memory;  // scratch memory for the sum
 
   TakenTable(Arena& arena, const SummedTable<T>& of)
       : table(of), rows(arena.take<int64_t>(of.num_rows)) {
@@ -199,7 +199,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        // An invalid number stays invalid; the sum reports it.
+        // An invalid index stays invalid; the sum reports it.
         const int64_t number = index[i];
         numbers[i] = static_cast<uint64_t>(number) < static_cast<uint64_t>(num_rows)
                          ? place[number]
@@ -219,7 +219,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
   return -1;
 }
 
-// Returns the first entry whose number is >= its table's num_rows, or -1.
+// Returns the first entry whose index is >= its table's num_rows, or -1 if there is none.
 template <class T>
 int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumbers index,
                      const ParallelFor& parallel_for) {
@@ -284,8 +284,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
   const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
   int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
-    // Make few units per feature, only as many as balance the threads: the first rows of each unit
-    // are not prefetched.
+    // Make only as many units per feature as are needed to balance the threads: the first rows of
+    // each unit are not prefetched.
     const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
     return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };

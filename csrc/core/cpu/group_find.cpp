@@ -28,7 +28,7 @@ struct Lookup {
   int64_t* refused;
   WriteNewRows write;
 
-  // Finds or inserts the rows of a table's distinct keys. found [n] is scratch.
+  // Finds or inserts the distinct keys of a table. found [n] is scratch memory.
   void find_rows(int64_t t, const int64_t* keys, int64_t* found,
                  const ParallelFor& parallel_for) const {
     const GroupTable& table = tables[t];
@@ -44,7 +44,7 @@ struct Lookup {
         hash_table_find_or_insert(table.buckets, table.num_buckets, table.hash_seed, table.size,
                                   table.capacity, keys, n, found, parallel_for);
     if (refused[t] != 0) return;
-    // Only a damaged table has a row beyond the weight.
+    // Writing fails only in a damaged table, which has a row beyond the weight.
     if (*table.size > size_before &&
         write(new_rows[t], table.capacity, keys, found, n, size_before, parallel_for) >= 0) {
       refused[t] = -1;

@@ -14,10 +14,10 @@ constexpr int64_t kGrain = 2048;
 // line-fill buffers.
 constexpr int kBlock = 16;
 
-// Calls use(position, count, homes, next_homes) for blocks of the keys [begin, end), until it
-// returns false. homes are the home buckets of the block, next_homes those of the kBlock keys after
-// it; `use` must prefetch the latter one by one as it goes. Homes are computed by blocks, so that
-// the compiler can vectorize it.
+// Calls use(position, count, homes, next_homes) for blocks of the keys [begin, end), until a call
+// returns false. homes are the home buckets of the block, next_homes the home buckets of the next
+// kBlock keys, which `use` must prefetch one by one as it proceeds. Home buckets are computed for a
+// whole block, so that the compiler can vectorize the loop.
 template <class Key, class Use>
 void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Use&& use) {
@@ -39,9 +39,9 @@ void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const 
   }
 }
 
-// Looks only into the home buckets of a block of keys. Returns a bit mask of the keys that are not
-// there; their rows are undefined. There is no branch on the result of a comparison, since none
-// could be predicted.
+// Searches only the home buckets of a block of keys. Returns a bit mask of the keys that were not
+// found there; the rows of these keys are undefined. There is no branch on the result of a
+// comparison, since such a branch could not be predicted.
 template <class Key, class Row>
 uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
                       int count, Row* rows) {
@@ -58,8 +58,8 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
 template <class Key, class Row>
 void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Row* rows) {
-  // Keys that may be in a bucket after their home. They are resolved once there are enough of them
-  // that all their next buckets can be prefetched before the first one is read.
+  // Positions of keys that may be in a bucket after their home bucket. They are resolved once there
+  // are enough of them that all their next buckets can be prefetched before the first one is read.
   int64_t pending[2 * kBlock];
   int64_t next[2 * kBlock];
   int num_pending = 0;
@@ -98,8 +98,8 @@ struct Table {
   int64_t capacity;
 };
 
-// Inserts a key that was absent when it was looked up. An earlier entry of the same call may have
-// inserted it since; then its row is found.
+// Inserts a key that was absent when it was looked up. If an earlier entry of the same call has
+// inserted it since, finds its row instead.
 inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int64_t* row) {
   *row = find_from(table.buckets, table.num_buckets, home, key);
   if (*row >= 0) return Inserted::kAll;
@@ -113,7 +113,7 @@ inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int6
 }
 
 // Finds or inserts the keys from *position to end, in order. *position becomes the position of the
-// first key for which there is no room, or `end`.
+// first key that does not fit, or `end`.
 template <class Key>
 Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
                       int64_t* position) {
@@ -143,7 +143,7 @@ Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
   return inserted;
 }
 
-// Like insert_range, for keys that have been looked up: visits only those whose row is -1.
+// Like insert_range, for keys that have already been looked up: visits only keys whose row is -1.
 template <class Key>
 Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* rows,
                         int64_t* position) {
@@ -159,7 +159,7 @@ Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* row
   return Inserted::kAll;
 }
 
-// Removes a key, and takes it off the `spilled` counts of the buckets that it passed.
+// Removes a key, and subtracts it from the `spilled` counts of the buckets that it has passed.
 void erase(const Table& table, int64_t key, int64_t row) {
   int64_t b = home_bucket(key, table.seed, table.num_buckets);
   for (int64_t step = 0; step < table.num_buckets; ++step) {
@@ -178,7 +178,8 @@ void erase(const Table& table, int64_t key, int64_t row) {
   for (int64_t i = 0; i < table.num_buckets; ++i) ++table.buckets[i].spilled;
 }
 
-// Removes the keys that this call inserted, newest first, which restores the table as it was.
+// Removes the keys that this call inserted, newest first, which restores the table to its previous
+// state.
 template <class Key>
 void take_back(Table& table, int64_t size_before, const Key* keys, int64_t end,
                const int64_t* rows) {
@@ -214,7 +215,7 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
   int64_t position = 0;
   Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
   // Insertion takes one thread. If few keys so far were new, all threads look up the remaining keys
-  // first, so that few are left to insert; otherwise looking them up first would double the work.
+  // first, so that few are left to insert; otherwise the lookup would double the work.
   if (inserted == Inserted::kAll && position < n) {
     if (parallel_for.num_threads() > 1 && table.size - size_before < kGrain / 2) {
       hash_table_find(buckets, num_buckets, seed, keys + position, n - position, rows + position,
@@ -242,7 +243,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
     std::fill(keys + begin, keys + end, int64_t{0});
   });
-  // Sum of the buckets' counts of spilled keys, less the number that the keys account for.
+  // The sum of all buckets' `spilled` counts, minus the number of buckets that keys have passed. In
+  // a sound table the difference is 0.
   std::atomic<int64_t> surplus{0};
   std::atomic<bool> sound{true};
   parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
@@ -260,7 +262,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
     }
     surplus += own;
   });
-  // If a row has no key, or two keys, looking up its key finds another row or none.
+  // Check that the key recorded for each row is found in this row. If a row has no key, or two
+  // keys, the check fails for some row.
   hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);
   parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

@@ -1,4 +1,4 @@
-// Searches one bucket, and walks from one bucket to the next.
+// Searches a bucket for a key, and moves on from bucket to bucket.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +13,13 @@ namespace sparsekit::cpu {
 
 inline void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 2);
-  // GCC assumes that a function which only prefetches has no effect, and drops calls of it. This
-  // line emits no instruction, but counts as an effect.
+  // GCC assumes that a function that only prefetches has no effect, and removes calls to it. This
+  // line emits no instruction, but counts as a side effect.
   asm volatile("");
 }
 
-// Bit mask of the slots whose key equals `key`. An empty slot matches key 0, but slots fill in
-// order, so the lowest set bit is a used slot whenever the key is in the bucket.
+// Returns a bit mask of the slots whose key equals `key`. An empty slot matches key 0, but slots
+// fill in order, so the lowest set bit is a used slot whenever the key is in the bucket.
 inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
 #ifdef __AVX2__
   const __m256i wanted = _mm256_set1_epi64x(key);
@@ -60,7 +60,8 @@ inline int64_t next_bucket(int64_t bucket, int64_t num_buckets) {
 
 enum class Probe { kFound, kAbsent, kMoveOn };
 
-// Looks for `key` in one bucket of its path. *row becomes its row, or -1 if it is absent.
+// Looks for `key` in one bucket of its search path. *row becomes the key's row, or -1 if it is not
+// in this bucket.
 template <class Row>
 inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   const uint32_t slots = match_slots(bucket, key);
@@ -72,8 +73,8 @@ inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   return bucket.passed() ? Probe::kMoveOn : Probe::kAbsent;
 }
 
-// Returns the row of `key`, or -1, searching its path from bucket `b` on. The number of steps is
-// bounded, so that a table loaded from a damaged file cannot make the search endless.
+// Returns the row of `key`, or -1 if it is absent; searches from bucket `b` on. The number of steps
+// is bounded, so that a table loaded from a damaged file cannot make the search endless.
 inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, int64_t key) {
   int64_t row = -1;
   for (int64_t step = 0; step < num_buckets; ++step) {
@@ -83,9 +84,9 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
   return -1;
 }
 
-// Stores a key that is not in the table, searching for room from its home bucket on. Returns false
-// if no slot is free, which happens only in a damaged table or one at capacity; nothing has then
-// changed.
+// Inserts a key that is not in the table into the first free slot from its home bucket on. Returns
+// false, and changes nothing, if no slot is free; this happens only if the table is damaged or at
+// capacity.
 inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;

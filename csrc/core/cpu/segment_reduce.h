@@ -1,5 +1,5 @@
 // Sums rows by segment. segment_sum and the backward of embedding_bag share this; they differ only
-// in where the rows are and in their scales.
+// in the location and the scale of rows.
 //
 // If there are several entries per segment, positions are split into two halves that are summed
 // separately and added at the end. In each half, entries of a segment are added in order of
@@ -9,7 +9,7 @@
 // Threads share out the halves first, then the columns: each thread goes through all ids of its
 // half and adds its columns of every row to sums in memory. So rows are read once and in order,
 // work is balanced for any distribution of ids, and nothing is sorted. If there are more threads
-// than columns can occupy, threads also share out runs.
+// than can get columns of their own, threads also share out runs.
 #pragma once
 
 #include <algorithm>
@@ -52,14 +52,14 @@ template <class T>
 struct Half {
   int64_t begin, end;  // range of positions
   Progress* progress;  // [parts, num_segments + 1]; the last one is for dropped entries
-  int64_t* runs;       // [most_runs] segment of each run that is not the first one of its segment
+  int64_t* runs;       // [most_runs] segment of each run that is not the first run of its segment
   int64_t* num_runs;   // [1]
-  Acc<T>* run_sum;     // [most_runs, dim] sums of these runs
-  Acc<T>* sum;         // [num_segments, dim] sums of first runs
+  Acc<T>* run_sum;     // [most_runs, dim] sums of the runs listed in `runs`
+  Acc<T>* sum;         // [num_segments, dim] sum of each segment's first run
 
   int64_t most_runs() const { return (end - begin) / kRun; }
 
-  // Adds the sums of later runs to those of first runs, for the segments [low, high).
+  // Adds the sums of later runs to the sums of first runs, for the segments [low, high).
   void add_runs(int64_t low, int64_t high, int64_t dim) const {
     for (int64_t r = 0; r < *num_runs; ++r) {
       if (runs[r] < low || runs[r] >= high) continue;
@@ -74,8 +74,8 @@ struct Half {
   }
 };
 
-// Workspace of a reduction. The sums of the first half are in the output itself if their type is
-// that of the output.
+// Workspace of a reduction. The first half stores its sums in the output itself if sums and output
+// have the same type.
 template <class T>
 struct SegmentWorkspace {
   int64_t num_halves = 0, column_parts = 0, run_parts = 0;
@@ -127,12 +127,12 @@ inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t wi
       }
     };
     add(Vector<T>{});
-    add(Vector<T, 32>{});  // half a cache line, the least that a thread has of a row
+    add(Vector<T, 32>{});  // half a cache line, the minimum width of a thread's columns
   }
   for (; j < width; ++j) sum[j] = before[j] + (kScaled ? scale * load(row[j]) : load(row[j]));
 }
 
-// A row to add, and the progress of its segment so far.
+// A row to add, and the progress of its segment before the addition.
 template <class T>
 struct Addition {
   const T* row;
@@ -146,14 +146,14 @@ inline I select(bool first, I one, I other) {
   return other ^ ((one ^ other) & -static_cast<I>(first));
 }
 
-// Assigns a run to one of `run_parts` threads. Neighbouring elements get the same thread, since
-// they may share a cache line. The hash needs no seed: ids chosen to collide only make one thread
-// do all the work.
+// Assigns a run to one of `run_parts` threads. Sums at neighbouring offsets get the same thread,
+// since they may share a cache line. The hash needs no seed: ids chosen to collide only make one
+// thread do all the work.
 inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
   return bucket_of_hash(hash_key(offset >> 6), run_parts);
 }
 
-// Returns the numbers [begin, end) as int64, converted into `space` if they are narrow.
+// Returns ids [begin, end) as an int64 array; int32 ids are converted into the buffer `space`.
 inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t end,
                                int64_t* space) {
   if (ids.wide != nullptr) return ids.wide + begin;
@@ -165,9 +165,9 @@ inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t e
 // number of columns, or 0 if it is not a constant. Returns -1, or the first position whose id is >=
 // num_segments.
 //
-// Each block of additions is listed first and made afterwards. Whether an entry is the first of its
-// segment is unpredictable, so the first loop has no branch; the second one does nothing but add;
-// and both can prefetch far ahead.
+// The additions of a block are first listed, then made. Whether an entry is the first of its
+// segment is unpredictable, so the listing loop has no branch. The second loop does nothing but
+// add, and both loops can prefetch far ahead.
 template <int kWidth, class T, class Entries>
 int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, const Entries& entries,
                  const SegmentWorkspace<T>& work, const Half<T>& half, int64_t part) {
@@ -211,7 +211,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
     const int64_t* block_ids = as_int64(ids, block, std::min(half.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
-      // Entries to drop are listed too, and overwritten by the next one.
+      // Dropped entries are listed too, but overwritten by the next entry.
       const int64_t given = block_ids[i - block];
       largest = std::max(largest, given);
       const bool counts = static_cast<uint64_t>(given) < static_cast<uint64_t>(num_segments);
@@ -248,7 +248,8 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
       ask_for(additions[k + distance]);
       const auto [row, before] = additions[k];
       const uintptr_t sum = sum_of(before);
-      // Start from zeros if the sum has no content yet, so that sums need not be cleared.
+      // Start from zeros if nothing has been added to the sum yet, so that sums need not be
+      // cleared.
       const uintptr_t old = select((before & kMet) == 0, zeros, sum);
       add_row<Entries::scaled>(row, scales[Entries::scaled ? k : 0],
                                reinterpret_cast<const A*>(old), width, reinterpret_cast<A*>(sum));
@@ -268,10 +269,10 @@ void with_width(int64_t width, const Sum& sum) {
   if (!(is(std::integral_constant<int, kWidths>{}) || ...)) sum(std::integral_constant<int, 0>{});
 }
 
-// out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros if there are none.
-// Entries has `scaled`, true if a scale may differ from 1, and `visit(begin, end, f)`, which calls
-// f(i, row, scale) for the positions of a range. Returns -1, or the first position whose id is >=
-// num_segments.
+// out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros for a segment
+// without entries. The type Entries has `scaled`, which is true if a scale may differ from 1, and
+// visit(begin, end, f), which calls f(i, row, scale) for each position i in [begin, end). Returns
+// -1, or the first position whose id is >= num_segments.
 template <class T, class Entries>
 int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t num_segments,
                         const Entries& entries, void* workspace, T* out,

@@ -14,12 +14,12 @@ inline ParallelFor one_thread() {
                         void* context) { body(begin, end, context); });
 }
 
-// Jobs that threads share: large ones are done one after another, each by all threads; the others
-// are taken in turn, the largest first, each by one thread.
+// Jobs that threads share. Large jobs run one after another, each on all threads. Then each thread
+// takes one small job at a time, the largest first.
 class SharedJobs {
  public:
-  // `order` [jobs] is workspace. size(job) is the work of a job, and `worth` the minimum work per
-  // thread, in the same unit.
+  // `order` [jobs] is workspace. size(job) returns the amount of work of a job; `worth` is the
+  // minimum amount of work per thread.
   template <class Size>
   SharedJobs(int64_t jobs, int32_t* order, int64_t worth, const ParallelFor& parallel_for,
              const Size& size)
@@ -41,14 +41,14 @@ class SharedJobs {
     threads_ = std::min(threads_, jobs - together_);
   }
 
-  // Returns an upper bound of the `thread` that alone() is called with.
+  // Returns the number of threads; the `thread` passed to alone() is below it.
   int64_t threads() const { return std::max<int64_t>(threads_, 1); }
 
-  // Returns the number of jobs for all threads; they come first in `order`.
+  // Returns the number of large jobs, which come first in `order`.
   int64_t num_together() const { return together_; }
   int32_t job(int64_t place) const { return order_[place]; }
 
-  // Calls together(job) for the large jobs, then alone(job, thread) for the others.
+  // Calls together(job) for the large jobs, then alone(job, thread) for the small jobs.
   template <class Together, class Alone>
   void run(const Together& together, const Alone& alone) const {
     for (int64_t place = 0; place < together_; ++place) together(order_[place]);
@@ -67,7 +67,7 @@ class SharedJobs {
 };
 
 // Calls work(job, unit, thread) for all units of all jobs: job j has units_before[j + 1] -
-// units_before[j] units. Threads take units in turn.
+// units_before[j] units. Each thread takes one unit after another.
 template <class Work>
 void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& parallel_for,
                  const Work& work) {

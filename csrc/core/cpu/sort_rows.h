@@ -1,4 +1,4 @@
-// Sorts row numbers.
+// Sorts row indices.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace sparsekit::cpu {
 
-// Radix sort by digits of 11 bits, lowest first; row numbers have two or three such digits.
+// Radix sort by digits of 11 bits, lowest first; row indices have two or three such digits.
 class RowSort {
  public:
   RowSort(Arena& arena, int64_t n)
@@ -16,7 +16,8 @@ class RowSort {
         others_(arena.take<uint64_t>(n)),
         places_(arena.take<int32_t>(n)) {}
 
-  // Writes the rows [n] to sorted [n] in ascending order, and returns where each one went.
+  // Writes the rows [n] to sorted [n] in ascending order. Returns an array [n] with the position of
+  // each row in `sorted`.
   const int32_t* places(const int32_t* rows, int64_t n, int64_t* sorted) const {
     uint64_t* pairs = pairs_;
     uint32_t most = 0;

@@ -11,8 +11,8 @@
 
 namespace sparsekit::cpu {
 
-// Number of rows to prefetch ahead of the one being added. It is large, since where keys repeat
-// most rows are cached already, and only the few others take long.
+// Number of rows to prefetch ahead of the one being added. It is large, since with repeated keys
+// most rows are already cached, and only the few others take long.
 constexpr int64_t kRowsAhead = 64;
 
 // Returns kRowsAhead, or less for large rows, which would evict each other from the cache.
@@ -33,7 +33,7 @@ inline void prefetch_row(const T* row, int64_t dim) {
   asm volatile("");  // see prefetch()
 }
 
-// Bytes of a vector register, and the number of registers for the sums of a loop.
+// Size of a vector register in bytes, and number of registers that hold the sums of a loop.
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;
 constexpr int kSumRegisters = 16;
@@ -69,7 +69,7 @@ inline void put_at(A* target, V vector) {
   }
 }
 
-// Scale of rows that are added unscaled.
+// Takes the place of a scale for rows that are added unscaled.
 struct NoScale {};
 
 // Sums scale(i) * row(i)[column : column + kWidth] for i in [begin, end), in this order, in
@@ -128,13 +128,13 @@ inline int64_t with_block(int64_t width, const Sum& sum) {
   return sum(std::integral_constant<int, 1>{});
 }
 
-// Rows of a long sum are added in runs of this length, and then the sums of the runs. The error of
-// a float sum grows with the number of additions that a term passes through: n if terms are added
-// one after another, 256 + n / 256 with runs. The CUDA kernels split bags in the same way (kPart in
-// pool_bags.cuh).
+// The rows of a long sum are added in runs of this length, then the sums of the runs are added. The
+// error of a float sum grows with the number of additions that a term passes through: n if terms
+// are added one after another, 256 + n / 256 with runs. The CUDA kernels split bags in the same way
+// (kPart in pool_bags.cuh).
 constexpr int64_t kSumRun = 256;
 
-// Like sum_block, for more rows than a run has.
+// Like sum_block, for more rows than a single run.
 template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_long_block(int64_t begin, int64_t end, int64_t column, const RowAt& row,
                                       const ScaleAt& scale, const Ahead& ahead, const Put& put) {
@@ -154,14 +154,15 @@ template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Pu
 }
 
 // Calls put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), adding in the
-// order of i, in runs of kSumRun. The sum is one Acc<T>, or a Vector of the sums from j on. row(i)
-// is a `const T*`, null for a row to skip. ahead(i) is called once for each i, and may prefetch.
-// noinline: within its callers, GCC would call row() and the others out of line for each row.
+// order of i, in runs of kSumRun. The sum passed to put is an Acc<T>, or a Vector of the sums from
+// column j on. row(i) returns a `const T*`, null for a row to skip. ahead(i) is called once for
+// each i, and may prefetch. noinline: within its callers, GCC would call row() and the others out
+// of line for each row.
 template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
                                 const ScaleAt& scale, const Ahead& ahead, const Put& put) {
   if (dim == 0) {
-    for (int64_t i = begin; i < end; ++i) row(i);  // row() reports an invalid row
+    for (int64_t i = begin; i < end; ++i) row(i);  // only to report invalid rows
   }
   const auto nothing = [](int64_t) {};
   for (int64_t column = 0; column < dim;) {

@@ -9,14 +9,15 @@ namespace sparsekit::cpu {
 namespace {
 
 // unique() has two algorithms with the same result. By range: each thread numbers a range of the
-// keys, and looks up its distinct keys in the ranges before. By hash: keys are moved to parts by
-// their hash and numbered there, in the cache; nothing is looked up twice, but there are several
-// more passes. With a million distinct keys the hash table of a range does not fit in a cache,
-// which costs more than these passes; so beyond kMostByRange, keys are numbered by range only if
-// they repeat often enough that most lookups hit the cache.
+// keys, and looks up its distinct keys in the earlier ranges. By hash: keys are moved to parts by
+// their hash and numbered within each part, in the cache; no key is looked up twice, but there are
+// several more passes. With a million distinct keys the hash table of a range does not fit in a
+// cache, which costs more than these passes; so beyond kMostByRange, keys are numbered by range
+// only if they repeat often enough that most lookups hit the cache.
 constexpr int64_t kMostByRange = int64_t{1} << 21;
 constexpr int64_t kLargeSample = 16384;
-constexpr double kOftenRepeated = 0.45;  // at most this share of a large sample is distinct
+// Keys repeat often if at most this share of a large sample is distinct.
+constexpr double kOftenRepeated = 0.45;
 // With more threads than this, if keys seldom repeat, looking up distinct keys in all earlier
 // ranges dominates the work.
 constexpr int kMostRangesOfDistinct = 4;
@@ -46,7 +47,7 @@ bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) 
   return repeated * n <= kSample * kSample / 2;
 }
 
-// Decides whether to number the keys by hash.
+// Returns true if the keys should be numbered by hash.
 template <class Key>
 bool seldom_repeat(const Key* keys, int64_t n, int64_t seed, void* workspace) {
   return static_cast<double>(distinct_of_sample(keys, n, kLargeSample, seed, workspace)) >

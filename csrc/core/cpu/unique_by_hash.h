@@ -17,8 +17,8 @@ constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 
 // The algorithm by hash: it moves the keys to parts, stably, numbers the keys of each part, and
-// turns these numbers into ranks among all distinct keys. Walking the chunks in the order in which
-// their keys were moved meets first occurrences in order.
+// turns these numbers into ranks among all distinct keys. If chunks are processed in the order in
+// which their keys were moved, first occurrences are found in order.
 template <class Key, class Index>
 class ByHash {
  public:
@@ -58,12 +58,12 @@ class ByHash {
  private:
   int64_t begin_of(int64_t chunk) const { return n_ * chunk / chunks_; }
 
-  // Returns the first position of a chunk's keys within a part; for the chunk after the last, the
-  // end of the part.
+  // Returns the first position of a chunk's keys within a part; for the chunk after the last one,
+  // returns the end of the part.
   uint32_t& start(int64_t chunk, int64_t part) { return start_[chunk * parts_ + part]; }
 
   void choose_parts(int64_t chunk, const Key* keys) {
-    uint8_t* part_of = part_of_;  // a local copy, since stores of bytes may alias *this
+    uint8_t* part_of = part_of_;  // a local copy, since byte stores may alias *this
     const int shift = 64 - bits_;
     const int64_t seed = seed_;
     const int64_t end = begin_of(chunk + 1);
@@ -87,8 +87,8 @@ class ByHash {
     }
   }
 
-  // Calls visit(i, part, place) for the keys of a chunk; place is the position to which key i
-  // moves.
+  // Calls visit(i, part, place) for the keys of a chunk; place is the position to which key i is
+  // moved.
   template <class Visit>
   void walk(int64_t begin, int64_t end, uint32_t* next, Visit&& visit) const {
     const uint8_t* part_of = part_of_;
@@ -174,13 +174,13 @@ class ByHash {
   int bits_ = 1;
   int64_t parts_;
   int64_t chunks_;
-  // [n] by part: the distinct keys of a part start where the part begins
+  // [n] distinct keys of each part, from the part's first position on
   Distinct<Key>* distinct_;
   uint32_t* ranks_;
-  uint32_t* numbers_;  // [n] in the order of part_keys_: numbers within the part, then ranks
+  uint32_t* numbers_;  // [n] in the order of part_keys_: numbers within the part, later ranks
   uint8_t* part_of_;   // [n] part of each key
-  Key* part_keys_;     // [n] keys by part; unused if `counts` has room for them
-  uint32_t* start_;    // [chunks + 1, parts] see start()
+  Key* part_keys_;     // [n] keys by part; unused if they fit in the buffer `counts`
+  uint32_t* start_;    // [chunks + 1, parts], see start()
   uint32_t* firsts_;   // [chunks, parts] number of keys of the part that are new in the chunk
   uint32_t* entries_;
 };

@@ -77,9 +77,9 @@ class ByRange {
     numberings_[range] = numbering;
   }
 
-  // Looks up distinct keys [begin, end) of a range in the earlier ranges. Those found get their
-  // rank, and their counts are added; the others are new and get kAbsent. Returns the number of new
-  // keys.
+  // Looks up distinct keys [begin, end) of a range in the earlier ranges. Keys that are found get
+  // the rank found, and their counts are added there; the other keys are new and get kAbsent.
+  // Returns the number of new keys.
   uint32_t find_before(int64_t range, int64_t begin, int64_t end, int64_t* counts) {
     if (range == 0) return static_cast<uint32_t>(end - begin);
     uint32_t* ranks = ranks_ + begin;
@@ -97,7 +97,7 @@ class ByRange {
       for (int64_t i = 0; i < end - begin; ++i) absent += ranks[i] == kAbsent;
       return absent;
     }
-    // List found keys without a branch, since they are unpredictable.
+    // List found keys without a branch, which would be unpredictable.
     uint32_t found[kShare];
     uint32_t num_found = 0;
     for (int64_t i = 0; i < end - begin; ++i) {
@@ -136,8 +136,8 @@ class ByRange {
   int64_t ranges_ = 1;
   DistinctKeyMap<Key> numberings_[kMaxRanges];
   Distinct<Key>* distinct_;  // [n] distinct keys of each range, from the range's start on
-  uint32_t* ranks_;          // [n] rank of each among the distinct keys of all ranges
-  uint32_t* firsts_;         // [shares of a range] number of new keys, then rank of the first one
+  uint32_t* ranks_;          // [n] rank of each of these keys among the distinct keys of all ranges
+  uint32_t* firsts_;  // [shares of a range] number of new keys, later the rank of the first new key
   uint32_t* entries_;
 };
 

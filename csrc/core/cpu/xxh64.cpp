@@ -7,14 +7,14 @@ namespace {
 
 using namespace xxh64_steps;
 
-constexpr size_t kStripe = 32;  // bytes: one 8-byte lane for each of four accumulators
+constexpr size_t kStripe = 32;  // bytes: one 8-byte word for each of four accumulators
 
 inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
   return (hash ^ absorb(0, accumulator)) * kPrime1 + kPrime4;
 }
 
-// Returns the four accumulators after all whole stripes of [p, end), merged into one word. Kept out
-// of line: it needs many registers, which a short string would save and restore for nothing.
+// Processes all whole stripes of [p, end), and returns the four accumulators merged into one word.
+// Not inlined: it needs many registers, which would be saved and restored in vain for short texts.
 [[gnu::noinline]] uint64_t hash_stripes(const uint8_t* p, const uint8_t* end, uint64_t seed) {
   uint64_t a = seed + kPrime1 + kPrime2;
   uint64_t b = seed + kPrime2;

@@ -17,15 +17,15 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// As many as fit in 16 registers.
+// The most that fit in 16 registers.
 constexpr int kSide = 2;
 
 SPARSEKIT_INLINE __m256i in_all(uint64_t x) {
   return _mm256_set1_epi64x(static_cast<long long>(x));
 }
 
-// AVX2 cannot multiply 64-bit lanes. Only the low 32 bits of the mixed products of halves count, so
-// one multiplication of 32-bit lanes computes both.
+// AVX2 cannot multiply 64-bit lanes. Only the low 32 bits of the two cross products of 32-bit
+// halves matter, so one multiplication of 32-bit lanes computes both products.
 SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {
   const auto a = reinterpret_cast<__m256i>(x);
   const __m256i low = _mm256_mul_epu32(a, in_all(factor));

@@ -1,4 +1,5 @@
-// The engines for x86-64; call hash_together only where is_supported() is true.
+// The engines for x86-64. An engine's hash_together may be called only if its is_supported() is
+// true.
 #pragma once
 
 #include "sparsekit/xxh64_batch.h"

@@ -1,5 +1,5 @@
-// Vectors of four words, for the engines for x86-64; see xxh64_together.h. Include after the
-// definition of SPARSEKIT_INLINE.
+// Vectors of four words for the x86-64 engines; see xxh64_together.h. Include after the definition
+// of SPARSEKIT_INLINE.
 
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 constexpr int kLanes = 4;
@@ -13,7 +13,7 @@ SPARSEKIT_INLINE __m128i load_two(const WaitingText& text, size_t first, size_t 
       _mm_loadh_pd(_mm_castsi128_pd(word), reinterpret_cast<const double*>(text.data + second)));
 }
 
-// Loads two words each of texts 0 and 2.
+// Loads two words of text 0 and two words of text 2.
 template <bool kApart>
 SPARSEKIT_INLINE __m256i load_four(const WaitingText* texts, size_t first, size_t second) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load_two<kApart>(texts[0], first, second)),

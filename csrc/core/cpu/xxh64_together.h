@@ -1,19 +1,19 @@
 // Computes XXH64 of texts of equal length, one text in each lane of a vector. Each engine includes
-// this in its own namespace, which then has hash_together, after it has defined
-//   SPARSEKIT_TARGET, SPARSEKIT_INLINE  declare functions, and inline functions
-//   Lanes, kLanes                       a vector of uint64_t, or uint64_t itself
-//   kSide                               vectors that go through each step side by side, to hide the
-//                                       latency of multiplications
-//   times(lanes, factor)                the product modulo 2^64
-//   times_small(lanes, factor)          the same for lanes below 2^32
+// this file in its own namespace to get hash_together. Before it does so, it defines
+//   SPARSEKIT_TARGET, SPARSEKIT_INLINE  attributes of functions, and of inline functions
+//   Lanes, kLanes                       a vector of uint64_t, or uint64_t itself; number of lanes
+//   kSide                               number of vectors that go through each step side by
+//                                       side, to hide the latency of multiplications
+//   times(lanes, factor)                returns the product modulo 2^64
+//   times_small(lanes, factor)          returns the same for lanes below 2^32
 //   load_words<kApart>(texts, first, second, words)
-//                                       the words at two offsets; unless kApart, second is
+//                                       loads the words at two offsets; unless kApart, second is
 //                                       first + 8
-//   lanes_of(words)                     a vector of kLanes words in memory
-//   store(lanes, texts, codes)          writes each lane to its text's place
+//   lanes_of(words)                     returns a vector of kLanes words from memory
+//   store(lanes, texts, codes)          writes each lane to codes[place] of its text
 
-// Makes the compiler reload the addresses of texts for each step: kept, they would fill all
-// registers.
+// Makes the compiler reload the addresses of texts for each step: if they were kept, they would
+// fill all registers.
 SPARSEKIT_INLINE void forget_addresses() {
 #if defined(__GNUC__)
   __asm__ volatile("" ::: "memory");
@@ -37,7 +37,7 @@ SPARSEKIT_INLINE Lanes merge_lane(Lanes hash, Lanes accumulator) {
   return times(hash ^ absorb_word(all(0), accumulator), kPrime1) + kPrime4;
 }
 
-// Hashes the first 32 bytes.
+// Hashes the first 32 bytes of texts.
 SPARSEKIT_INLINE Lanes hash_stripe(const Lanes* words, uint64_t seed) {
   const Lanes a = absorb_word(all(seed + kPrime1 + kPrime2), words[0]);
   const Lanes b = absorb_word(all(seed + kPrime2), words[1]);
@@ -66,9 +66,9 @@ SPARSEKIT_INLINE Lanes finish_lanes(Lanes hash) {
   return hash ^ hash >> 32;
 }
 
-// Loads the last `left` bytes of texts, 1 to 15: the first 8 of them, if there are as many, into
-// *word and the others into the low bytes of *rest. The latter are read as part of a word that ends
-// with the text.
+// Loads the last `left` bytes of texts, 1 to 15 bytes. If there are at least 8, the first 8 go into
+// *word; the remaining bytes go into the low bytes of *rest. They are read as part of a word that
+// ends with the text.
 SPARSEKIT_INLINE void load_end(const WaitingText* texts, size_t size, size_t left, Lanes* word,
                                Lanes* rest) {
   if (size < 8) {

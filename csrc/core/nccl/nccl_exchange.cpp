@@ -20,7 +20,7 @@ std::string library_name() {
   return set != nullptr && *set != '\0' ? set : "libnccl.so.2";
 }
 
-// Opens a library, which stays open until the process ends.
+// Opens a library. It stays open until the process ends.
 void* open(const std::string& name) {
   void* handle = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (handle == nullptr) handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL);
@@ -69,7 +69,8 @@ struct Library {
   }
 };
 
-// Opens the library on the first call; throws std::runtime_error that names what is missing.
+// Opens the library on the first call; throws a std::runtime_error that names a missing library or
+// function.
 const Library& library() {
   static const Library opened;
   return opened;
@@ -89,8 +90,8 @@ void expect(ncclResult_t result, const char* function) {
   throw std::runtime_error(message);
 }
 
-// Throws if something has gone wrong in the background, for example on the network. Cheap: it reads
-// a few words.
+// Throws if the communicator has failed in the background, for example because of the network.
+// Cheap: it reads a few words.
 void expect_no_error(ncclComm_t communicator, const char* function) {
   ncclResult_t state = ncclSuccess;
   expect(library().get_async_error(communicator, &state), "ncclCommGetAsyncError");
@@ -160,7 +161,8 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
     from += send_bytes[rank];
     to += receive_bytes[rank];
   }
-  // A group that has begun must end; otherwise all later calls of this thread would be part of it.
+  // End the group even after an error; otherwise all later calls of this thread would be part of
+  // it.
   const ncclResult_t end = nccl.group_end();
   expect(result, failed);
   expect(end, "ncclGroupEnd");
@@ -183,7 +185,7 @@ bool revoke(ncclComm* communicator) noexcept {
 }
 
 void abort(ncclComm* communicator) noexcept {
-  // If there is a communicator, the library is open. An error of this call is ignored.
+  // If there is a communicator, the library is open. An error of abort() is ignored.
   if (communicator != nullptr) library().abort(communicator);
 }
 

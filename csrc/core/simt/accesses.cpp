@@ -14,7 +14,7 @@ using sparsekit::simt::host::counted_launches;
 
 [[maybe_unused]] const bool seen = sparsekit::simt::host::sees_plain_accesses = true;
 
-// Inlined, since most of the time nothing is counted.
+// Inlined, since accesses are rarely counted.
 [[gnu::always_inline]] inline void plain(Access access, const void* address, size_t bytes) {
   if (__builtin_expect(counted_launches.load(std::memory_order_relaxed) == 0, 1)) return;
   sparsekit::simt::host::saw(access, address, static_cast<int64_t>(bytes));
@@ -54,8 +54,8 @@ void __tsan_write_range(void* at, size_t bytes) {
   plain(Access::kWrite, at, bytes);
 }
 
-// Define the atomics too. host.h counts these; here they are always sequentially consistent,
-// whatever the order asked for.
+// Define the atomics too. host.h counts them. Here they are always sequentially consistent,
+// regardless of the requested order.
 #define SPARSEKIT_ATOMICS(bits)                                                                    \
   using Word##bits = uint##bits##_t;                                                               \
   Word##bits __tsan_atomic##bits##_load(const volatile Word##bits* at, int) {                      \

@@ -8,8 +8,8 @@
 namespace sparsekit::simt::host {
 namespace {
 
-// One list per thread, as launches are synchronous: threads that count do not see each other's
-// records.
+// One list per thread, so that threads do not see each other's records. This suffices, since
+// launches are synchronous.
 thread_local std::unique_ptr<std::vector<Record>> records;
 
 }  // namespace
@@ -84,7 +84,8 @@ Range own_stack() {
 
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
-// Starts an empty list for the calling thread, or drops its list.
+// Starts an empty list for the calling thread if `on` is nonzero; otherwise drops the thread's
+// list.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);

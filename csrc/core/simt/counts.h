@@ -10,7 +10,7 @@
 
 namespace sparsekit::simt::host {
 
-// One request of the host to the device. tests/simt.py relies on this memory layout.
+// One request from the host to the device. tests/simt.py relies on this memory layout.
 struct Record {
   const char* name;
   Request request;
@@ -41,18 +41,21 @@ class Traffic {
   int64_t atomics_ = 0, accessed_ = 0;
 };
 
-// Returns true if requests of the calling thread are listed.
+// Returns true if the calling thread's requests are being listed.
 bool is_counting();
 void add_record(const Record& record);
 
-// The stack of the calling thread. The arguments of a launch are there until kernels copy them.
+// A range of addresses.
 struct Range {
   uintptr_t begin = 0, end = 0;
   bool has(uintptr_t at) const { return at >= begin && at < end; }
 };
+// Returns the stack of the calling thread. It holds the arguments of a launch until kernels copy
+// them.
 Range own_stack();
 
-// Number of launches being counted, by any thread: at 0, an access costs only a read of this.
+// Number of launches that are being counted, by all threads. While it is 0, an access costs only a
+// read of this variable.
 extern std::atomic<int> counted_launches;
 // True if the kernels' plain loads and stores are counted (accesses.cpp).
 extern bool sees_plain_accesses;

@@ -2,8 +2,8 @@
 // run as fibers. Two OS threads share the warps of a block, and two blocks run at a time, so blocks
 // and warps are truly concurrent. The fibers of an OS thread are switched in random order at every
 // collective and barrier, and sometimes at atomics. So a missing barrier or a claim that is not
-// atomic shows as a wrong result, and as a race under ThreadSanitizer, which is told of every
-// fiber. Only cuda/simt.cuh includes this.
+// atomic shows as a wrong result, and as a race under ThreadSanitizer, which is informed of every
+// fiber. Only cuda/simt.cuh includes this file.
 #pragma once
 
 #include <atomic>
@@ -31,8 +31,8 @@ struct Position {
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
 enum class Access { kRead, kWrite, kAtomic };
-// A request of the host to the device: a kernel, a memset, a library call (any number of kernels),
-// or a wait for words from the device.
+// A request from the host to the device: a kernel, a memset, a library call (any number of
+// kernels), or a copy to the host, which waits.
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
@@ -43,7 +43,7 @@ void maybe_switch();
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written);
 void wait_for_block();
-// Waits for all lanes of the warp, and fills `values` with the value of each.
+// Waits for all lanes of the warp, and fills `values` with each lane's value.
 void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
 // Runs body(context) once per thread of the grid. Throws std::runtime_error if a kernel breaks the
 // rules of simt.cuh.
@@ -198,7 +198,7 @@ void store(T* address, T value) {
 }
 template <int N>
 void reduce_add(float* address, const Vec<float, N>& value) {
-  host::saw(host::Access::kAtomic, address, sizeof value);  // this counts as one, as on sm_90
+  host::saw(host::Access::kAtomic, address, sizeof value);  // one access, as on sm_90
   for (int i = 0; i < N; ++i) {
     host::exchange(address + i, [&](float seen) { return seen + value.at[i]; });
   }

@@ -8,7 +8,7 @@
 namespace sparsekit::simt::host {
 namespace {
 
-// The OS threads, which live until the process ends.
+// The pool of OS threads, which live until the process ends.
 class Pool {
  public:
   Pool() {

@@ -1,4 +1,4 @@
-// Checks that the runner finds errors: small kernels, right and wrong ones, for
+// Checks that the runner finds errors, with small correct and incorrect kernels, for
 // tests/test_simt_runner.py. Each line of output is the name of a case and its result.
 #include <cstdio>
 #include <stdexcept>
@@ -17,7 +17,8 @@ using namespace sparsekit::simt;
 constexpr int64_t kItems = 1000;
 constexpr int kRuns = 50;
 
-// Sums all items by a tree in shared memory, with or without the first of its barriers.
+// Sums all items by a tree in shared memory. If with_barrier is false, the first barrier is left
+// out.
 SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   auto* part = shared<int64_t>();
   part[thread()] = global_thread() < kItems ? items[global_thread()] : 0;
@@ -164,6 +165,6 @@ int main() {
   std::printf("collectives differ: %s\n", error_of(collectives_differ_kernel, grid));
   std::printf("no such grid: %s\n", error_of(lane_misses_vote_kernel, Grid{1, 48}));
   print_counts();
-  // The threads that a broken kernel has left behind must not disturb the next one.
+  // Threads that a broken kernel has left behind must not disturb the next kernel.
   std::printf("sum again: %d wrong\n", wrong_sums(true));
 }

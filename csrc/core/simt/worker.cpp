@@ -53,7 +53,7 @@ void Worker::resume(Fiber& fiber) {
   }
 }
 
-// Switches from the running fiber to the scheduler. With for_good, the fiber has finished its
+// Switches from the running fiber to the scheduler. If for_good is true, the fiber has finished its
 // block.
 void Worker::leave(bool for_good) {
   Fiber& fiber = *running_;
@@ -173,7 +173,7 @@ bool Worker::run_block() {
     if (agreed && kind == Meeting::kEnd) return true;
     if (!agreed) {
       launch_->fail("a barrier was not reached by all threads of the block", fibers_[0]->position);
-      // The fibers are in the middle of a kernel that will not be continued.
+      // These fibers are in the middle of a kernel that will not be continued.
       for (size_t i = 0; i < count; ++i) begin(*fibers_[i]);
       for (auto& warp : warps_) warp->arrived = 0;
       return false;

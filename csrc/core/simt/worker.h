@@ -1,4 +1,4 @@
-// The OS threads of the runner. Each runs the fibers of a few warps of a block.
+// The OS threads of the runner. Each thread runs the fibers of a few warps of a block.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,7 @@
 #include "simt/context.h"
 #include "simt/counts.h"
 
-// Null unless a sanitizer is in the process.
+// These functions are null unless the process runs under a sanitizer.
 extern "C" {
 [[gnu::weak]] void __sanitizer_start_switch_fiber(void**, const void*, size_t);
 [[gnu::weak]] void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
@@ -26,8 +26,8 @@ extern "C" {
 
 namespace sparsekit::simt::host {
 
-constexpr int kGroups = 2;           // blocks that run at a time
-constexpr int kWorkersPerGroup = 2;  // OS threads per block
+constexpr int kGroups = 2;           // number of blocks that run at a time
+constexpr int kWorkersPerGroup = 2;  // number of OS threads per block
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kMaxSharedBytes = 227 << 10;
@@ -72,7 +72,8 @@ class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
 
-  // Waits for all workers; returns true if all came for the same reason, other than to give up.
+  // Waits for all workers. Returns true if all of them called this with the same kind, other than
+  // kGiveUp.
   bool meet(Kind kind, int participants) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (arrived_ == 0) {
@@ -103,7 +104,8 @@ class Meeting {
 };
 
 struct Warp {
-  // Two slots used in turn: a lane may enter the next collective while others still read this one.
+  // Two slots are used in turn, since a lane may enter the next collective while others still read
+  // the values of this one.
   struct Slot {
     std::atomic<uint64_t> values[kWarp];
   } slots[2];
@@ -138,7 +140,7 @@ struct Group {
 class Worker {
  public:
   Worker(Group& group, int index) : group_(group), index_(index) {
-    // Reserved, since fibers add to both and must not be seen to allocate.
+    // Reserve memory: fibers add to both vectors, and must not be seen to allocate.
     ready_.reserve(kMaxThreads);
     waiting_.reserve(kMaxThreads);
   }
@@ -181,7 +183,7 @@ class Worker {
   std::vector<Fiber*> waiting_;
   int barrier_parity_ = 0;
   uint64_t random_ = 1;
-  Traffic traffic_;  // accesses of a launch that is being counted
+  Traffic traffic_;  // accesses of the current launch, if it is being counted
   Context scheduler_;
   void* scheduler_tsan_ = nullptr;
   void* scheduler_fake_stack_ = nullptr;
