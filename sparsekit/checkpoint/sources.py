@@ -199,7 +199,7 @@ def _sok2_table(
             raise CheckpointError(f"{each}: is damaged: its head is of another file")
         if written_type != (key_type, value_type)[kind]:
             raise CheckpointError(f"{each}: is of type {written_type}, and not as {meta} says")
-        if kind == 0 and key_type == 2 and size == 8 * rows and rows:
+        if kind == 0 and key_type == 2 and size == 8 * rows:
             key_dtype = np.dtype("<u8")  # some versions write uint32 keys as uint64
         expected = rows * (key_dtype.itemsize if kind == 0 else dim * dtype.itemsize)
         if size != expected:

@@ -175,6 +175,31 @@ def test_a_table_that_another_optimizer_trains(tmp_path):
         checkpoint.load(model, tmp_path / "a", optimizers)
 
 
+def test_fresh_states_are_those_of_the_tables_group(tmp_path):
+    model, _ = tables()
+    groups = [
+        {"params": [*layer.parameters()], "initial_accumulator_value": value}
+        for layer, value in zip(model.values(), (0.25, 0.5), strict=True)
+    ]
+    optimizer = optim.Adagrad(groups, lr=0.1)
+    sum(layer(torch.arange(3)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    checkpoint.load(model, checkpoint.save(model, tmp_path / "a", optimizer), optimizer)
+    for layer, value in zip(model.values(), (0.25, 0.5), strict=True):
+        (states,) = (each for each in optimizer.state[layer.weight].values() if each.dim())
+        assert states[3:].unique().tolist() == [value]
+        assert (states[:3] > value).all()
+
+
+def test_a_table_without_a_step_has_made_none(tmp_path):
+    model, optimizers = tables()
+    checkpoint.save(model, tmp_path / "a", optimizers)
+    rewritten(tmp_path / "a", lambda values: values["tables"]["a"]["settings"].clear())
+    checkpoint.load(model, tmp_path / "a", optimizers)
+    steps = [int(each.state[w]["step"]) for each in optimizers for w in each.state]
+    assert steps == [0, 1]
+
+
 @pytest.mark.parametrize("kind", [optim.LazyAdam, torch.optim.SparseAdam])
 def test_a_state_that_was_only_asked_for(tmp_path, kind):
     layer = sparsekit.Embedding(9, 2, name="ids")
