@@ -155,3 +155,20 @@ def swap_in_ddp(rank):
 def test_swapped_before_ddp(two_ranks):
     for found in two_ranks(swap_in_ddp):
         assert "call it before DistributedDataParallel" in found
+
+
+def rows_of_given_vectors(rank):
+    ids, vectors = torch.arange(9), torch.randn(9, 2, generator=torch.Generator().manual_seed(0))
+    made = sparsekit.Embedding.from_pretrained(vectors, name="given")
+    loaded = sparsekit.Embedding(9, 2, name="loaded")
+    sparsekit.load_torch_state_dict(loaded, {"weight": vectors})
+    for layer in (made, loaded):
+        assert layer.table.keys().tolist() == layer.owned(ids).tolist()
+        assert torch.equal(layer(ids), vectors)
+    return len(made.table)
+
+
+def test_each_rank_has_rows_for_its_own_ids_only(two_ranks):
+    rows = two_ranks(rows_of_given_vectors)
+    assert sum(rows) == 9
+    assert min(rows) > 0
