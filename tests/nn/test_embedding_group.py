@@ -290,6 +290,16 @@ def test_names_that_do_not_fit(inputs, weights, message):
         group(inputs, weights)
 
 
+def test_a_full_table_is_named_behind_one_of_row_numbers():
+    made = {
+        "rows": sparsekit.Embedding(9, 4, name="rows", use_hashtable=False),
+        "full": sparsekit.Embedding(2, 4, name="full"),
+    }
+    keys = torch.arange(3)
+    with pytest.raises(sparsekit.TableFullError, match="^full: "):
+        sparsekit.EmbeddingGroup(made)({"rows": keys, "full": keys})
+
+
 def test_layers_on_two_devices():
     made = {place: sparsekit.Embedding(9, 4, name=place, device=place) for place in ("cpu", "meta")}
     with pytest.raises(ValueError, match=r"^EmbeddingGroup: meta is on meta, cpu on cpu$"):

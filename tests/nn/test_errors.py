@@ -160,6 +160,8 @@ CALLS = {
     "offsets float": (pooled, [(VALUES, OFFSETS.float())], TypeError, ["offsets", "float32"]),
     # shapes
     "values 2-D": (pooled, [(DENSE[0], OFFSETS)], ValueError, ["values", "(2, 2)"]),
+    "values 0-D": (pooled, [(T(3), OFFSETS)], ValueError, ["values must be 1-D", "()"]),
+    "offsets 0-D": (pooled, [(VALUES, T(0))], ValueError, ["offsets must be 1-D", "()"]),
     "offsets 2-D": (pooled, [(VALUES, OFFSETS[None])], ValueError, ["offsets", "(1, 5)"]),
     "dense 2-D": (pooled, [DENSE[0]], ValueError, ["dense", "(2, 2)"]),
     "as for EmbeddingBag": (pooled, [VALUES, OFFSETS], ValueError, ["dense", "(4,)", "tuple"]),
