@@ -296,7 +296,7 @@ def test_a_full_table_is_named_behind_one_of_row_numbers():
         "full": sparsekit.Embedding(2, 4, name="full"),
     }
     keys = torch.arange(3)
-    with pytest.raises(sparsekit.TableFullError, match="^full: "):
+    with pytest.raises(sparsekit.TableFullError, match=r"^full: "):
         sparsekit.EmbeddingGroup(made)({"rows": keys, "full": keys})
 
 
