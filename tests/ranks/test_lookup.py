@@ -1,5 +1,6 @@
 """Sharded lookups equal torch's embedding_bag over the whole table, forward and backward."""
 
+import contextlib
 import types
 
 import pytest
@@ -9,6 +10,7 @@ from nn.bags import BAGS, FORMS, MAX_NNZ, PADDING, SLOTS, flat, oracle, random_w
 from reference import ops as reference
 
 import sparsekit
+from sparsekit.distributed import Exchange
 
 COMBINERS = ("sum", "mean", "sqrtn")
 
@@ -358,3 +360,37 @@ def check_fewer_bytes(rank):
 def test_distinct_keys_move_fewer_bytes(two_ranks):
     for sent in two_ranks(check_fewer_bytes):
         assert sent[True] < 0.5 * sent[False]
+
+
+def watched(rank):
+    """Return the bytes for the other rank of each collective of a step that is watched."""
+    made, expected = (sparsekit.Embedding(40, 3, name="watched") for _ in range(2))
+    keys = torch.arange(3 + 8 * rank)
+    sent = []
+
+    @contextlib.contextmanager
+    def watch(exchange, others):
+        sent.append(others)
+        yield
+
+    vectors = expected(keys)
+    vectors.sum().backward()
+    before = made.exchange.collectives
+    Exchange.watch = watch
+    try:
+        found = made(keys)
+        found.sum().backward()
+    finally:
+        Exchange.watch = None
+    assert torch.equal(found, vectors)
+    assert torch.equal(made.weight.grad.to_dense(), expected.weight.grad.to_dense())
+    begun = [others for others in sent if others > 0]
+    assert len(begun) == len(sent) - len(begun) == made.exchange.collectives - before
+    return begun
+
+
+def test_a_step_that_is_watched(two_ranks):
+    of_ranks = two_ranks(watched)
+    # The handshake has one size; then keys, vectors and gradients, of which rank 1 asks for more.
+    assert of_ranks[0][0] == of_ranks[1][0]
+    assert [one < other for one, other in zip(*of_ranks, strict=True)] == [False, True, False, True]
