@@ -23,13 +23,13 @@ from ..tables.hash_table import HashTable
 from .draft import published
 from .files import FileRecord, naming
 from .folder import chain, resolved
-from .load_table import parts_of
+from .load_table import columns_of, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .npz_source import name_note, npz
-from .reshard import ColumnWriter, OnProgress, columns_of, live_pieces, verify
+from .reshard import ColumnWriter, OnProgress, live_pieces, verify
 from .sources import ForeignTable, Pieces, sok1, sok2, torchrec
-from .tensor_file import carried, write
+from .tensor_file import carried, dtype_name, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
@@ -120,7 +120,7 @@ def _table(name: str, source: ForeignTable, file: str) -> Table:
     # Use the seed that a layer of this name would have.
     seed = int(hashing.xxh64([name], seed=settings.seed))
     return Table(
-        layer=name, dim=source.dim, dtype=str(source.dtype).removeprefix("torch."),
+        layer=name, dim=source.dim, dtype=dtype_name(source.dtype),
         key_dtype="int64", capacity=max(1, source.rows), hash_table=True, placement="hash",
         owners=None, seed=seed, initializer="", optimizer=None, states={},
         settings={}, complete=True, shards=(Shard(0, file, source.rows, source.rows),),

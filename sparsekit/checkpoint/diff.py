@@ -15,9 +15,9 @@ import torch
 from ..tables.hash_table import HashTable
 from .files import naming
 from .folder import chain, resolved
-from .load_table import Chain, parts_of
+from .load_table import Chain, columns_of, parts_of
 from .manifest import DENSE, Table
-from .reshard import OnProgress, columns_of, live_pieces, verify
+from .reshard import OnProgress, live_pieces, verify
 from .tensor_file import Place, TensorFile, carried
 
 # A row's location is one integer: the file's index above these bits, the row's index below.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .tensor_file import check_storable
+from .tensor_file import check_storable, dtype_name
 
 # Keys that mark values JSON cannot express. A dict that has such a key is written as items.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
@@ -80,7 +80,7 @@ def scalar(tensor: torch.Tensor, name: str) -> Any:
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if dtype not in _SCALARS:
         raise CheckpointError(f"{name}: a number for a table cannot be {tensor.dtype}")
     return {_SCALAR: [dtype, encoded(value, "", {})]}

@@ -19,7 +19,7 @@ from .encoding import decoded
 from .files import PIECE
 from .manifest import Manifest, Table
 from .snapshot import owners_crc
-from .tensor_file import TensorFile
+from .tensor_file import Column, TensorFile, dtype_name
 
 Chain = Sequence[tuple[Path, Manifest]]
 
@@ -67,7 +67,7 @@ class TablePlan:
 
     def _check(self, folder: Folder, cast: bool) -> None:
         layer, table = self.layer, self.table
-        dtype = str(layer.weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(layer.weight.dtype)
         if table.dim != layer.embedding_vec_size:
             raise CheckpointError(
                 f"{folder}: table {self.name} has dim {table.dim}, and {layer.embedding_vec_size} "
@@ -220,8 +220,9 @@ class TablePlan:
                 layer.initializer.fill_(
                     layer.weight.detach(), layer.rank, layer.world_size, seed=table.seed
                 )
+            row_bytes = sum(column.nbytes for column in columns_of(table, 1))
             for number, (folder, part) in enumerate(self._parts):
-                for file, begin, keys in self._own_keys(folder, part, self._row_bytes()):
+                for file, begin, keys in self._own_keys(folder, part, row_bytes):
                     self._take(file, begin, keys, columns, first=number == 0)
             if layer.table is not None:
                 layer.weight.detach()[len(layer.table) :].zero_()
@@ -289,13 +290,6 @@ class TablePlan:
             else:
                 column[into] = values.to(column.dtype)
 
-    def _row_bytes(self) -> int:
-        states = (
-            getattr(torch, state.dtype).itemsize * (state.shape[0] if state.shape else 1)
-            for state in self.table.states.values()
-        )
-        return self.table.dim * self.layer.weight.dtype.itemsize + sum(states)
-
 
 def parts_of(
     links: Sequence[tuple[AnyFolder, Manifest]], name: str
@@ -311,18 +305,29 @@ def file_in(folder: Folder, name: str) -> TensorFile:
     return TensorFile(folder / name) if isinstance(folder, Path) else folder.file(name)
 
 
+def columns_of(table: Table, rows: int) -> list[Column]:
+    """Describe the columns of a table's file."""
+    return [
+        Column("keys", torch.int64, (rows,)),
+        Column("vectors", getattr(torch, table.dtype), (rows, table.dim)),
+        *(
+            Column(name, getattr(torch, state.dtype), (rows, *state.shape))
+            for name, state in table.states.items()
+        ),
+    ]
+
+
 def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
     """Open a shard's file; raise CheckpointError unless its columns match the manifest."""
     file = file_in(folder, name)
-    expected = {"keys": ("int64", (rows,)), "vectors": (table.dtype, (rows, table.dim))}
-    expected |= {key: (state.dtype, (rows, *state.shape)) for key, state in table.states.items()}
-    for key, (dtype, shape) in expected.items():
-        place = file.places.get(key)
-        found = place and (str(place.dtype).removeprefix("torch."), place.shape)
-        if found != (dtype, shape):
+    for column in columns_of(table, rows):
+        place = file.places.get(column.name)
+        found = place and (dtype_name(place.dtype), place.shape)
+        if found != (dtype_name(column.dtype), column.shape):
             file.close()
             raise CheckpointError(
-                f"{file.path}: is damaged: {key} should be {dtype} {list(shape)}, and is {found}"
+                f"{file.path}: is damaged: {column.name} should be {dtype_name(column.dtype)} "
+                f"{list(column.shape)}, and is {found}"
             )
     return file
 

@@ -19,7 +19,7 @@ from ..tables.owners import even_map
 from .draft import published
 from .files import FileRecord, check_sum, naming, plain_file, record_of, write_small
 from .folder import chain, check_sizes, resolved
-from .load_table import key_pieces, opened, parts_of
+from .load_table import columns_of, key_pieces, opened, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .snapshot import owners_crc
@@ -170,18 +170,6 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
                     yield file, begin, keys, kept
                     if newer is not None and place:
                         newer.find_or_insert(keys)
-
-
-def columns_of(table: Table, rows: int) -> list[Column]:
-    """Describe the columns of a table's file; the caller writes their contents."""
-    columns = [
-        Column("keys", torch.int64, (rows,), list),
-        Column("vectors", getattr(torch, table.dtype), (rows, table.dim), list),
-    ]
-    return columns + [
-        Column(name, getattr(torch, state.dtype), (rows, *state.shape), list)
-        for name, state in table.states.items()
-    ]
 
 
 class ColumnWriter:

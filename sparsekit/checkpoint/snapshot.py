@@ -18,7 +18,7 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from .encoding import encoded, scalar
 from .manifest_file import ROW_DTYPES
-from .tensor_file import Column, carried, check_storable, column_of
+from .tensor_file import Column, carried, check_storable, column_of, dtype_name
 
 # Number of rows whose keys are in memory at a time while a table is written.
 _KEYS = 1 << 23
@@ -312,7 +312,7 @@ def _shard(
         where = f"{name}.{key}, which the optimizer keeps"
         if isinstance(value, torch.Tensor) and value.dim() and len(value) == layer.capacity:
             check_storable(where, value)
-            if _name(value.dtype) not in ROW_DTYPES:
+            if dtype_name(value.dtype) not in ROW_DTYPES:
                 raise CheckpointError(f"{where}: a table's rows cannot have {value.dtype}")
             columns[key] = value
         elif isinstance(value, torch.Tensor) and not value.dim():
@@ -326,15 +326,15 @@ def _shard(
                     f"neither a number nor one for each of the table's {layer.capacity} rows"
                 )
     states = {
-        key: {"dtype": _name(tensor.dtype), "shape": list(tensor.shape[1:])}
+        key: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape[1:])}
         for key, tensor in columns.items()
         if key != "vectors"
     }
     facts = {
         "layer": layer.name,
         "dim": layer.embedding_vec_size,
-        "dtype": _name(layer.weight.dtype),
-        "key_dtype": _name(layer.key_dtype),
+        "dtype": dtype_name(layer.weight.dtype),
+        "key_dtype": dtype_name(layer.key_dtype),
         "capacity": layer.capacity,
         "hash_table": layer.table is not None,
         "placement": layer.placement,
@@ -347,10 +347,6 @@ def _shard(
     }
     size = layer.capacity if layer.table is None else len(layer.table)
     return TableShard(name, layer, columns, size, facts)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -57,17 +57,22 @@ _CARRIED: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor to write: name, dtype, shape, and a function that yields its bytes in order."""
+    """A tensor of a file: name, dtype, shape, and a function that yields its bytes to `write`."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[np.ndarray]]
+    pieces: Callable[[], Iterable[np.ndarray]] = list
 
     @property
     def nbytes(self) -> int:
         """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as the manifest has it, such as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -79,7 +84,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise CheckpointError(f"{name}: a tensor on meta cannot be saved: it has no values")
     if tensor.dtype not in _CODES:
-        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _CODES)
+        listed = ", ".join(map(dtype_name, _CODES))
         raise CheckpointError(
             f"{name}: a tensor of {tensor.dtype} cannot be saved; a checkpoint has {listed}"
         )
