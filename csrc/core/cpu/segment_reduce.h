@@ -51,7 +51,7 @@ constexpr int64_t kLeastWidth = 32;
 template <class T>
 struct Half {
   int64_t begin, end;  // range of positions
-  Progress* progress;  // [parts, num_segments + 1]; the last one is for dropped entries
+  Progress* progress;  // [parts, num_segments + 1]; the last column is for dropped entries
   int64_t* runs;       // [most_runs] segment of each run that is not the first run of its segment
   int64_t* num_runs;   // [1]
   Acc<T>* run_sum;     // [most_runs, dim] sums of the runs listed in `runs`
@@ -195,7 +195,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   Addition<T> additions[kBlock + kRowsAhead];
   A scales[Entries::scaled ? kBlock : 1];
   int64_t space[kBlock + kAhead];
-  const auto ask_for_progress = [=](int64_t id) {  // the id may still be invalid
+  const auto ask_for_progress = [=](int64_t id) {  // works for invalid ids too
     prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(progress) +
                                            static_cast<uintptr_t>(id) * sizeof(Progress)));
   };

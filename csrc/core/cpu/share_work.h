@@ -41,7 +41,7 @@ class SharedJobs {
     threads_ = std::min(threads_, jobs - together_);
   }
 
-  // Returns the number of threads; the `thread` passed to alone() is below it.
+  // Returns an exclusive upper bound for the `thread` that is passed to alone().
   int64_t threads() const { return std::max<int64_t>(threads_, 1); }
 
   // Returns the number of large jobs, which come first in `order`.

@@ -65,7 +65,7 @@ void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShap
 // ---- backward ----
 
 // Sums over the entries of a bag: the total of the weights and, if `dots` is given, the weighted
-// sum of the dots. All lanes of a warp must call sum_bag with the same bag.
+// sum of the dot products. All lanes of a warp must call sum_bag with the same bag.
 template <class A>
 struct BagSums {
   A total;

@@ -17,7 +17,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table
   return entries + entries * 2 / 3 + table;
 }
 
-// Computes slot_of[e] = slot of the key of entry e.
+// Sets slot_of[e] to the slot of entry e's key.
 SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots,
                                     uint32_t* slot_of) {
   const int32_t entries = group.entries();

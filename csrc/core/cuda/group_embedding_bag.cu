@@ -38,7 +38,8 @@ struct PoolTable {
   float a, b;
 };
 
-// Both arrays of descriptors have an extra element at the end, where the last one's ranges end.
+// `features` and `tables` each have an extra last element, which holds the ends of the ranges that
+// begin in the element before it.
 template <class T>
 struct PoolGroup {
   const PoolFeature<T>* features;

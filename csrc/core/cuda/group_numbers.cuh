@@ -104,7 +104,7 @@ SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_
   }
   if (i >= group.entries) return;
   const int t = group.table_of(i);
-  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // after the last entry of all tables
+  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // beyond the entries of all tables
     keys[i] = group.key_start(group.num_tables);
     values[i] = -1;
     return;

@@ -37,7 +37,8 @@ struct SumTable {
   bool wide;
 };
 
-// Both arrays of descriptors have an extra element at the end, where the last one's ranges end.
+// `features` and `tables` each have an extra last element, which holds the ends of the ranges that
+// begin in the element before it.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;
@@ -58,7 +59,7 @@ struct SumGroup {
   int64_t* at;
   // Indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;
-  A* divisors;  // [num_bags] for weighted bags that are divided
+  A* divisors;  // [num_bags] divisors of weighted bags; null if no such bag is divided
   bool by_entry;
   A divide_by;
   int64_t stride;  // row stride of partial sums
@@ -69,7 +70,7 @@ struct SumGroup {
   int32_t* begins;
   const int32_t* chunks;  // [num_tables + 1] number of chunks in the preceding tables
   int64_t* bad_index;
-  bool bounded;  // true if row counts are also limited to the number of entries
+  bool bounded;  // true if a table's number of rows is limited to its number of entries
 
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
     return last_up_to(e, num_tables, [this](int t) { return entry[t]; });
@@ -228,7 +229,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   };
   if (kFirst && n == 0) return clear(key_start, no_row);
 
-  // Keys just outside the chunk; only rows that span several chunks share them.
+  // The sort keys just outside the chunk. Inside it, only rows that span several chunks have them.
   constexpr uint32_t kNone = ~0u;
   const uint32_t before = begin == 0 ? kNone : from.keys[first + begin - 1];
   const uint32_t after = end == n ? kNone : from.keys[first + end];

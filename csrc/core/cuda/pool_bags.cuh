@@ -269,7 +269,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   while (bag < last) finish_bag();
 }
 
-// Computes the sum of the part in a slot, which belongs to bag `bag`.
+// Computes the sum of the part of bag `bag` that is in slot `slot`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int64_t slot,
                                 int64_t bag, int64_t element) {
@@ -282,18 +282,18 @@ SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int6
   if (element == 0) long_bags.totals[slot] = total;
 }
 
-// A round of adding parts. Before it, every stride-th part of a bag holds the sum of `stride`
-// parts; now every kPart-th of these parts receives the sum of kPart of them. In the last round,
-// only the first part of a bag is left to do so, and it writes the bag. Sums stay in place, as one
-// lane reads and writes an element; totals, which all lanes of a row read, move from one half of
-// `totals` to the other.
+// A round of adding parts. Before the round, every stride-th part of a bag holds the sum of
+// `stride` parts. In the round, every kPart-th of these parts receives the sum of kPart of them. In
+// the last round, only the first part of a bag is left, and its sum is written as the bag's vector.
+// Sums are updated in place, since each element is read and written by one lane. Totals, which all
+// lanes of a row read, are moved from one half of `totals` to the other.
 struct Round {
   int64_t stride;
   int half;
   bool last;
 };
 
-// Adds parts in a round to the part in a slot, which belongs to bag `bag`.
+// Makes the additions of a round to the part of bag `bag` that is in slot `slot`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Round round,
                                   int64_t slot, int64_t bag, int64_t element) {

@@ -128,9 +128,9 @@ struct Segments {
 
 // ---- in order ----
 
-// Entries of a level. The rows of level 0 are the caller's; those of other levels are partial sums,
-// two per chunk of the previous level: one for a run that began before the chunk, and one for a run
-// that continues after it.
+// The entries of a level. At level 0, their rows are the caller's rows. At other levels, their rows
+// are partial sums, two per chunk of the previous level: one for a run that began before the chunk,
+// and one for a run that continues after it.
 template <class T>
 struct Level {
   uint32_t* keys;

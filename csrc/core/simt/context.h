@@ -44,8 +44,8 @@ class Context {
   void begin(char* stack, size_t size, void (*entry)()) {
     auto top = reinterpret_cast<uintptr_t>(stack + size) & ~uintptr_t{15};
     auto* words = reinterpret_cast<uintptr_t*>(top);
-    // Six registers, the address to continue at, and a null return address at 8 below a multiple of
-    // 16.
+    // The stack holds six registers, the address at which to continue, and a null return address
+    // that is 8 bytes below a multiple of 16.
     for (int i = 1; i <= 8; ++i) words[-i] = 0;
     words[-2] = reinterpret_cast<uintptr_t>(entry);
     pointer_ = words - 8;

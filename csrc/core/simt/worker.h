@@ -52,7 +52,7 @@ struct Launch {
   uint64_t seed;
   std::atomic<int64_t> next_block{0};
   std::atomic<bool> failed{false};
-  char begin = 0, end = 0;  // addresses for ThreadSanitizer
+  char begin = 0, end = 0;  // their addresses stand for events in ThreadSanitizer
   bool counted = false;
   Range arguments;  // the stack with the kernel's arguments, which is not device memory
   Traffic traffic;
@@ -127,7 +127,8 @@ struct Fiber {
 struct Group {
   Meeting meeting;
   int64_t block = -1;
-  // Addresses for ThreadSanitizer: a block's start and end, and two for alternate barriers.
+  // Their addresses stand for events in ThreadSanitizer: a block's start and end, and alternate
+  // barriers.
   char begin = 0, end = 0, sync[2] = {};
   std::unique_ptr<char[]> memory{new char[kMaxSharedBytes + 256]};
 

@@ -38,11 +38,11 @@ struct TextFormat {
 };
 
 struct Line {
-  int64_t begin, end;  // without the newline
+  int64_t begin, end;  // range in the text, without the newline
 };
 
-// The state of a scan at a position: outside quoted fields, inside one, or just after a quote,
-// which either ends the field or, if another quote follows, is text.
+// The state of a scan at a position: outside quoted fields, inside one, or just after a quote
+// inside a field. That quote ends the field unless another quote follows.
 enum class Place : uint8_t { kOutside, kInside, kBehind };
 
 struct FoundLines {

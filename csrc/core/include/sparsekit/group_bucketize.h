@@ -17,8 +17,8 @@ struct RoutedTable : AskedTable {
 // Output of group_bucketize.
 struct RoutedKeys {
   int64_t* keys;     // [entries] keys for rank 0, table by table; then keys for rank 1; and so on
-  int64_t* counts;   // [world_size, tables] number of keys for each rank from each table
-  int64_t* numbers;  // [tables] number of keys for all ranks from each table
+  int64_t* counts;   // [world_size, tables] number of keys for each rank, by table
+  int64_t* numbers;  // [tables] total number of keys from each table
   int32_t* inverse;  // [entries] index of each entry's key among its table's keys
   // [entries] A table's part begins at its first entry. Its element j is the position of the
   // table's key j in sending order: the table's keys for rank 0, then for rank 1, and so on.
@@ -42,8 +42,8 @@ int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_t
 
 // Groups the distinct keys, or all keys if `distinct` is false. The keys of each table for each
 // rank are in order of first occurrence. `seed` is that of unique(). Returns -1, or the index of a
-// table with a key whose owner in the map is not a rank; such keys are grouped with those of rank
-// 0.
+// table with a key whose owner in the map is not a rank; such keys are grouped with the keys of
+// rank 0.
 int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Source* sources,
                         const Feature* features, int64_t world_size, bool distinct, int64_t seed,
                         const RoutedKeys& to, int32_t* order, void* workspace,

@@ -23,7 +23,7 @@ struct PooledTable {
   int64_t num_listed;
   // Seed of the initial vectors that replace negative rows; if null, zeros replace them.
   const int64_t* seed;
-  Initializer initializer;  // its own seed is not used
+  Initializer initializer;  // initializer.seed is not used
 };
 
 // The bags of a feature. The vector of bag b begins at out + b * stride, the gradient of this

@@ -9,8 +9,7 @@
 
 namespace sparsekit {
 
-// One table of a lookup. Without buckets, a key's row is the key divided by world_size, rounded
-// down.
+// One table of a lookup. If `buckets` is null, the row of a key is key / world_size, rounded down.
 struct GroupTable : AskedTable {
   Bucket* buckets;
   int64_t num_buckets;

@@ -14,7 +14,7 @@ struct ncclComm;
 
 namespace sparsekit::nccl {
 
-// Identifies a communicator; equal on all its ranks.
+// Identifies a communicator; all its ranks use the same id.
 using UniqueId = std::array<char, 128>;
 
 // Returns the version of the nccl.h used to compile, such as "2.30.7".

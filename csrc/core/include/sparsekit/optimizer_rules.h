@@ -200,8 +200,8 @@ struct Adagrad {
 };
 
 // Adagrad with a single v per row, which accumulates the mean of g^2 over the row: FBGEMM's
-// EXACT_ROWWISE_ADAGRAD. Without kL2 there is no penalty; a runtime flag would cost the CUDA kernel
-// 6 to 20 registers.
+// EXACT_ROWWISE_ADAGRAD. Weight decay is applied only if kL2 is true; a runtime flag would cost the
+// CUDA kernel 6 to 20 registers.
 template <bool kL2>
 struct RowWiseAdagrad : Adagrad {
   static constexpr bool kRowWise = true;
@@ -279,7 +279,7 @@ struct RmsProp {
 // as TensorFlow defines it: it adds l2 w^2 to the loss, where the paper's lambda_2 adds half of
 // that. With lr = 0, where a schedule may begin or end, nothing changes.
 struct Ftrl {
-  static constexpr int kStates = 2;  // n and z
+  static constexpr int kStates = 2;  // the states n and z
   static constexpr bool kRowWise = false;
   static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;

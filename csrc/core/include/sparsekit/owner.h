@@ -23,7 +23,8 @@ SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;
   x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53u;
-  return static_cast<int64_t>(x >> 48);  // the last step, x ^ (x >> 33), leaves these bits alone
+  // The finaliser's last step, x ^ (x >> 33), would not change these bits.
+  return static_cast<int64_t>(x >> 48);
 }
 
 // The assignment of keys to world_size ranks; world_size is in [1, kMaxWorldSize].

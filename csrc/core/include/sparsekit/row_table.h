@@ -11,7 +11,8 @@ namespace sparsekit {
 
 constexpr int kMostStates = 3;
 
-// weight [num_rows, dim], contiguous; state k of row r begins at states[k] + r * strides[k].
+// The rows of weight [num_rows, dim], which is contiguous, and their states: state k of row r
+// begins at states[k] + r * strides[k].
 template <class T>
 struct RowTable {
   T* weight;
@@ -23,7 +24,7 @@ struct RowTable {
   int32_t* row_step;
 };
 
-// Converts a step to an element of row_step; the largest value stands for all larger steps.
+// Converts a step number to an element of row_step; larger numbers become the largest int32.
 SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   constexpr int64_t kMost = 0x7FFFFFFF;
   return static_cast<int32_t>(step < kMost ? step : kMost);

@@ -18,7 +18,7 @@ struct WaitingText {
 
 constexpr int kTogether = 32;    // number of texts of equal length that are hashed together
 constexpr int kFew = 5;          // fewer texts than this are hashed one by one
-constexpr size_t kTooLong = 64;  // bytes; longer texts, and texts of this size, do not wait
+constexpr size_t kTooLong = 64;  // bytes; texts of at least this size are hashed immediately
 
 // Prefetch distances ahead of the current text, in codes and in bytes of text.
 constexpr size_t kCodesAhead = 256;
