@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import overload
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from ..ops._group import GROUP_COMBINERS, FeatureColumn
 from .descriptors import Descriptors, no_offsets
 from .plan import LookupPlan
 from .record import LookupResult
-from .request import Request, one_by_one
+from .request import OnDemand, Request, one_by_one
 from .table_ops import run_into
 
 
@@ -58,7 +57,7 @@ class KeyServer:
             )
             self._features.append(features)
             descriptors = Descriptors(self._keys, offsets, [], features, [], 1)
-            asked.append((_OnDemand(partial(self._requests, columns)), descriptors))
+            asked.append((OnDemand(partial(self._requests, columns)), descriptors))
         return run_into(self._plan, asked, memory)
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
@@ -107,20 +106,3 @@ def _features(
     column[FeatureColumn.begin] = begins.T
     column[FeatureColumn.stride] = np.array(dims)[:, None]
     return torch.from_numpy(column.reshape(len(FeatureColumn), -1).T.copy())
-
-
-class _OnDemand(Sequence[Request]):
-    """Requests that are made only if an error or late rows need them."""
-
-    def __init__(self, make: Callable[[], list[Request]]) -> None:
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._make())
-
-    @overload
-    def __getitem__(self, i: int) -> Request: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Request]: ...
-    def __getitem__(self, i: int | slice) -> Request | list[Request]:
-        return self._make()[i]

@@ -139,8 +139,28 @@ class Request:
         return pooled.view(slots, batch, pooled.shape[1]).transpose(0, 1).contiguous()
 
 
-class LazyRequests(Sequence[Request]):
-    """Requests for runs of shared bags; they are made only when one of them is accessed.
+class OnDemand(Sequence[Request]):
+    """Requests that are made only when one of them, or their number, is asked for."""
+
+    def __init__(self, make: Callable[[], list[Request]]) -> None:
+        self._make = make
+        self._made: list[Request] | None = None
+
+    def __len__(self) -> int:
+        return len(self[:])
+
+    @overload
+    def __getitem__(self, i: int) -> Request: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Request]: ...
+    def __getitem__(self, i: int | slice) -> Request | list[Request]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made[i]
+
+
+class LazyRequests(OnDemand):
+    """Requests for runs of shared bags; their number is known.
 
     Args:
         bags: the bags of all requests.
@@ -159,24 +179,14 @@ class LazyRequests(Sequence[Request]):
         make: Callable[[], list[Request]],
         form: Any,
     ) -> None:
+        super().__init__(make)
         self.bags = bags
         self.shapes = shapes
         self.width = width
         self.form = form
-        self._make = make
-        self._made: list[Request] | None = None
 
     def __len__(self) -> int:
         return len(self.shapes)
-
-    @overload
-    def __getitem__(self, i: int) -> Request: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Request]: ...
-    def __getitem__(self, i: int | slice) -> Request | list[Request]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made[i]
 
 
 def name_of(table: EmbeddingTable, feature: str | None) -> str:
