@@ -1,7 +1,5 @@
 #include "cuda/group.cuh"
 
-#include "cuda/block_sum.cuh"
-
 namespace sparsekit::cuda {
 namespace {
 

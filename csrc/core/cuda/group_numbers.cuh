@@ -2,7 +2,6 @@
 // each entry is added to, and the order of the rows.
 #pragma once
 
-#include "cuda/block_sum.cuh"
 #include "cuda/group_sums.cuh"
 
 namespace sparsekit::cuda {
