@@ -10,7 +10,7 @@
 #include "cpu/first_bad.h"
 #include "hash_parts.h"
 #include "hash_values.h"
-#include "sparsekit/xxh64_batch.h"
+#include "sparsekit/xxh64.h"
 
 namespace sparsekit {
 namespace {

@@ -7,7 +7,7 @@
 #include "cpu/first_bad.h"
 #include "hash_parts.h"
 #include "hash_values.h"
-#include "sparsekit/xxh64_batch.h"
+#include "sparsekit/xxh64.h"
 #include "utf8.h"
 
 namespace sparsekit {

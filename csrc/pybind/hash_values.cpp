@@ -2,12 +2,11 @@
 #include "hash_values.h"
 
 #include <algorithm>
-#include <memory>
 #include <string_view>
 
 #include "cpu/first_bad.h"
 #include "hash_parts.h"
-#include "sparsekit/xxh64_batch.h"
+#include "sparsekit/xxh64.h"
 #include "utf8.h"
 
 namespace sparsekit {

@@ -7,7 +7,7 @@
 
 #include "bindings.h"
 #include "hash_values.h"
-#include "sparsekit/xxh64_batch.h"
+#include "sparsekit/xxh64.h"
 
 namespace py = pybind11;
 

@@ -1,10 +1,9 @@
-#include "sparsekit/xxh64_batch.h"
-
 #include <atomic>
 #include <cstring>
 #include <iterator>
 
 #include "cpu/xxh64_engines.h"
+#include "sparsekit/xxh64.h"
 #include "sparsekit/xxh64_steps.h"
 
 namespace sparsekit {

@@ -2,7 +2,7 @@
 // true.
 #pragma once
 
-#include "sparsekit/xxh64_batch.h"
+#include "sparsekit/xxh64.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define SPARSEKIT_HAS_X86_ENGINES
