@@ -1,7 +1,6 @@
 // Finds the texts of an Arrow array, and which of its items are valid.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string_view>

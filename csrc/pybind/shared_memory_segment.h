@@ -1,14 +1,117 @@
 // The memory that the ranks of a group share: a bell for each rank and a ring for each pair.
+//
+// A ring is a stream of bytes from one process to another. Neither side trusts the other: each
+// keeps its own position in private memory and checks the position that it reads, so even if
+// another process overwrites positions, no byte beyond the ring is touched.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
-
-#include "shared_memory_ring.h"
+#include <cstring>
+#include <stdexcept>
 
 namespace sparsekit::shared_memory {
+
+// Positions are multiples of this, so the word in front of a message is never split.
+constexpr uint64_t kGrain = 8;
+// Two cache lines, since processors fetch them in pairs.
+constexpr size_t kLine = 128;
+
+constexpr uint64_t padded(uint64_t size) {
+  return (size + kGrain - 1) / kGrain * kGrain;
+}
+
+// The state of a ring, without its bytes. All zeros is an empty ring.
+struct RingState {
+  alignas(kLine) std::atomic<uint64_t> written;  // bytes written so far
+  alignas(kLine) std::atomic<uint64_t> read;
+  std::atomic<uint32_t> full;  // set while the writer waits for room
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "else a lock would be in this process");
+
+// Returns the bytes between two positions; throws if they are further apart than a ring, which
+// happens only if one has been overwritten.
+inline uint64_t distance(uint64_t from, uint64_t to, uint64_t capacity) {
+  const uint64_t size = to - from;
+  if (size > capacity || size % kGrain != 0) {
+    throw std::runtime_error("the memory shared with another rank has been overwritten");
+  }
+  return size;
+}
+
+class RingWriter {
+ public:
+  // The capacity is a power of two.
+  RingWriter(RingState* state, char* bytes, uint64_t capacity)
+      : state_(state), bytes_(bytes), capacity_(capacity) {}
+
+  // Returns the number of bytes that can be put. If it is 0, the reader will see that we wait for
+  // room.
+  uint64_t room() {
+    if (const uint64_t free = free_bytes()) return free;
+    state_->full.store(1);
+    return free_bytes();
+  }
+
+  // Writes at most room() bytes, and their padding.
+  void put(const void* data, uint64_t size) {
+    if (size == 0) return;
+    const uint64_t begin = written_ % capacity_;
+    const uint64_t first = std::min(size, capacity_ - begin);
+    std::memcpy(bytes_ + begin, data, first);
+    std::memcpy(bytes_, static_cast<const char*>(data) + first, size - first);
+    written_ += padded(size);
+  }
+
+  // Shows the reader what has been put.
+  void publish() { state_->written.store(written_); }
+
+ private:
+  // Sequentially consistent with `full`: either we see the room or the reader sees that we wait.
+  uint64_t free_bytes() const {
+    return capacity_ - distance(state_->read.load(), written_, capacity_);
+  }
+
+  RingState* state_;
+  char* bytes_;
+  uint64_t capacity_;
+  uint64_t written_ = 0;
+};
+
+class RingReader {
+ public:
+  RingReader(RingState* state, const char* bytes, uint64_t capacity)
+      : state_(state), bytes_(bytes), capacity_(capacity) {}
+
+  uint64_t available() const { return distance(read_, state_->written.load(), capacity_); }
+
+  // Reads at most available() bytes, and skips their padding.
+  void take(void* data, uint64_t size) {
+    if (size == 0) return;
+    const uint64_t begin = read_ % capacity_;
+    const uint64_t first = std::min(size, capacity_ - begin);
+    std::memcpy(data, bytes_ + begin, first);
+    std::memcpy(static_cast<char*>(data) + first, bytes_, size - first);
+    read_ += padded(size);
+  }
+
+  // Frees consumed bytes; returns whether the writer must be woken.
+  bool publish() {
+    state_->read.store(read_);
+    if (state_->full.load() == 0) return false;
+    // Clear it before the writer is woken, as the writer may find the ring full once more.
+    state_->full.store(0);
+    return true;
+  }
+
+ private:
+  RingState* state_;
+  const char* bytes_;
+  uint64_t capacity_;
+  uint64_t read_ = 0;
+};
 
 // A rank sleeps until another one rings its bell. A bell consists only of words, one of them a
 // futex, so there is no lock that a dying process could leave locked.
