@@ -2,7 +2,6 @@
 // tables for one step.
 #pragma once
 
-#include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>

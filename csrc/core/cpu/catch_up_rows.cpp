@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "cpu/sum_rows.h"
-
 namespace sparsekit::cpu {
 namespace {
 

@@ -1,7 +1,5 @@
 #include "sparsekit/group.h"
 
-#include <algorithm>
-
 #include "cpu/first_bad.h"
 
 namespace sparsekit::cpu {

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "cpu/distinct_key_map.h"
-#include "cpu/probe.h"
 #include "sparsekit/arena.h"
 #include "sparsekit/parallel.h"
 

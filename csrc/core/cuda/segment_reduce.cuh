@@ -8,7 +8,6 @@
 // By atomics: one pass over the entries in the given order.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 

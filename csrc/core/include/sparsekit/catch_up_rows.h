@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "sparsekit/device_count.h"
 #include "sparsekit/optimizer_rules.h"
 #include "sparsekit/parallel.h"
 #include "sparsekit/row_table.h"
