@@ -1,4 +1,4 @@
-"""Feature hashing: values of categorical features become a few columns of a wide, sparse matrix."""
+"""Feature hashing: encodes categorical features as columns of a wide, sparse matrix."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 @dataclass(frozen=True)
 class Collisions:
-    """The number of distinct values of a feature that share their columns with an earlier one."""
+    """Counts of a feature's distinct values that have the same columns as an earlier value."""
 
     feature: str
-    values: int  # distinct ones, told apart by their 64-bit hash
-    codes: int  # distinct sets of columns
+    values: int  # number of distinct values, compared by their 64-bit hashes
+    codes: int  # number of distinct sets of columns
     expected: float  # collisions if all sets of columns were equally likely
 
     @property
@@ -42,7 +42,7 @@ class Collisions:
 
 
 class SplitHashEncoder:
-    """Encode rows of categorical features as rows of a sparse matrix, by hash; nothing is fitted.
+    """Encode rows of categorical features as rows of a sparse matrix, by hashing, without fitting.
 
     The rule, for a value of a feature that has up to L values: ``h = xxh64(value, salt)``
     (`sparsekit.hashing.xxh64`, for which 3 and "3" are one value, as are None and ""). The feature
@@ -54,7 +54,7 @@ class SplitHashEncoder:
     - ``splits=1``, one-hot: a single 1 at ``h % bucket``.
 
     So each row has exactly ``splits * len(feature_lengths)`` entries, and the columns of a value
-    depend only on the value and on the feature's length, place and salt.
+    depend only on the value and on the feature's length, position and salt.
 
     Args:
         feature_lengths: Name of each feature -> the most values that it has, in ``[1, 2**32]``.
@@ -127,12 +127,12 @@ class SplitHashEncoder:
                   columns for each row. Cannot hold signs.
 
         Returns:
-            Rows with columns in rising order. Layers of sparsekit accept all three forms.
+            Rows with columns in ascending order. Layers of sparsekit accept all three forms.
 
         Raises:
             TypeError, ValueError: a column is missing, is refused by `xxh64` or differs from the
-                first in length; signs are asked for in bags; or `to` is unknown.
-            ImportError: scipy is missing.
+                first in length; bags are requested from a signed encoder; or `to` is unknown.
+            ImportError: scipy is not installed.
         """
         if to not in ("torch", "scipy", "bags"):
             raise ValueError(f"{_NAME}: to must be 'torch', 'scipy' or 'bags', got {to!r}")
@@ -163,7 +163,8 @@ class SplitHashEncoder:
         for name, hashes in self._hashes(columns).items():
             distinct = hashes.unique()
             block = self.buckets[name] // self.splits
-            # The columns of a value as one number, which wraps around where it needs all 64 bits.
+            # Combines the columns of a value into one integer, which wraps around if it needs all
+            # 64 bits.
             places = [block**k for k in reversed(range(self.splits))]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
             values, sets = len(distinct), block**self.splits
@@ -190,12 +191,12 @@ class SplitHashEncoder:
 
         Args:
             path: the file.
-            feature_lengths: The lengths that the caller expects, or None: with other lengths,
-                columns differ and trained weights mean nothing.
+            feature_lengths: The lengths that the caller expects; None accepts any. With other
+                lengths the columns differ, and trained weights are meaningless.
 
         Raises:
-            ValueError: the file is not an encoder's, or its features differ from those expected in
-                name, order or length.
+            ValueError: the file does not hold an encoder, or its features differ from the expected
+                features in name, order or length.
         """
         try:
             saved = json.loads(Path(path).read_bytes())
@@ -214,7 +215,7 @@ class SplitHashEncoder:
         return f"{_NAME}({self.feature_lengths}, splits={self.splits}, signed={self.signed})"
 
     def _hashes(self, columns: Any) -> dict[str, torch.Tensor]:
-        """Return name -> int64 [n] for each feature."""
+        """Return the hashes of each feature's values: name -> int64 [n]."""
         hashes: dict[str, torch.Tensor] = {}
         for name, salt in self.salts.items():
             try:
@@ -235,13 +236,13 @@ class SplitHashEncoder:
         return hashes
 
     def _columns(self, name: str, hashes: torch.Tensor) -> torch.Tensor:
-        """Return int64 [n, splits], rising."""
+        """Return the columns of each value, int64 [n, splits], in ascending order."""
         block = self.buckets[name] // self.splits
         blocks = torch.arange(self.splits, device=hashes.device) * block + self.starts[name]
         return self._in_blocks(name, hashes).add_(blocks)
 
     def _in_blocks(self, name: str, hashes: torch.Tensor) -> torch.Tensor:
-        """Return int64 [n, splits]: the column of each entry within its block."""
+        """Return the column of each entry within its block, int64 [n, splits]."""
         block = self.buckets[name] // self.splits
         if self.splits == 1:
             # The hash is unsigned, so add 2**64 where it is read as negative.
@@ -269,11 +270,11 @@ def _salt(name: str, salt: int) -> int:
 
 
 def _bucket(length: int) -> int:
-    return max(32, 4 * (math.isqrt(length - 1) + 1))  # the root rounded up, without floats
+    return max(32, 4 * (math.isqrt(length - 1) + 1))  # the square root rounded up, in integers
 
 
 def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:
-    """Raise ValueError unless a file's features, name -> length, are those asked for."""
+    """Raise ValueError unless a file has the expected features, given as name -> length."""
     if list(saved) != list(asked):
         raise ValueError(
             f"{path}: {_NAME} was saved with the features {list(saved)}, in this order, but "

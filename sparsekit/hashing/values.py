@@ -1,4 +1,4 @@
-"""XXH64 of values: what is hashed for which type, and the ways of columns, arrays and sequences."""
+"""Hashes values with XXH64: sequences, NumPy arrays, tensors and Arrow columns."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             f"xxh64 takes a sequence of values and got a single {type(values).__name__}; "
             "put it in a list: xxh64([value])"
         )
-    # A pandas Series may come here; not every one can be had through Arrow.
+    # This may be a pandas Series; not every Series can be read through Arrow.
     if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
         values = np.asanyarray(values)
     if isinstance(values, torch.Tensor) and values.dtype not in INTEGER_DTYPES:
         raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
-    # Also refuses a pandas table, which as a sequence would be its column names.
+    # Also refuses a pandas DataFrame, which as a sequence would be its column names.
     dimensions = getattr(values, "ndim", 1)
     if dimensions != 1:
         raise ValueError(f"values must have one dimension, got {dimensions}")
@@ -115,7 +115,7 @@ def _hash(values: Any, seed: int) -> np.ndarray:
 
 
 def _check_buffers(values: Any) -> None:
-    """Raise ValueError where a pyarrow column reaches beyond its buffers.
+    """Raise ValueError if a pyarrow column reaches beyond its buffers.
 
     __arrow_c_array__ does not return buffer sizes, so _pybind cannot check this.
     """
@@ -164,7 +164,7 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
 
 
 def checked_seed(seed: int) -> int:
-    """Return the seed as an int; TypeError or ValueError unless it is one of 64 bits."""
+    """Check that the seed is in ``[0, 2**64)``, and return it as an int."""
     try:
         seed = operator.index(seed)
     except TypeError:

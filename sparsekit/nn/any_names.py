@@ -1,4 +1,4 @@
-"""A container of layers that takes names which torch's own refuses."""
+"""A container of layers that accepts names that torch's ModuleDict refuses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _EMPTY = torch.nn.ModuleDict()
 
 
 def name_in_state(name: str) -> str:
-    """Return the name of a module in `LayersByName`, without dots and unlike any attribute's."""
+    """Return the encoded name of a module; see `LayersByName`."""
     name = name.replace("%", "%25").replace(".", "%2E")
     return f"%{ord(name[0]):02X}{name[1:]}" if name and hasattr(_EMPTY, name) else name
 
 
 class LayersByName(torch.nn.ModuleDict):
-    """A ModuleDict that also takes names with dots and those of a module's attributes.
+    """A ModuleDict that also accepts names with dots and names of module attributes.
 
     Dots separate the names of modules in a state, so these names are percent-encoded there:
     ``"user.id"`` is ``user%2Eid``, and ``"type"`` is ``%74ype``. Other names are not changed.

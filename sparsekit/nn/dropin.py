@@ -19,7 +19,7 @@ _Layer = TypeVar("_Layer", bound="DropIn")
 
 
 class DropIn(EmbeddingLayer):
-    """Base of both drop-ins: a table made from torch's arguments and other options of tables."""
+    """Base of `Embedding` and `EmbeddingBag`: makes a table from torch's arguments and options."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class DropIn(EmbeddingLayer):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of this process's table."""
+        """Number of rows in this process's table."""
         return self.capacity
 
     @property
     def embedding_dim(self) -> int:
-        """Elements of a vector."""
+        """Length of a vector."""
         return self.embedding_vec_size
 
     def extra_repr(self) -> str:
-        """Return the text of the base class, the padding and the largest norm."""
+        """Return the text of the base class, with the padding and the largest norm."""
         padding = "" if self.padding_key is None else f", padding_key={self.padding_key}"
         limit = "" if self.max_norm is None else f", max_norm={self.max_norm}"
         return f"{super().extra_repr()}{padding}{limit}"
@@ -75,7 +75,7 @@ def _positive(name: str, argument: str, value: Any) -> float:
 
 
 def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None:
-    """Return padding_idx counted from the start; a negative one counts from the end."""
+    """Return padding_idx as a nonnegative index; a negative padding_idx counts from the end."""
     if padding_idx is None:
         return None
     if not -rows <= padding_idx < rows:
@@ -89,7 +89,7 @@ def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None
 def rows_of(
     name: str, embeddings: torch.Tensor, padding_idx: int | None, num_embeddings: int | None
 ) -> tuple[int, int | None]:
-    """Return the rows of a table for these vectors, and their padding counted from the start."""
+    """Return the number of rows of a table for these vectors, and a nonnegative padding_idx."""
     if embeddings.dim() != 2:
         raise ValueError(
             f"{name}: embeddings must be [n, dim], got shape {tuple(embeddings.shape)}"
@@ -104,7 +104,7 @@ def rows_of(
 
 
 def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
-    """Assign these vectors to the ids from 0 on, and return the layer.
+    """Assign the vectors to the ids 0, 1, 2, ..., and return the layer.
 
     The padding gets a row too, although no lookup reads it, so that on one process the row of an id
     is the id. Code that reads the weight itself then works as before.

@@ -22,23 +22,23 @@ class Embedding(DropIn):
     """A layer with a vector for each id, called like ``torch.nn.Embedding``; any int64 is an id.
 
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
-    ids came first; `vectors`, `assign` and `items` go by id. In evaluation nothing is inserted, and
-    an unseen id reads the vector that training would have started it from. ``weight.grad`` is a
-    sparse tensor, for the optimizers of `sparsekit.optim` as for torch's SparseAdam, SGD and
-    Adagrad.
+    ids first occurred; `vectors`, `assign` and `items` access rows by id. In evaluation nothing is
+    inserted, and an unseen id reads the vector that training would have started it from.
+    ``weight.grad`` is a sparse tensor, for the optimizers of `sparsekit.optim` as for torch's
+    SparseAdam, SGD and Adagrad.
 
     Args:
         num_embeddings: rows of this process's table, in [1, 2^31 - 1]: the number of distinct ids
-            that it has room for. With ``use_hashtable=False`` ids are row numbers below it, as in
-            torch.
-        embedding_dim: elements of a vector.
+            that it can hold. With ``use_hashtable=False`` ids are row numbers below num_embeddings,
+            as in torch.
+        embedding_dim: length of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 stands for the last one.
             Its vector is and remains zeros, has no row, and gets no gradient.
-        max_norm: None, or the largest norm: a vector with a larger one is scaled by ``max_norm /
+        max_norm: None, or the largest norm: a vector with a larger norm is scaled by ``max_norm /
             (norm + 1e-7)`` before it is read, in ``weight`` itself, by the rank that owns it. As in
-            torch this happens in evaluation too, in which only one thread at a time may then look
-            up. On CUDA each call then waits for the device. In evaluation an id without a row reads
-            its initial vector, unscaled.
+            torch this happens in evaluation too, so only one thread at a time may look up. On CUDA
+            each call then waits for the device. In evaluation an id without a row reads its initial
+            vector, unscaled.
         norm_type: p of that norm, > 0.
         scale_grad_by_freq: refused unless False.
         sparse: ignored; gradients are always sparse.
@@ -48,8 +48,8 @@ class Embedding(DropIn):
         padding_key: instead of padding_idx, any int64; -1 is a key like any other.
         embedding_initializer: as in `DistributedEmbedding`, but None means ``Normal(0.0, 1.0)``,
             which is torch's.
-        name: name of the layer in errors. Initial vectors depend on it, or on `torch.manual_seed`
-            if there is none.
+        name: name of the layer, for error messages. Initial vectors depend on the name, or on
+            `torch.manual_seed` if there is none.
         use_hashtable, other options: as in `DistributedEmbedding`.
 
     Shape:
@@ -127,12 +127,12 @@ class Embedding(DropIn):
         Args:
             embeddings: float32, float64 or bfloat16 ``[n, dim]``.
             freeze: whether training leaves the vectors unchanged.
-            padding_idx: as in the layer; a negative one counts from n.
+            padding_idx: as in the layer; a negative padding_idx counts from n.
             max_norm: as in the layer.
             norm_type: as in the layer.
             scale_grad_by_freq: as in the layer.
             sparse: as in the layer.
-            num_embeddings: rows of the table, at least n; None means n, which leaves no room for
+            num_embeddings: rows of the table, at least n; None means n, which leaves no rows for
                 other ids.
             options: further keywords of the layer.
 
@@ -169,5 +169,5 @@ class Embedding(DropIn):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, keys: torch.Tensor) -> Request:
-        """Check the input of a call; see `EmbeddingLayer`."""
+        """Check the input of a call, and return a request; see `EmbeddingLayer.request`."""
         return ask_vectors(self, keys)

@@ -30,9 +30,8 @@ class EmbeddingBag(DropIn):
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type: as in `Embedding`.
         scale_grad_by_freq: refused unless False.
-        mode: ``"mean"``, ``"sum"`` or ``"max"``. The maximum is taken for each element, and the
-            first of equal ones gets the gradient; the vectors of all ids are gathered for it
-            beforehand.
+        mode: ``"mean"``, ``"sum"`` or ``"max"``. The maximum is elementwise; on ties the first
+            vector gets the gradient. It first gathers the vectors of all ids.
         sparse: ignored; gradients are always sparse, with ``"max"`` too.
         _weight: refused; see `from_pretrained`.
         include_last_offset: whether offsets include the end of the last bag.
@@ -43,8 +42,8 @@ class EmbeddingBag(DropIn):
     Shape:
         - Input: int64 or int32 ``[n]``, with offsets, or ``[bags, m]``, each row a bag; or
           torch.nested jagged ``[bags, j]``.
-        - Offsets: int64 or int32 ``[bags]``, where each bag begins, the first at 0; with
-          include_last_offset ``[bags + 1]``, and the last is n.
+        - Offsets: int64 or int32 ``[bags]``, the position at which each bag begins, 0 for the first
+          bag; with include_last_offset ``[bags + 1]``, and the last offset is n.
         - per_sample_weights: floating point, in the form of input; only with ``mode="sum"``.
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
 
@@ -143,7 +142,7 @@ class EmbeddingBag(DropIn):
 
     @property
     def combiner(self) -> str:
-        """The mode, under the name that other layers have for it."""
+        """The mode, by the name that it has in other layers."""
         return self.mode
 
     @uncompiled
@@ -161,7 +160,7 @@ class EmbeddingBag(DropIn):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
-        """Check bags in any form with one slot, or ``[bags, m]``; see `EmbeddingLayer`."""
+        """Check bags, and return a request; see `EmbeddingLayer.request`."""
         return self._bags(inputs, sample_weights)
 
     def _asked(self, input: Any, offsets: Any, weights: Any) -> Request:
@@ -203,7 +202,7 @@ class EmbeddingBag(DropIn):
         if offsets.dim() != 1:
             raise ValueError(f"{self.name}: offsets must be 1-D, got shape {tuple(offsets.shape)}")
         if not self.include_last_offset:
-            # Faster than constant_pad_nd.
+            # This is faster than constant_pad_nd.
             offsets = torch.cat((offsets, offsets.new_full((1,), len(input))))
         return input, offsets
 
@@ -211,6 +210,6 @@ class EmbeddingBag(DropIn):
         return ask_bags(self, inputs, weights, self.mode, None)
 
     def extra_repr(self) -> str:
-        """Return the text of the base class, and how bags are pooled."""
+        """Return the text of the base class, with the settings for pooling."""
         last = ", include_last_offset=True" if self.include_last_offset else ""
         return f"{super().extra_repr()}, mode={self.mode!r}{last}"

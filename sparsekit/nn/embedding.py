@@ -1,4 +1,4 @@
-"""The two layers: pooled bags of keys, and one vector for each key."""
+"""The layers with SOK's interface: one pools bags of keys, one returns a vector for each key."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ class DistributedEmbedding(EmbeddingLayer):
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum), ``"sqrtn"`` or
-            ``"max"`` (for each element, without weights; the vectors of all keys are gathered for
-            it beforehand, and the first of equal elements gets the gradient). Or a list of slot_num
-            of these, one for each slot; keys are then sorted by slot, unless they come so, as in a
+            ``"max"`` (elementwise, without weights; it first gathers the vectors of all keys, and
+            on ties the first vector gets the gradient). Or a list of slot_num combiners, one for
+            each slot; keys are then sorted by slot, unless they already are, as in a
             KeyedJaggedTensor.
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
-        embedding_vec_size: elements of a vector (dim).
-        slot_num: bags of a sample.
-        max_nnz: largest number of keys in a bag, padding included; None for any number. Or a list
-            of slot_num of these, one for each slot, in which padding does not count.
-        max_feature_num: largest number of keys in a sample, before bags are truncated; None for any
-            number.
+        embedding_vec_size: length of a vector (dim).
+        slot_num: number of bags of a sample.
+        max_nnz: largest number of keys in a bag, padding included; None for no limit. Or a list of
+            slot_num limits, one for each slot, for which padding does not count.
+        max_feature_num: largest number of keys in a sample, before bags are truncated; None for no
+            limit.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
-        key_dtype: torch.int64 (int32 keys are taken as well) or torch.int32.
+        key_dtype: torch.int64 (which accepts int32 keys as well) or torch.int32.
         embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
-            that fills a tensor in place, such as ``torch.nn.init.xavier_uniform_``. That is called
-            on a tensor without memory, of the shape of the table over all ranks, and if all it does
-            is one uniform_, normal_, fill_ or zero_, vectors start from that distribution. Any
-            other function needs ``use_hashtable=False``: it is called on zeros for the whole table
-            on the CPU, with torch's generator seeded by seed, and each rank keeps its own rows.
-            None = ``Uniform(-0.05, 0.05)``.
+            that fills a tensor in place, such as ``torch.nn.init.xavier_uniform_``. The function is
+            called on a tensor without memory, of the shape of the table over all ranks, and if all
+            it does is one uniform_, normal_, fill_ or zero_, vectors start from that distribution.
+            Any other function needs ``use_hashtable=False``: it is called on zeros for the whole
+            table on the CPU, with torch's generator seeded by seed, and each rank keeps its own
+            rows. None = ``Uniform(-0.05, 0.05)``.
         padding_key: entries with this key are left out, neither counted nor inserted.
         on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged.
-        gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; the same on one rank.
+        gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; both are the same on a single rank.
         seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
             from torch's default generator, which `torch.manual_seed` seeds; ranks that draw
-            different ones raise at the first lookup.
-        name: name of the layer in errors; give one if layers may be built in another order.
+            different seeds raise at the first lookup.
+        name: name of the layer, for error messages; give a name if layers may be built in another
+            order.
         dtype: dtype of the rows: float32, float64 or bfloat16 (added in float32). None means
             torch's default.
         device: device of the rows and the table; None means torch's default. On meta there is no
@@ -82,12 +83,12 @@ class DistributedEmbedding(EmbeddingLayer):
             so an output of a bag by at most 2^-8 of the sum of its absolute summands. Sums are
             still computed in float32 or float64. None means the setting of `sparsekit.init`, by
             default no rounding. The layer's own dtype means no rounding.
-        max_keys_per_rank: largest number of distinct keys of a call that this rank may ask any one
-            rank for. With this limit the counts of keys travel with the keys, in messages of ``8 *
+        max_keys_per_rank: limit on the distinct keys that a call may request from any one rank.
+            With this limit the counts of keys travel with the keys, in messages of ``8 *
             max_keys_per_rank`` bytes, so no rank waits for counts before it sends (nor does
             `EmbeddingGroup.prefetch`), and a step has one collective less; more keys are an error
             on all ranks. Lookups go by key, whatever strategy="auto" would choose, and all layers
-            of a group must have the limit. None means any number.
+            of a group must have the limit. None means no limit.
         insert: False keeps the vocabulary unchanged in training too: a key without a row reads what
             it would read in evaluation and gets no row and no gradient, while keys with a row are
             trained. It is also an attribute; set it on all ranks alike. `assign` inserts in any
@@ -95,8 +96,8 @@ class DistributedEmbedding(EmbeddingLayer):
         strategy: what the ranks that own a bag's keys send. ``"all_to_all"``: the vector of each
             distinct key, which is pooled here. ``"reduce_scatter"``: sums over the keys of each
             rank, for which every rank sends all its keys to all ranks; for large bags of keys that
-            seldom repeat, and not for sample_weights that need a gradient. ``"auto"``: in each call
-            the one that moves fewer bytes over all ranks.
+            seldom repeat, and not for sample_weights that need a gradient. ``"auto"``: in each
+            call, the strategy that moves fewer bytes over all ranks.
 
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
@@ -192,7 +193,7 @@ class DistributedEmbedding(EmbeddingLayer):
         )
 
     def extra_repr(self) -> str:
-        """Return the text of the base class, and how bags are pooled."""
+        """Return the text of the base class, with the settings for pooling."""
         return (
             f"{super().extra_repr()}, combiner={self.combiner!r}, slot_num={self.slot_num}, "
             f"max_nnz={self.max_nnz}{', truncate=True' if self.truncate else ''}"
@@ -208,10 +209,10 @@ class All2AllDenseEmbedding(EmbeddingLayer):
 
     Args:
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
-        embedding_vec_size: elements of a vector (dim).
-        slot_num: slots of a sample.
-        nnz_per_slot: keys of each slot, a fixed number.
-        dynamic_input: whether to take 1-D keys of any length instead.
+        embedding_vec_size: length of a vector (dim).
+        slot_num: number of slots of a sample.
+        nnz_per_slot: number of keys in each slot.
+        dynamic_input: whether to take 1-D keys of any length instead of a fixed number.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         dtype, device, options: as in `DistributedEmbedding`.
@@ -219,7 +220,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
           ``[batch, slot_num, nnz_per_slot, dim]``.
-        - With dynamic_input: ``[n]``, 0 included. Output: ``[n, dim]``. Or jagged, as for
+        - With dynamic_input: ``[n]``, where n may be 0. Output: ``[n, dim]``. Or jagged, as for
           `Embedding`.
     """
 

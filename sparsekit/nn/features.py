@@ -1,4 +1,4 @@
-"""Features of an EmbeddingGroup: the bags of each, the layer that they ask, and the output."""
+"""Features of an EmbeddingGroup: their settings, the requests for their bags, and the output."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Feature:
     """Settings of a feature of an `EmbeddingGroup`.
 
     Args:
-        layer: name of the layer in the group. Several features may name the same one.
+        layer: name of the layer in the group. Several features may name the same layer.
         combiner: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"``; None for the vector of each key,
-            without pooling or weights; ``"default"`` for the layer's.
-        max_nnz: largest number of keys in a bag; None for the layer's.
+            without pooling or weights; ``"default"`` for the layer's combiner.
+        max_nnz: largest number of keys in a bag; None for the layer's limit.
         truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
             the layer's setting. Where vectors are not pooled, padding counts.
     """
@@ -47,7 +47,7 @@ class Feature:
 
 @dataclass(slots=True)
 class BoundFeature:
-    """A feature whose settings are all filled in, and its table."""
+    """A feature with its table, and with the layer's settings in place of defaults."""
 
     name: str
     table: EmbeddingTable
@@ -55,12 +55,12 @@ class BoundFeature:
 
     @property
     def max_feature_num(self) -> int | None:
-        """Largest number of keys in a sample, which has one slot."""
+        """Limit on the keys of a sample; None if there is none."""
         return getattr(self.table, "max_feature_num", None)
 
     @property
     def can_share(self) -> bool:
-        """Return whether ops can read its bags in place, next to those of other features."""
+        """Return whether the ops can read the feature's bags in place, from a shared tensor."""
         return (
             self.feature.combiner not in (None, "max")
             and not self.feature.truncate
@@ -118,7 +118,7 @@ def _settled(name: str, feature: str | Feature, layers: Mapping[str, EmbeddingTa
 
 
 def _of_layer(where: str, name: str, layer: EmbeddingTable, setting: str) -> Any:
-    """Return a setting of the layer, None if it has none."""
+    """Return a setting of the layer; None if the layer lacks it."""
     value = getattr(layer, setting, None)
     if isinstance(value, tuple):
         raise ValueError(
@@ -151,7 +151,7 @@ def check_joined(
 def ask_each(
     asked: Sequence[BoundFeature], inputs: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> list[Request]:
-    """Read the bags of each feature, which are given by name; change nothing."""
+    """Return a request for each feature, given bags by name; do not change any table."""
     requests = []
     for one in asked:
         name = name_of(one.table, one.name)
@@ -173,7 +173,7 @@ def asked_of(
 def ask_keyed(
     plan: LookupPlan, features: Mapping[str, Feature], inputs: Any, sample_weights: Any, join: bool
 ) -> Sequence[Request]:
-    """Read a KeyedJaggedTensor, which may have further features; change nothing.
+    """Return a request for each feature of a KeyedJaggedTensor; its other keys are ignored.
 
     On one rank requests share the bags of the tensor, so that nothing is copied.
 
@@ -248,7 +248,7 @@ def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
 
 
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
-    """Return the bags of each feature, one for each sample."""
+    """Split bags by feature; each feature has one bag for each sample."""
     bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
     firsts = torch.arange(features + 1, device=bags.values.device) * batch
     ends = cast(torch.Tensor, bags.offsets)[firsts].tolist()
@@ -258,7 +258,7 @@ def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
 def _request(
     one: BoundFeature, bags: Bags, count: int | None = None, first_bag: int | None = None
 ) -> Request:
-    """Return the request of a feature, for all bags or a run of them."""
+    """Return the request of a feature, for all of `bags` or a run of them."""
     most, truncate = cast(int, one.feature.max_nnz), bool(one.feature.truncate)
     request = Request(
         one.table,
@@ -284,7 +284,7 @@ def _request(
 
 
 def share_columns(requests: Sequence[Request]) -> None:
-    """Make outputs columns of one tensor, if they can be written there directly.
+    """Let requests write to columns of one shared output, if the ops can do that directly.
 
     Raises:
         ValueError: features have different numbers of samples.
@@ -304,7 +304,7 @@ def share_columns(requests: Sequence[Request]) -> None:
 
 
 def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``[batch, sum of dims]`` from one output of all requests or one of each."""
+    """Return ``[batch, sum of dims]``: the shared output, or the outputs concatenated."""
     if len(outputs) == 1:
         return outputs[0].flatten(1)
     return torch.cat([output.flatten(1) for output in outputs], 1)

@@ -1,4 +1,4 @@
-"""Lookups in many tables with one exchange."""
+"""Looks up keys in many tables with one exchange between ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .layer import EmbeddingLayer
 
 
 class EmbeddingGroup(torch.nn.Module):
-    """Layers that look up together: one call of each op, the same few collectives on all ranks.
+    """Layers that look up together: all of them share one call of each op and a few collectives.
 
     Dims, dtypes, combiners and slots may differ; process group and device are shared.
 
@@ -41,12 +41,12 @@ class EmbeddingGroup(torch.nn.Module):
     On one process its values are read in place.
 
     Args:
-        layers: name -> layer of sparsekit. Names are not empty; the layers' own names are all
-            different. Ranks look up in this order, or in that of features, so it must be the same
-            on all ranks.
-        features: name -> layer's name, or `Feature` with a combiner and max_nnz of its own, for
-            bags of one slot. Features of one layer share its table. None means a feature for each
-            layer, of the same name; in a dict it has all slots of the layer.
+        layers: name -> layer of sparsekit. Names must not be empty, and the layers' own names must
+            differ. Ranks look up in this order, or in that of features, so it must be the same on
+            all ranks.
+        features: name -> layer's name, or a `Feature` with its own combiner and max_nnz, for bags
+            of one slot. Features of one layer share its table. None means a feature for each layer,
+            of the same name; in a dict it has all slots of the layer.
         output: ``"dict"``: name -> ``[batch, dim]`` of a feature, or jagged ``[batch, j, dim]``
             where it does not pool (zeros for a padding key); without features, a dict gives what
             the layer returns. ``"concatenated"``: ``[batch, sum of dims]`` in the order of
@@ -106,7 +106,7 @@ class EmbeddingGroup(torch.nn.Module):
         if output == "keyed":
             keyed_tensor_class()
         self._plan_cache = PlanCache()
-        # Inputs of prefetch, and the lookup that it began.
+        # Inputs of a prefetched batch, and the lookup that has begun for them.
         self._begun: tuple[Any, Route] | None = None
 
     @uncompiled
@@ -114,10 +114,10 @@ class EmbeddingGroup(torch.nn.Module):
         """Look up the inputs of all features.
 
         Args:
-            inputs: name -> input, for every feature, or for every layer where there are no
+            inputs: name -> input, for every feature, or for every layer if the group has no
                 features; or a KeyedJaggedTensor.
-            sample_weights: name -> weights of that input's keys, for those that have any. A
-                KeyedJaggedTensor has its own weights.
+            sample_weights: name -> weights of that input's keys; inputs without weights may be left
+                out. A KeyedJaggedTensor has its own weights.
 
         Returns:
             The form that `output` selects, by default a dict.
@@ -149,7 +149,7 @@ class EmbeddingGroup(torch.nn.Module):
 
     @uncompiled
     def prefetch(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> None:
-        """Begin to send the keys of the next batch while the rest of this one goes on.
+        """Start to send the keys of the next batch while work on the current batch goes on.
 
         Call it after the backward of a batch, or before; the next call of the group must be with
         the very same `inputs`, and needs no sample_weights. Nothing is looked up before that call,
@@ -179,7 +179,7 @@ class EmbeddingGroup(torch.nn.Module):
     def _ask(
         self, tables: Sequence[EmbeddingTable], inputs: Any, weights: Mapping[str, Any] | None
     ) -> Asked:
-        """Return the requests, one for each feature, or the error in the inputs."""
+        """Return a request for each feature, or the error that the inputs have caused."""
         join = self.output != "dict"
         try:
             if is_keyed_jagged(inputs):
@@ -194,7 +194,7 @@ class EmbeddingGroup(torch.nn.Module):
             return refused(tables, error)
 
     def _check_slots(self, what: str) -> None:
-        """Raise ValueError for a layer with several slots, if no features describe them."""
+        """Raise ValueError if a layer has several slots and the group has no features."""
         if self.has_features:
             return
         for name, layer in self.layers.items():
@@ -242,13 +242,13 @@ def group_embedding_lookup_sparse(
     """Pool bags of several tables in one exchange, like SOK's function of that name.
 
     Args:
-        params: the tables: embedding layers, of which only the table is used.
+        params: embedding layers; only their tables are used.
         sp_ids: the bags for each table, in any form of `DistributedEmbedding` with one slot.
         combiners: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"`` for each table.
-        sp_weights: for each table weights or None; None for no weights at all.
+        sp_weights: for each table, weights or None; a single None means no weights at all.
 
     Returns:
-        For each table ``[bags, dim]``.
+        The pooled vectors, ``[bags, dim]`` for each table.
 
     Raises:
         ValueError: sequences have different lengths, or a combiner is unknown.
@@ -278,7 +278,7 @@ def group_embedding_lookup_sparse(
 
 
 def _check_names(layers: Mapping[str, EmbeddingLayer]) -> None:
-    """Raise ValueError for two layers of one name: equal keys would start from equal vectors."""
+    """Raise ValueError if two layers share a name: equal keys would start from equal vectors."""
     by_name: dict[str, str] = {}
     for name, layer in layers.items():
         other = by_name.setdefault(layer.name, name)

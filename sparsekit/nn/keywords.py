@@ -1,4 +1,4 @@
-"""Keywords of layers: shows the options of their tables in `help`, and refuses unknown ones."""
+"""Shows the table options among a layer's keywords in `help`, and refuses unknown keywords."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _In
 
     Args:
         drop_in: the class that takes torch's arguments, if the layer's class does not.
-        ours: our words for some of torch's arguments; see `explain_torch_words`.
+        ours: our names for some of torch's arguments; see `explain_torch_words`.
 
     Raises:
-        TypeError: (when the layer is made) a keyword is unknown; the message has the nearest one
-            that is known, or our word for an argument of torch.
+        TypeError: (when the layer is made) a keyword is unknown; the message suggests the most
+            similar keyword, or our name for an argument of torch.
     """
 
     def decorate(init: _Init) -> _Init:

@@ -22,7 +22,7 @@ class EmbeddingLayer(EmbeddingTable):
         self.plan_cache = PlanCache()
 
     def request(self, *inputs: Any) -> Request:
-        """Check the input of a call and return its request; change nothing."""
+        """Check the input of a call, and return a request for it; do not change the table."""
         raise NotImplementedError
 
     def vectors(self, keys: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class EmbeddingLayer(EmbeddingTable):
         return vectors_of(self, keys)
 
     def assign(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Give keys these vectors, for instance pretrained ones; absent keys are inserted.
+        """Set the vectors of keys, for instance to pretrained vectors; absent keys are inserted.
 
         If a key is given more than once, the last vector counts. With several ranks this is a
         collective, in which each rank passes keys of its own, the same keys or none: they go to the
@@ -62,21 +62,21 @@ class EmbeddingLayer(EmbeddingTable):
             TypeError, ValueError: a wrong dtype, shape or device; nothing has been changed.
             IndexError: a key out of range, without the hash table; nothing has been changed.
             TableFullError: there are more new keys than free rows; this rank's part is unchanged,
-                the parts of ranks that had room are not.
+                but ranks with enough free rows have changed theirs.
             RuntimeError: the layer is on meta, or ranks disagree.
         """
         assign(self, keys, vectors)
 
     def items(self, chunk: int = 65536) -> Iterator[Items]:
-        """Yield the keys of this rank's rows and their vectors, piece by piece.
+        """Yield the keys of this rank's rows and their vectors, in chunks.
 
         This is no collective: each rank yields its own keys, and all ranks together yield all keys.
         Keys come in the order of rows, from row 0 on, so the i-th key is that of row i, also in
-        optimizer states. Keys are read at the first step and vectors piece by piece, so insert
-        nothing meanwhile. Without the hash table all rows have keys.
+        optimizer states. Keys are read at the first step and vectors chunk by chunk, so do not
+        insert keys meanwhile. Without the hash table all rows have keys.
 
         Args:
-            chunk: largest number of rows in a piece.
+            chunk: largest number of rows in a chunk.
 
         Yields:
             ``keys`` int64 ``[n]`` and ``vectors`` ``[n, dim]``, a copy in the dtype of weight.

@@ -1,4 +1,4 @@
-"""Loads a state with torch's embedding layers into a model whose layers were swapped."""
+"""Loads a state saved with torch's embedding layers into a model with sparsekit's layers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load_torch_state_dict(
 
     Raises:
         TypeError: a layer's weight in the state is not a floating-point tensor.
-        ValueError: a weight has another dim, more rows than there is room for, or a vector at
-            padding_idx that is not zeros; or names differ, or another tensor has another shape. The
-            message names it.
+        ValueError: a weight has another dim, more rows than the table, or a vector at padding_idx
+            that is not zeros; or names differ, or another tensor has another shape. The message
+            names it.
     """
     layers = {
         name: module
@@ -52,7 +52,7 @@ def load_torch_state_dict(
         if f"{prefix}weight" in state_dict and f"{prefix}seed" not in state_dict:
             weights[f"{prefix}weight"] = _checked(name, layer, state_dict[f"{prefix}weight"])
     rest = {name: value for name, value in state_dict.items() if name not in weights}
-    own = model.state_dict()  # for which late rows catch up
+    own = model.state_dict()  # this applies missed optimizer steps first
     given = tuple(name.removesuffix("weight") for name in weights)
     missing = [n for n in own if n not in state_dict and not (given and n.startswith(given))]
     unexpected = [name for name in rest if name not in own]

@@ -1,4 +1,4 @@
-"""Finds the places where a model holds a layer or its weight, besides those that torch knows."""
+"""Finds references in a model to a layer or its weight that torch does not keep track of."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-# Largest number of objects to search, of each container in turn, since an attribute may lead
-# anywhere.
+# Limit on the number of objects to search, since an attribute may lead anywhere. The search takes
+# one object from each container in turn.
 _MOST_OBJECTS = 100_000
-# Types of objects that hold no others.
+# Types whose objects hold no other objects.
 _ATOMS = (str, bytes, int, float, type(None), type, types.ModuleType)
-# Attributes of a module by which torch knows its parts.
+# Attributes in which torch keeps the parameters and submodules of a module.
 _PARTS = ("_parameters", "_modules")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A place in a model that holds an object.
+    """A reference to an object from a place in a model, such as an attribute or a list item.
 
     Attributes:
-        name: the place in Python's notation, from the model on.
+        name: a Python expression for the place, starting at the model.
         get: reads the object.
-        set: replaces the object; None where something else would have to change as well.
+        set: replaces the object; None if something else would have to change as well.
     """
 
     name: str
@@ -37,17 +37,17 @@ class Reference:
     set: Callable[[Any], None] | None
 
     def item(self, name: str, container: Any, key: Any) -> Reference:
-        """Return the place of an item in the list or dict at this place."""
+        """Return the reference to an item of the list or dict at this place."""
         write = None if self.set is None else functools.partial(container.__setitem__, key)
         return Reference(self.name + name, functools.partial(container.__getitem__, key), write)
 
     def attribute(self, name: str, owner: Any) -> Reference:
-        """Return the place of an attribute of owner, which is at this place or belongs to it."""
+        """Return the reference to an attribute of owner, which is the object here or part of it."""
         write = None if self.set is None else functools.partial(setattr, owner, name)
         return Reference(f"{self.name}.{name}", functools.partial(getattr, owner, name), write)
 
     def element(self, i: int) -> Reference:
-        """Return the place of an element in the tuple here; writing it replaces the tuple."""
+        """Return the reference to an element of the tuple here; setting it replaces the tuple."""
         name, change = f"{self.name}[{i}]", self.set
         if change is None:
             return Reference(name, lambda: self.get()[i], None)
@@ -61,16 +61,16 @@ class Reference:
         return Reference(name, lambda: self.get()[i], write)
 
     def within(self, name: str, value: Any) -> Reference:
-        """Return the place of a key or an element here that cannot be replaced."""
+        """Return the reference to a key or an element that cannot be replaced."""
         return Reference(f"{self.name}'s {name}", lambda: value, None)
 
     def fixed(self) -> Reference:
-        """Return the same place, not to be written to."""
+        """Return the same reference, but read-only."""
         return Reference(self.name, self.get, None)
 
 
 def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[Reference]]:
-    """Find other places of these layers, their weights, and tensors in the weights' memory.
+    """Find other references to these layers, their weights, and tensors that share their memory.
 
     The search covers attributes of modules, and from there lists, tuples, dicts, sets, attributes
     of objects, closures and defaults of functions; not the modules and parameters that torch knows.
@@ -99,7 +99,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
         elif isinstance(value, torch.Tensor):
             if (memory := _memory(value)) in of_memory:
                 found[of_memory[memory]].append(place.fixed())
-        elif isinstance(value, tuple):  # a tuple may be in several places, and is written in each
+        elif isinstance(value, tuple):  # may be in several places; each is searched
             containers.append(map(place.element, range(len(value))))
         elif id(value) not in seen:
             seen.add(id(value))
@@ -131,7 +131,7 @@ def readers(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[str
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if the tensor has no memory."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and others have no storage
@@ -147,9 +147,9 @@ def _attributes_of_modules(model: torch.nn.Module) -> Iterator[Reference]:
 
 
 def _inside(place: Reference, value: Any) -> Iterator[Reference]:
-    """Yield the places inside the object here, one level deep."""
+    """Yield the references inside the object at this place, one level deep."""
     if isinstance(value, torch.optim.Optimizer):
-        place = place.fixed()  # its state is by parameter, so the weight cannot be replaced
+        place = place.fixed()  # state is keyed by parameter, so the weight must stay
     if isinstance(value, _ATOMS):
         return
     if isinstance(value, list):

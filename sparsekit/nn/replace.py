@@ -29,12 +29,12 @@ class Replacement:
     """Report of `replace_embeddings` on one layer.
 
     Attributes:
-        names: its places in the model, of which a shared layer has several.
-        old: the layer of torch.
-        new: the layer that took its places; None if it was left.
-        reason: why it was left; empty if it was not.
-        rebound: other places in the model that had the old layer or its weight, and have the new
-            one now, such as a list of weights to regularise.
+        names: the layer's names in the model; a shared layer has several.
+        old: torch's layer.
+        new: the layer that replaced it; None if torch's layer was kept.
+        reason: why torch's layer was kept; empty if it was replaced.
+        rebound: other references to the old layer or its weight that were changed to the new one,
+            such as in a list of weights to regularise.
     """
 
     names: tuple[str, ...]
@@ -62,18 +62,18 @@ def replace_embeddings(
 ) -> list[Replacement]:
     """Swap ``nn.Embedding`` and ``nn.EmbeddingBag`` anywhere in a model for their drop-ins.
 
-    Ids 0..n-1 keep their vectors, of which the new layer has a copy, on one process in rows 0..n-1.
-    A layer in several places stays one layer. The name of a new layer is its place in the model.
-    Weights are new parameters, so make optimizers and wrap the model afterwards. On several ranks
-    call it on all, with the same weights.
+    The new layer has copies of the vectors of ids 0..n-1, on one process in rows 0..n-1. A layer
+    that the model uses in several places stays one layer. A new layer is named after its place in
+    the model. Weights are new parameters, so make optimizers and wrap the model afterwards. On
+    several ranks call it on all, with the same weights.
 
-    A layer is left, with a reason, if a drop-in would not do the same: where it has
+    A layer is kept, with a reason, if a drop-in would not do the same: if it has
     scale_grad_by_freq, hooks, a class or forward of its own, a weight that is also another
-    module's, or a vector at padding_idx that is not zeros; or where its weight is of another dtype
-    than float32, float64 and bfloat16, or not finite.
+    module's, or a vector at padding_idx that is not zeros; or if its weight is not finite, or not
+    of dtype float32, float64 or bfloat16.
 
     Attributes, lists, dicts, tuples and closures in the model that have the old layer or its weight
-    get the new one, so that a regulariser keeps working; a layer is left where this is impossible,
+    get the new one, so that a regulariser keeps working; a layer is kept where this is impossible,
     as in an optimizer. A warning names methods that read ``.weight`` of a layer by its name, such
     as a softmax over all items, if the new weight has other rows than one for each of the old ids.
 
@@ -135,7 +135,7 @@ def replace_embeddings(
 
 
 def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
-    """List the layers of torch's classes and derived ones, each with its places in the model."""
+    """Return the layers of torch's classes and their subclasses, with all names of each layer."""
     found: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _OF_TORCH):
@@ -150,7 +150,7 @@ def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
 
 
 def _names_of_parameters(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
-    """List the parameters, each with its name in each module that has it."""
+    """Return all parameters, with the names under which modules have each of them."""
     found: dict[torch.Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
@@ -191,7 +191,7 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
 
 
 def _why_not_rebound(held: Sequence[Reference]) -> str:
-    """Return why other places that hold a layer cannot be changed; empty if they can."""
+    """Return why other references to a layer cannot be changed; empty if they can."""
     for place in held:
         if place.set is None:
             return f"{place.name} has it, its weight or a view of that, and cannot be given another"
@@ -225,7 +225,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
     try:
         for layer, drop_in in new.items():
             for place in held[layer]:
-                if place.set is not None:  # always, since the layer would have been left otherwise
+                if place.set is not None:  # always true: otherwise the layer would have been kept
                     old = place.get()
                     undo.append(functools.partial(place.set, old))
                     place.set(drop_in if old is layer else drop_in.weight)
@@ -241,7 +241,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
 
 
 def _warn_of_readers(old: Any, new: Any, where: Sequence[str]) -> None:
-    """Warn of code that reads a weight that no longer has just the vectors of ids 0..n-1."""
+    """Warn of code that reads a weight whose rows are no longer exactly the ids 0..n-1."""
     if not where or (new.capacity == old.num_embeddings and new.world_size == 1):
         return
     rows = f"{new.capacity} rows for {old.num_embeddings} ids"

@@ -18,14 +18,14 @@ _OURS = {
 
 
 def explain_torch_words(keywords: Iterable[str], ours: dict[str, str]) -> str:
-    """Explain those keywords of a layer that are torch's arguments, for a layer that is no drop-in.
+    """Explain which keywords are torch's arguments, and what to use instead in our own layers.
 
     Args:
-        keywords: keywords that the layer was given.
-        ours: our words for some arguments, where they differ from those for all layers.
+        keywords: keywords that the caller has passed to the layer.
+        ours: explanations that differ for this layer, by argument.
 
     Returns:
-        The rest of "there is no ...", empty if none is torch's.
+        Text that completes "there is no ..."; empty if no keyword is an argument of torch's layers.
     """
     given, meanings = set(keywords), {**_OURS, **ours}
     return ", no ".join(f"{word} ({meanings[word]})" for word in meanings if word in given)
@@ -42,7 +42,7 @@ def refuse_absent(layer: str, **arguments: Any) -> None:
     """Raise NotImplementedError for an argument of torch's layers that would change results here.
 
     Args:
-        layer: name of the layer, with which the error begins.
+        layer: name of the layer, for the error message.
         arguments: as given, some of scale_grad_by_freq, _weight and _freeze.
     """
     for word, value in arguments.items():

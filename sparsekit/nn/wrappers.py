@@ -73,10 +73,10 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
 def _begin_averages(
     averaged: torch.nn.Module, model: torch.nn.Module
 ) -> AbstractContextManager[None]:
-    """Write initial vectors to rows of an average whose keys it does not know yet.
+    """Prepare an average for new keys of the model: write their initial vectors to its rows.
 
     Returns:
-        A context for the averaging.
+        A context in which to compute the average.
     """
     tables = list(zip(tables_of(averaged).values(), tables_of(model).values(), strict=True))
     for mine, theirs in tables:
@@ -99,7 +99,7 @@ def _begin_averages(
 
 
 def _average_tables_of_lightning() -> None:
-    """Let Lightning's StochasticWeightAveraging do the same, if it has been imported."""
+    """Let Lightning's StochasticWeightAveraging average tables that grow, if it is imported."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = sys.modules.get(f"{package}.callbacks.stochastic_weight_avg")
         callback = getattr(module, "StochasticWeightAveraging", None)
@@ -109,7 +109,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an average and its model, so that both have equal keys and rows first."""
+    """Wrap a function of an average and its model, to give the average the model's keys first."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ _KINDS = tuple(_REFUSING)
 
 
 def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for a table's sparse gradient before an optimizer starts that refuses it."""
+    """Raise TypeError if a table has a sparse gradient that the optimizer does not support."""
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
             continue
@@ -186,7 +186,7 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
-    """Raise TypeError for a dense gradient beside a table's; SparseAdam's error suggests Adam."""
+    """Raise TypeError for a dense gradient in SparseAdam, whose own error would suggest Adam."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tables = any(isinstance(weight, EmbeddingWeight) for weight in weights)
     dense = [w for w in weights if w.grad is not None and not w.grad.is_sparse]
@@ -199,7 +199,7 @@ def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
 
 
 def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of torch follow the keys of the tables that it updates."""
+    """Let the states of torch's optimizers move with the keys of the tables that they update."""
     weights = _tables_under(optimizer)
     if weights and _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -210,7 +210,7 @@ def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _loaded(optimizer: torch.optim.Optimizer) -> None:
-    """Record that loaded states do not say to which keys they belong."""
+    """Record that the keys of loaded states are unknown."""
     for weight in _tables_under(optimizer):
         if weight in optimizer.state:
             optimizer.state[weight]["keys"] = None
@@ -242,7 +242,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> None:
-    """Follow keys, and raise TypeError for gradients that the optimizer cannot take."""
+    """Move states to the rows of their keys, and raise TypeError for unsupported gradients."""
     _follow_keys(optimizer)
     for weight in _tables_under(optimizer):
         weight.begin_writing()
@@ -253,7 +253,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         _refuse_dense(optimizer)
         return
-    # Not imported here, since that takes long and few programs use it.
+    # Not imported here, since the import takes long and few programs use this optimizer.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return

@@ -1,4 +1,4 @@
-"""Checks of tensors; their errors name op, argument and value."""
+"""Checks tensors; error messages name the op, the argument and the value."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def signed_64(seed: int) -> int:
-    """Return the same 64 bits as a signed number, which is what an op takes."""
+    """Return the seed's 64 bits as a signed integer, as the ops take it."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -38,7 +38,7 @@ def check_tensor(
 
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError when the named tensors are not all on one device."""
+    """Raise ValueError unless all tensors are on the same device."""
     first: dict[torch.device, str] = {}
     for name, tensor in tensors.items():
         if tensor is not None:

@@ -1,13 +1,13 @@
 """Arguments that the ops on many tables share, and the requirements on them.
 
 **Sources** are two lists of the same length: ``keys``, int64 or int32 ``[n]`` each, and
-``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Offsets without elements make
-each key a bag of its own.
+``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Empty offsets make each key a
+bag of its own.
 
 **features**, int64 ``[F, 9]``, assigns bags to tables. A row is a run of bags of one source; its
 columns are those of `FeatureColumn`:
 
-- ``table``: number of the table; rows come in order of their tables.
+- ``table``: index of the table; rows are sorted by table.
 - ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
   belongs to one feature at most: if two tables look up the same keys, pass the source twice.
 - ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
@@ -25,7 +25,8 @@ columns are those of `FeatureColumn`:
 
 **initializers**, float64 ``[T, 3]``: a number of `DISTRIBUTIONS`, a and b, as in `init_rows_`.
 
-These three live on the CPU, whatever the device of the tables is. Make them once and reuse them.
+These three tensors are on the CPU, whatever the device of the tables is. Make them once and reuse
+them.
 
 An **entry** is a key of a feature's bag. Entries are counted feature by feature, so the entries of
 a table are contiguous. A tensor with one element per entry is as long as all keys together; its
@@ -91,13 +92,14 @@ TENSORS = {
 def split_by_table(
     dims: Sequence[int], counts: Sequence[int], rows: torch.Tensor, sums: torch.Tensor
 ) -> tuple[Tensors, Tensors]:
-    """Return rows and gradients ``[n, dim]`` of each table, given `group_embedding_bag_backward`'s.
+    """Split the results of `group_embedding_bag_backward` into those of each table.
 
     Args:
         dims: length of a row of each table.
         counts: number of rows of each table.
-        rows: all rows.
-        sums: all gradients; those of each table begin at a multiple of 16 elements.
+        rows: the rows of all tables.
+        sums: the gradients of all tables; each table's gradients begin at a multiple of 16
+            elements.
     """
     if len(dims) == 1:
         return [rows], [sums.view(counts[0], dims[0])]
@@ -111,7 +113,7 @@ def split_by_table(
 def bags_like(
     like: torch.Tensor, keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> Tensors:
-    """Return bags and key_starts for a fake."""
+    """Return the results bags and key_starts of a fake kernel."""
     each = zip(keys, offsets, strict=True)
     count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
     key_starts = like.new_empty([features.shape[0]], dtype=torch.int64)
@@ -119,5 +121,5 @@ def bags_like(
 
 
 def length_of(keys: Tensors) -> Any:
-    """Return the largest possible number of entries, for a fake."""
+    """Return the largest possible number of entries, for fake kernels."""
     return sum(k.shape[0] for k in keys)

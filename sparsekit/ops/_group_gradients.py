@@ -1,4 +1,4 @@
-"""Gradients of the rows of many tables from those of bags, and optimizer steps with them."""
+"""Computes gradients of rows from gradients of bags for many tables, or applies them to rows."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def group_embedding_bag_backward(
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of the distinct rows of all tables from those of the outputs.
+    """Compute the gradients of all tables' distinct rows from the gradients of the outputs.
 
     Args:
         grads: gradients of outs, laid out like them, all of one dtype.
@@ -44,10 +44,11 @@ def group_embedding_bag_backward(
         deterministic: no effect so far; sums are always taken in the order of entries.
 
     Returns:
-        The rows, int64 ``[sum of counts]``, rising within each table, table after table; and their
-        gradients in the same order, 1-D, in the dtype of grads. The gradients of a table begin at
-        the next multiple of 16 elements; elements in between are undefined. If rows is None, the
-        first result has no elements and the gradients are in the order of the numbers in index.
+        The rows, int64 ``[sum of counts]``, table by table and in ascending order within each
+        table; and their gradients in the same order, 1-D, in the dtype of grads. The gradients of a
+        table begin at the next multiple of 16 elements; elements in between are undefined. If rows
+        is None, the first result is empty and the gradients are in the order of the row indices in
+        `index`.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_`.
@@ -128,11 +129,11 @@ def group_embedding_bag_update_(
     count_steps: bool = False,
     deterministic: bool = True,
 ) -> None:
-    """Make an optimizer's step on the distinct rows of all tables, given the outputs' gradients.
+    """Apply an optimizer step to all tables' distinct rows, given the gradients of the outputs.
 
-    The result has the bits of `group_embedding_bag_backward` and then `update_rows_` of all tables,
-    but on the CPU no tensor of gradients is made: the thread that has summed those of a table
-    updates its rows while they are in the cache.
+    The result is bitwise that of `group_embedding_bag_backward`, followed by `update_rows_` of all
+    tables. On the CPU, however, the gradients are not stored, since the thread that sums the
+    gradients of a table updates its rows while these are in the cache.
 
     Args:
         grads: gradients of outs, laid out like them, in the dtype of weights.

@@ -12,11 +12,11 @@ from ._checks import check_same_device, check_tensor
 
 
 class Of(NamedTuple):
-    """Dtypes and dimensions that a tensor must have, or each tensor of a list."""
+    """Dtypes and number of dimensions that a tensor, or each tensor of a list, must have."""
 
     dtypes: Sequence[torch.dtype]
-    dim: int | None  # None accepts any
-    # A descriptor lies on the CPU, whatever the device of the other tensors is.
+    dim: int | None  # None accepts any number
+    # True for descriptors, which are on the CPU whatever the device of the other tensors is.
     on_cpu: bool = False
 
 
@@ -36,7 +36,7 @@ class Op:
 
     def __init__(self, name: str, tensors: Mapping[str, Of], *, gradient: bool = False) -> None:
         self.op = getattr(torch.ops.sparsekit, name).default
-        # The op itself, called without the detour through Python.
+        # The op itself, without the wrapper that torch.library adds in Python.
         self._builtin = getattr(self.op, "op", self.op)
         self._name, self._gradient = name, gradient
         arguments = self.op._schema.arguments
@@ -46,7 +46,7 @@ class Op:
         self._tensors = tensors
 
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Return all arguments by name; raise TypeError or ValueError if the op refuses one."""
+        """Raise TypeError or ValueError for an invalid argument; return all arguments by name."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         placed = {}
         for argument, kind in self._types.items():
@@ -82,7 +82,7 @@ class Op:
             self._explain(refusal, args)
 
     def _explain(self, refusal: Exception, args: Sequence[Any]) -> NoReturn:
-        """Raise the error of the checks for arguments that the op has refused."""
+        """Raise the error that the checks give for arguments that the op has refused."""
         try:
             self.check(*args)
         except (TypeError, ValueError) as clear:
@@ -90,7 +90,7 @@ class Op:
         raise refusal
 
     def fake(self, results: Callable[..., Any]) -> None:
-        """Register results as the op's fake, called with the arguments that its parameters name.
+        """Register `results` as the fake kernel; it gets the arguments that its parameters name.
 
         torch also calls the fake for real tensors if one argument is on the meta device.
         """
@@ -104,7 +104,7 @@ class Op:
 
 
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor of an argument with its name; kind is the argument's type in the schema."""
+    """Yield each tensor of an argument with its name; `kind` is its type in the op's schema."""
     if kind == "List[Tensor]":
         yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
     elif kind == "Tensor" or value is not None:

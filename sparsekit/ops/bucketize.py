@@ -35,7 +35,7 @@ def bucketize(
 
     The owner of a key is ``owners[virtual shard]``, where the virtual shard is 16 bits of a hash of
     the key that never changes (csrc/core/include/sparsekit/owner.h), or without a map the rank
-    ``unsigned(key) % world_size``. A negative key counts as key + 2^64, an int32 one too.
+    ``unsigned(key) % world_size``. A negative key counts as key + 2^64, even if keys are int32.
 
     Args:
         keys: int64 or int32 ``[n]``, any values.

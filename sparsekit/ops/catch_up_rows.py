@@ -1,4 +1,4 @@
-"""Applies the steps that rows have missed, for optimizers that move all rows in every step."""
+"""Applies missed steps to rows, for optimizers that change all rows in every step."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def catch_up_rows_(
         weight: as in `update_rows_`, changed in place.
         states: as in `update_rows_`, changed in place.
         row_step: int32 ``[num_rows]``, the step that each row is at, changed in place.
-        rows: int64 ``[n]``, distinct; negative ones are ignored. None means all rows.
+        rows: int64 ``[n]``, distinct; negative rows are ignored. None means all rows.
         numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step, and an
             unused number; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and
             eps, or ``eps sqrt(1 - beta2^t)`` if eps is rescaled.
@@ -47,7 +47,7 @@ def catch_up_rows_(
             other rows have been.
     """
     _catch_up(weight, states, row_step, rows, numbers, first_step, rule, settings)
-    torch.autograd.graph.increment_version(weight)  # as in update_rows_
+    torch.autograd.graph.increment_version(weight)  # for the same reason as in update_rows_
 
 
 @_catch_up.fake

@@ -1,4 +1,4 @@
-"""Copies table rows by number."""
+"""Copies table rows by index."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ _gather = Op("gather_rows", {"table": Of(ROW_DTYPES, 2), "rows": Of(KEY_DTYPES, 
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Copy rows of a table by number.
+    """Copy rows of a table by index.
 
-    Its gradient for ``table`` is dense; `DistributedEmbedding` has a sparse one.
+    The gradient of ``table`` is dense; `DistributedEmbedding` computes a sparse gradient.
 
     Args:
         table: float32, float64 or bfloat16 ``[num_rows, dim]``.
-        rows: int64 or int32 ``[n]``; a negative one, such as the -1 of `HashTable.find`, reads
+        rows: int64 or int32 ``[n]``; a negative row, such as the -1 of `HashTable.find`, reads
             zeros and gets no gradient.
 
     Returns:

@@ -39,7 +39,7 @@ def group_bucketize(
     the device.
 
     Args:
-        owners: maps of owners, int16 ``[65536]`` each: the rank that owns each virtual shard.
+        owners: owner maps, int16 ``[65536]`` each: the rank that owns each virtual shard.
         maps: for each of the T tables, the index of its map in owners; -1 means rank
             ``unsigned(key) % world_size``, as in `bucketize`.
         ends: for each table, the end of the range of its keys, which begins at 0; -1 allows any
@@ -56,9 +56,9 @@ def group_bucketize(
         ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, those
         of a table in order of first occurrence; then those for rank 1 and so on. The rest is
         undefined.
-        ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank owns.
+        ``counts``, int64 ``[world_size, T]``: the number of keys that each rank owns of each table.
         ``numbers``, int64 ``[T]``: the number of keys of each table.
-        ``inverse``, int32 with one element per entry: the number of its key among those of its
+        ``inverse``, int32 with one element per entry: the index of its key among the keys of its
         table, in order of first occurrence.
         ``places``, int32 with one element per entry. From the first entry of table t on, numbers[t]
         elements give the place of each of the table's keys, taken in order of first occurrence,

@@ -80,8 +80,8 @@ def group_find_or_insert_(
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
         counts[t] is the number of distinct keys of table t. Their rows, in order of first
         occurrence, are in ``rows`` from the table's first entry on; the rest of its part is
-        undefined. inverse[e] is the number of entry e's key among them. ``bags`` and ``key_starts``
-        are those of `group_find`.
+        undefined. inverse[e] is the index of entry e's key among the distinct keys. ``bags`` and
+        ``key_starts`` are those of `group_find`.
 
     Raises:
         TypeError: a wrong dtype.
@@ -89,7 +89,7 @@ def group_find_or_insert_(
             table is damaged.
         IndexError: as `group_find`.
         RuntimeError: another thread is inserting into one of the tables, or a table is full. A full
-            table is left unchanged; keys of tables that had room have been inserted.
+            table is left unchanged; keys of tables that are not full have been inserted.
     """
     # The tensors' versions are not incremented: no backward saves a hash table, and for many tables
     # this would take a tenth of the call.

@@ -2,7 +2,7 @@
 
 ``buckets`` is int64 ``[num_buckets, 8]``: a line of 64 bytes with 5 int64 keys, 5 int32 rows (-1 in
 an empty place) and an int32 count of the keys that found the bucket full. ``hash_seed`` is int64
-``[1]``, a random number that decides where keys lie, and so belongs to the buckets. ``size`` is
+``[1]``, a random number that selects the buckets of keys, so it belongs to the buckets. ``size`` is
 int64 ``[1]``, the number of rows in use.
 """
 
@@ -42,7 +42,7 @@ def hash_table_find(
         keys: int64 or int32 ``[n]``, any values.
 
     Returns:
-        int64 ``[n]``, -1 where the key is absent.
+        The rows, int64 ``[n]``; -1 for an absent key.
 
     Raises:
         TypeError: keys has a wrong dtype.
@@ -70,9 +70,9 @@ def hash_table_find_or_insert_(
         capacity: largest number of rows, at most ``5 * num_buckets`` and below 2^31.
 
     Returns:
-        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``: the size before the call, from which on
-        rows are new, and the number of entries of keys that were refused for lack of room (their
-        rows are -1).
+        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``. The status is the size before the call,
+        which is the first new row, and the number of elements of keys that were refused because the
+        table is full (their rows are -1).
 
     Raises:
         TypeError: keys has a wrong dtype.

@@ -1,4 +1,4 @@
-"""Writes the initial vectors of embedding rows."""
+"""Writes initial vectors to embedding rows."""
 
 import torch
 
@@ -30,7 +30,7 @@ def init_rows_(
     Args:
         out: float32, float64 or bfloat16 ``[num_rows, dim]``, contiguous.
         keys: int64 ``[n]``.
-        rows: int64 ``[n]``, where each vector goes; None means row i for key i.
+        rows: int64 ``[n]``, the row to write each vector to; None means row i for key i.
         status: the status of `hash_table_find_or_insert_`; rows below ``status[0]`` are left
             unchanged, so only new rows are written. None writes all rows that are not negative.
         seed: any 64-bit integer, signed or unsigned.

@@ -19,7 +19,7 @@ _gather_rows = torch.ops.sparsekit.gather_rows.default
 def unsorted_segment_sum(
     data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
-    """Sum the rows of each segment; the ids may come in any order.
+    """Sum the rows of each segment; segment ids may be in any order.
 
     Args:
         data: float32, float64 or bfloat16 (added in float32) ``[n, dim]``.

@@ -1,4 +1,4 @@
-"""One fused optimizer step over rows; `sparsekit.optim` has the optimizers."""
+"""Applies a fused optimizer step to rows; `sparsekit.optim` has the optimizers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Tensors = Sequence[torch.Tensor]
 
 class _UpdateRows(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Check like `Op`, but name the table in errors, if there are several, not a list."""
+        """Check like `Op`; with several tables, error messages name the table instead of a list."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         op, weights, states = "update_rows_", named["weights"], named["states"]
         if not weights:
@@ -52,7 +52,7 @@ def update_rows_(
     rounding_seed: int | None = None,
     count_steps: bool = False,
 ) -> None:
-    """Make one step of an optimizer on the rows that have a gradient; other rows keep their bits.
+    """Apply an optimizer step to the rows that have a gradient; other rows are left unchanged.
 
     ===========================  =====================================  ==========================
     rule                         settings                               states
@@ -119,7 +119,7 @@ def update_rows_(
 
 
 def _listed(argument: torch.Tensor | Tensors | None) -> Tensors:
-    """Return one tensor for each table, or none at all."""
+    """Return the tensors of all tables as a sequence; None gives an empty one."""
     if argument is None:
         return ()
     return (argument,) if isinstance(argument, torch.Tensor) else argument
