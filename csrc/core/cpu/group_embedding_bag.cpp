@@ -112,8 +112,8 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   for (int64_t b = begin; b < end; ++b, pooled += stride) {
     const int64_t last = bounds[b + 1] - first_entry;
     pool(first, last, pooled, row);
-    // If keys were absent, pool again with their initial vectors: a loop that may have to compute
-    // one keeps its sums in memory, so the common case has its own.
+    // If keys were absent, pool the bag again with their initial vectors. A single loop for both
+    // cases would keep its sums in memory, which would slow down the common case.
     if (has_absent && table.seed != nullptr) pool(first, last, pooled, row_or_initial);
     has_absent = false;
     first = last;

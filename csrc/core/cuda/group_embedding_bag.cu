@@ -1,5 +1,5 @@
 // Pools the bags of all features in the same launches. Each block belongs to one feature, found by
-// the block's number, and pools bags as in pool_bags.cuh.
+// the block's index, and pools bags as in pool_bags.cuh.
 #include "sparsekit/group_embedding_bag.h"
 
 #include <algorithm>

@@ -69,8 +69,8 @@ struct SummedTables {
   SPARSEKIT_DEVICE Gradients gradients(int i) const { return Gradients(runs, shares[i].table); }
 };
 
-// Returns the shape of a table's rows in an update. Accesses are wide only if accesses to the bags'
-// gradients may be wide too.
+// Returns the shape of a table's rows in an update. Accesses are wide only if the gradients of bags
+// are aligned for wide accesses too.
 template <class Rule, class T>
 RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sums, bool per_row) {
   constexpr int kWidth = kWide<Acc<T>>;

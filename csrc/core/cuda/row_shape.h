@@ -25,8 +25,8 @@ template <class T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
 
 // Returns a shape with kWide<T> elements per lane if every row of every array starts at a multiple
-// of 16 bytes, otherwise with 1. `arrays` are the addresses of all arrays of rows of T; null ones
-// are ignored.
+// of 16 bytes, otherwise with one. `arrays` are the addresses of all arrays of rows of T; null
+// pointers are ignored.
 template <class T, class... Arrays>
 RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   const bool aligned =

@@ -30,8 +30,8 @@ struct alignas(2 * sizeof(A)) ScaledRow {
   A scale;
 };
 
-// Maps the value of an entry to a row: row `value` or, if `scaled` is given, the row and scale
-// scaled[value].
+// Maps the value of an entry to a row: row `value` or, if `scaled` is given, the row and the scale
+// in scaled[value].
 template <class S>
 struct Rows {
   using Scalar = S;

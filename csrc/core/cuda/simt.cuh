@@ -100,7 +100,7 @@ SPARSEKIT_DEVICE T* global(T* address) {
   return address;
 }
 
-// Convert a pointer to global memory to a number, to pass it through a shuffle, and back.
+// Convert a pointer to global memory to an integer, which a shuffle can pass on, and back.
 template <class T>
 SPARSEKIT_DEVICE uint64_t to_number(T* address) {
   return __cvta_generic_to_global(address);

@@ -193,7 +193,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   }
 }
 
-// Returns the shape of a table's rows in a step. Accesses to states have full width; those to
+// Returns the shape of a table's rows in a step. Accesses to states have full width; accesses to
 // BFloat16 weights have half as many bytes.
 template <class Rule, class T>
 RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {

@@ -148,7 +148,7 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
   const char* failed = "ncclSend";
   expect(nccl.group_start(), "ncclGroupStart");
   ncclResult_t result = ncclSuccess;
-  // Skip empty parts: both sides know that they are empty.
+  // Skip empty parts: sender and receiver both know that they are empty.
   for (int rank = 0; rank < world_size && result == ncclSuccess; ++rank) {
     if (send_bytes[rank] > 0) {
       failed = "ncclSend";

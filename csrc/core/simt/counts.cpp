@@ -98,7 +98,7 @@ extern "C" SPARSEKIT_VISIBLE const void* sparsekit_simt_records(int64_t* count) 
   return records == nullptr ? nullptr : records->data();
 }
 
-// Returns true if bytes include those of plain loads and stores.
+// Returns 1 if byte counts include plain loads and stores, otherwise 0.
 extern "C" SPARSEKIT_VISIBLE int sparsekit_simt_sees_bytes() {
   return sparsekit::simt::host::sees_plain_accesses;
 }

@@ -29,8 +29,9 @@ namespace cuda {
 int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size);
 
 // Like the CPU version; entries of by_owner and permutation beyond n.get() are undefined.
-// Precondition: n.most < 2^31. *bad becomes the minimum of its old value and of the virtual shards
-// of keys whose owner in the map is not a rank; such keys are counted for rank 0.
+// Precondition: n.most < 2^31. If the owner of a key in the map is not a rank, *bad becomes the
+// smallest virtual shard of such a key, unless its old value is smaller; such keys are counted for
+// rank 0.
 template <class Key>
 void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_owner, int64_t* counts,
                int64_t* permutation, int64_t* bad, void* workspace, void* stream);

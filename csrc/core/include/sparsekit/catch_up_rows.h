@@ -1,7 +1,7 @@
 // Replays the steps that rows have missed, for optimizers that move every row in each step.
 //
-// Under exact Adam, or SGD with momentum, a row moves even without a gradient. How it moves then
-// depends only on the row and on the step's numbers, so the move can wait until the row is read.
+// Under exact Adam, or SGD with momentum, a row moves even without a gradient. This move depends
+// only on the row and on two numbers of the step, so it can wait until the row is read.
 #pragma once
 
 #include <cstdint>

@@ -92,9 +92,9 @@ struct GroupCall {
   int64_t entries;   // upper bound on the number of entries
 };
 
-// The smallest position of each kind of error; the caller initializes them to INT64_MAX. Positions
-// are counted across all sources: those of offsets and bags from the first offset of the first
-// source, those of keys from its first key.
+// The smallest position of each kind of error. The caller initializes these positions to INT64_MAX.
+// They are indices into the concatenation of all sources' offsets (for offsets and bags) or of all
+// sources' keys.
 struct GroupErrors {
   int64_t* bad_offset;
   int64_t* long_bag;

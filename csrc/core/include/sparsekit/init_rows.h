@@ -27,7 +27,8 @@ namespace cpu {
 
 // out[rows[i]] = initial vector of keys[i], for all i with rows[i] >= first_row; if rows is null,
 // out[i] = initial vector of keys[i] for all i. out [num_rows, dim], keys [n], rows [n]; a row may
-// occur twice only with the same key. Returns -1, or the first position whose row is >= num_rows.
+// occur repeatedly only with the same key. Returns -1, or the first position whose row is >=
+// num_rows.
 template <class T>
 int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
                   int64_t n, int64_t first_row, const Initializer& initializer,

@@ -50,7 +50,7 @@ SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
   return power;
 }
 
-// Number of states that have an element for every element of the weight.
+// Number of states with one element per element of the weight.
 template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 

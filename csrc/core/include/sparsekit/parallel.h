@@ -1,4 +1,4 @@
-// Runs loops on a thread pool that the caller provides; core has none of its own.
+// Runs loops on a thread pool that the caller provides; core has no thread pool of its own.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ class ParallelFor {
         const_cast<void*>(static_cast<const void*>(&body)));
   }
 
-  // Calls body(i) for the items [0, count), each of which is worth a thread.
+  // Calls body(i) for each i in [0, count). A single item is enough work for a thread.
   template <class F>
   void each(int64_t count, const F& body) const {
     (*this)(0, count, 1, [&](int64_t begin, int64_t end) {
