@@ -1,4 +1,4 @@
-"""``sparsekit checkpoint``: inspects, verifies, compares and converts checkpoints as files."""
+"""``sparsekit checkpoint``: inspects, verifies, compares and converts files of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit checkpoint`` to the parser."""
     command = commands.add_parser(
         "checkpoint",
         help="look at checkpoints, verify, compare, reshard, import and export them",

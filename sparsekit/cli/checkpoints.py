@@ -1,4 +1,4 @@
-"""Options that let a command save its progress, and resume from it when started again."""
+"""Options of commands that save checkpoints, and resume from them when started again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .common import UsageError, number, rank
 
 DEFAULT_EVERY = 1000
 DEFAULT_KEEP = 3
-# File beside the checkpoints that lists the options of the run.
+# Name of the file, in the folder of checkpoints, that lists the options of the run.
 RUN = "run.json"
-# Options that may differ when a run is resumed.
+# Options that may change when a run is resumed.
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
-    "config", "settings",  # compared by their content, as settings with a dot in the name
+    "config", "settings",  # their settings are compared one by one, under names with a dot
 }  # fmt: skip
-# Options that name data files: `data` of models that load them, the rest of models that stream
-# them.
+# Options that name data files: `data` for models that load the files into memory, the others for
+# models that stream them.
 _DATA = ("data", "data.train", "data.validation", "data.test")
-# Larger files are compared by their beginning and end only.
+# Of files larger than the first number, only this many bytes at the beginning and end are compared.
 _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 
 def add_options(parser: Parser | argparse.ArgumentParser) -> None:
-    """Add the options of checkpoints."""
+    """Add the options for checkpoints to a parser."""
     parser.set_defaults(checkpoint=None, resume=False)
     parser.add_argument(
         "--checkpoint",
@@ -54,7 +54,7 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Check the folder before the work begins, and write the options of the run into it.
+    """Check the checkpoints' folder before training, and write the options of the run into it.
 
     Raises:
         UsageError: the folder belongs to another run, or cannot be written.
@@ -84,7 +84,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return arguments for a `Trainer`."""
+    """Return the keyword arguments for a `Trainer` that saves checkpoints."""
     if args.checkpoint is None:
         return {}
     return {
@@ -94,7 +94,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shaping(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that affect the result."""
+    """Return the options that affect the trained model."""
     chosen = {name: value for name, value in vars(args).items() if name not in _FREE}
     return json.loads(json.dumps(chosen, default=str))
 
@@ -123,7 +123,7 @@ def _size_and_crc(path: str) -> list[int]:
 
 def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) -> None:
     if not (folder / RUN).exists():
-        return  # a script made these checkpoints, and writes no such file
+        return  # a script made these checkpoints, without options
     before = json.loads((folder / RUN).read_text())
     for path, was in before.pop("contents", {}).items():
         if contents.get(path, was) != was:

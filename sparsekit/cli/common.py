@@ -32,16 +32,16 @@ EXPECTED = (
 
 
 def discard_output() -> None:
-    """Redirect stdout to nowhere, so that flushing the rest of it cannot fail."""
+    """Redirect stdout to the null device, so that flushing it cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], float]:
-    """Return a parser for an argument that is an int or a float in [least, most]."""
+    """Return a function that parses an int or float in [least, most], for argparse."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:  # nan fails this as well
+        if not least <= value <= most:  # also true for nan
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
         return value
 
@@ -63,7 +63,7 @@ def check_folder(file: str | None, option: str = "--save", *, folder: bool = Fal
 
 
 def check_other_file(option: str, written: str | None, read: str | None) -> None:
-    """Raise UsageError before the work begins if the output would overwrite the input."""
+    """Raise UsageError before the work begins if the output file is the input file."""
     try:
         same = written is not None and read is not None and os.path.samefile(written, read)
     except OSError:  # one of the files does not exist
@@ -73,20 +73,20 @@ def check_other_file(option: str, written: str | None, read: str | None) -> None
 
 
 def check_apart(option: str, file: str | None, other_option: str, other: str | None) -> None:
-    """Raise UsageError before the work begins if two results would be written to one file."""
+    """Raise UsageError before the work begins if two options name the same output file."""
     if file is not None and other is not None and os.path.realpath(file) == os.path.realpath(other):
         raise UsageError(f"{option} {file}: is the file of {other_option}; choose another")
 
 
 def why(error: OSError, path: str) -> str:
-    """Explain why a file could not be read, and suggest the one that was probably meant."""
+    """Describe why a file could not be read; suggest an existing file of a similar name."""
     hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
     return f"{error.strerror or error}{hint}"
 
 
 @contextlib.contextmanager
 def writing(option: str, file: str) -> Iterator[None]:
-    """Turn the OSError of a failed write into a UsageError that names the option."""
+    """Raise an OSError from writing a file in this context as a UsageError."""
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def writing(option: str, file: str) -> Iterator[None]:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of torch's threads; None means that of OMP_NUM_THREADS, or one."""
+    """Set the number of torch's threads; None means OMP_NUM_THREADS if it is set, else 1."""
     # A second thread gains little at the batch sizes of the commands, and costs much where cores
     # are shared, for instance with other ranks: torch's threads wait for one another by spinning.
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
@@ -104,12 +104,12 @@ def set_threads(threads: int | None) -> None:
 
 
 def rank() -> int:
-    """Return this process's rank, 0 without torch.distributed."""
+    """Return this process's rank; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks, 1 without torch.distributed."""
+    """Return the number of ranks; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

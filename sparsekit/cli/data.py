@@ -12,7 +12,7 @@ from .common import UsageError, check_folder, number
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit data`` to the parser."""
     data = commands.add_parser(
         "data", help="generate files of data", description="Generate files of data."
     )

@@ -13,20 +13,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..train.profile import Profile, profiled
 from .common import UsageError, rank
 
-WARM_UP = 3  # steps before the profile, in which memory is allocated and ranks connect
+WARM_UP = 3  # number of steps before the profile, in which memory is allocated and ranks connect
 
 
 class _Enough(Exception):
-    """Signal that all requested steps have been profiled."""
+    """Stops training once all requested steps have been profiled."""
 
 
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
-    """Call fit until ``args.steps`` steps after the warm-up are done, and print their profile.
+    """Call fit, stop it after a warm-up and ``args.steps`` more steps, and print their profile.
 
-    A step ends when the optimizer has stepped; of several optimizers, the first to step counts.
+    A step ends when the optimizer has stepped; with several optimizers, when the first one has.
 
     Raises:
-        UsageError: training ends before that, or ``args.trace`` cannot be written.
+        UsageError: training ends before the last of these steps, or ``args.trace`` cannot be
+            written.
     """
     profile = Profile()
     steps = 0

@@ -1,4 +1,4 @@
-"""``sparsekit hash``: writes the keys of a file's raw values to a Parquet file."""
+"""``sparsekit hash``: converts the raw values of a file to keys, in a Parquet file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS: tuple[Kind, ...] = ("int", "hex", "hash")
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit hash`` to the parser."""
     parser = commands.add_parser(
         "hash",
         help="turn the raw values of a file into keys",
@@ -99,7 +99,7 @@ def _hash(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Reader, Collection[str]]:
-    """Return the reader, and the features that are written as lists."""
+    """Return the reader, and the names of the features to write as lists."""
     form = FORMATS[args.format or _format_of(args.file)]
     options: dict[str, Any] = {"on_error": "skip" if args.skip_malformed else "raise"}
     if form.open is None:
@@ -134,7 +134,7 @@ def _split(names: str | None) -> list[str]:
 
 
 def _columns(reader: Reader, batch: Batch, lists: Collection[str]) -> dict[str, Any]:
-    """Return an Arrow array for each column of the result, by name."""
+    """Return name -> Arrow array, of each column to write."""
     import pyarrow
 
     label = reader.columns.label

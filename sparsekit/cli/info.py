@@ -9,7 +9,7 @@ from .._arguments import Parser
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit info`` to the parser."""
     info = commands.add_parser("info", help="show how sparsekit was built")
     info.set_defaults(run=_info)
 

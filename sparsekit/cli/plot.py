@@ -1,4 +1,4 @@
-"""``sparsekit plot``: draws a picture of a run."""
+"""``sparsekit plot``: draws a training run as a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .common import UsageError, check_folder, check_other_file, why
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit plot`` to the parser."""
     plot = commands.add_parser(
         "plot",
         help="draw loss, metrics, speed and tables of a run",

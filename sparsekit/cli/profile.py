@@ -1,4 +1,4 @@
-"""``sparsekit profile``: shows where training spends its time, and what ranks send each other."""
+"""``sparsekit profile``: shows where training spends time, and how many bytes ranks exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .training import TrainingParser
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit profile`` to the parser."""
     profile = commands.add_parser(
         "profile",
         help="show where the time of training steps goes",

@@ -1,4 +1,4 @@
-"""Starts the ranks that do the work of a command, and adds the options for their number."""
+"""Adds the options for the number of ranks, and runs a command on that many ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .common import (
 )
 from .first_steps import profile_fit
 
-# Function that reads the data, on one process.
+# A function that loads the data; it is called on one rank.
 Load = Callable[[argparse.Namespace], Any]
-# Function that trains on the data, on each rank; returns the exit code.
+# A function that trains on the data and returns the exit code; it is called on each rank.
 Fit = Callable[[Any, argparse.Namespace], int]
 
 
 def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
-    """Add the options for the number of processes and for the threads of each."""
+    """Add the options for the number of processes and for the number of threads of each."""
     parser.set_defaults(threads=None, ranks=ranks)
     parser.add_argument(
         "--ranks",
@@ -59,7 +59,7 @@ def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
 def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     """Load the data once and train on ``args.ranks`` ranks; return the exit code.
 
-    `load` and `fit` must be functions of a module, since they are sent by name.
+    `load` and `fit` must be module-level functions, since they are pickled by name.
     """
     check_folder(args.save)
     check_other_file("--save", args.save, data if isinstance(data := args.data, str) else None)
@@ -73,13 +73,13 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     """Load the data once and process it on ``args.ranks`` ranks; return the exit code."""
-    if dist.is_torchelastic_launched():  # torchrun has started the ranks, and this is one of them
+    if dist.is_torchelastic_launched():  # torchrun has started this process as one of the ranks
         return run_as_rank(args, load, fit)
     data = load(args)
     if args.ranks == 1:
         return _fit(fit, data, args)
     try:
-        # Pickled here, since torch would put tensors into shared memory, which may be too small.
+        # Pickle the data here: torch would put tensors into shared memory, which may be too small.
         run_on_ranks(args.ranks, run_as_rank, args, load, fit, pickle.dumps(data))
     except RankError as error:
         if error.kind in {kind.__name__ for kind in EXPECTED}:
@@ -96,7 +96,7 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Return the logs of a trainer: the file in ``--log-to``, on rank 0."""
+    """Return the logs for a trainer: on rank 0, the file in the folder ``--log-to``."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)
@@ -106,7 +106,7 @@ def logs(args: argparse.Namespace) -> list[Log]:
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:
-    """Join the other ranks, load the data unless it is given, and call fit; runs on each rank."""
+    """Connect to the other ranks, load the data unless it is given, and call fit."""
     start_rank()
     _join()
     loaded = _load_once(args, load) if data is None else pickle.loads(data)
@@ -115,7 +115,7 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
     except BrokenPipeError:
         discard_output()
         raise
-    # A rank that left early would cut off messages that other ranks still read.
+    # Wait, since a rank that exits early would cut off messages that other ranks still read.
     dist.barrier()
     # Not reached after an error: the launcher must see that error before other ranks lose
     # connection.
@@ -124,7 +124,7 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
 
 
 def _fit(fit: Fit, data: Any, args: argparse.Namespace) -> int:
-    """Call fit, under `sparsekit profile` for some steps only."""
+    """Call fit, or for `sparsekit profile` only profile its first steps."""
     return profile_fit(fit, data, args) if hasattr(args, "trace") else fit(data, args)
 
 
@@ -138,8 +138,8 @@ def _join() -> None:
 
 
 def _load_once(args: argparse.Namespace, load: Load) -> Any:
-    """Load the data on rank 0, which may have to download it, and send it to the other ranks."""
-    loaded: list[Any] = [False, None]  # success, and the data, which may be None
+    """Load the data on rank 0, which may download it, and send it to the other ranks."""
+    loaded: list[Any] = [False, None]  # whether loading succeeded, and the data, which may be None
     error: Exception | None = None
     if rank() == 0:
         try:

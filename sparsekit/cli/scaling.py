@@ -18,11 +18,11 @@ from ..train.plots import plot_scaling
 from ..train.scaling import Case, predicted, samples_per_second
 from .common import UsageError, check_apart, check_folder, number, rank, writing
 
-WORLDS = (8, 64, 512)  # numbers of ranks for which the speed-up is predicted
+WORLDS = (8, 64, 512)  # numbers of ranks for which to predict the speed-up
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit scaling`` to the parser."""
     scaling = commands.add_parser(
         "scaling",
         help="measure how training speeds up with ranks",
@@ -105,7 +105,10 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _forecast(measured: dict[int, float]) -> dict[int, tuple[float, float]]:
-    """Print the speed-ups predicted for more ranks, from runs that had a core for each thread."""
+    """Print and return number of ranks -> lowest and highest predicted speed-up.
+
+    Predictions are based on the runs in which each thread had a core.
+    """
     largest = max(measured, default=1)
     if largest == 1:
         print("\nno prediction: no two of these worlds had a core for each thread")

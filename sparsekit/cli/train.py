@@ -17,7 +17,7 @@ DEFAULT_MODEL = "ratings"
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit train`` to the parser."""
     train = commands.add_parser(
         "train",
         help="train a model",
@@ -30,13 +30,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def add_models(models: argparse._SubParsersAction[TrainingParser]) -> None:
-    """Add each model as a command."""
+    """Add the command of each model."""
     for each in (ratings, wide, clicks, autoencoder, deepconn):
         each.add(models)
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with the default model in front if they name no model."""
+    """Insert the default model at the front of the arguments if they name no model."""
     if arguments and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help")):
         return list(arguments)
     return [DEFAULT_MODEL, *arguments]

@@ -17,20 +17,20 @@ from ..train.config import ConfigError, read_yaml, to_yaml
 from . import checkpoints, ranks
 from .common import UsageError, number, why, writing
 
-# Options that are not settings: they say where settings come from, or what else the command does.
+# Options that are not settings: they give the source of settings or change the command's action.
 _NO_SETTINGS = {"config", "set", "show-config", "resume"}
 
 
 class TrainingParser(Parser):
-    """Parser of a training command, whose flags can also be set by ``--set`` and a YAML file.
+    """Parser of a training command, whose flags can also be set in a YAML file or by ``--set``.
 
-    Settings from both are turned into flags, so that each setting is checked in one place.
+    Settings from the file and from ``--set`` are turned into flags, which alone are checked.
     """
 
     flags_are_settings = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse like argparse; given flags and ``--set`` override the settings of the YAML file."""
+        """Parse as argparse does; flags and ``--set`` override the settings of the YAML file."""
         if not self.flags_are_settings:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args(self._as_flags(args), namespace)
@@ -75,7 +75,7 @@ class TrainingParser(Parser):
         return of_file + given
 
     def _flag(self, where: str, name: Any, value: Any) -> list[str]:
-        """Return the flag for a setting as a list, which is empty for a switch that is off."""
+        """Return a setting as arguments of the command line; empty for a switch that is off."""
         flags = self._flags()
         flag = str(name).replace("_", "-")
         action = flags.get(flag) or self._option_string_actions.get(f"--{flag}")
@@ -99,16 +99,16 @@ def add(
     data: str,
     save: str | None = None,
 ) -> TrainingParser:
-    """Add a command that trains on one file, with --data, --save and the ways to set its flags.
+    """Add a command that trains on one file, with --data, --save and the options for settings.
 
     Args:
-        models: subparsers to which the command is added.
+        models: subparsers to which to add the command.
         name: name of the command.
-        run: called with the parsed arguments.
+        run: function to call with the parsed arguments.
         help: one line for the list of models.
         description: first paragraph of the command's own help.
-        data: help of --data.
-        save: help of --save; None for a command without this option.
+        data: help for --data.
+        save: help for --save; None for a command without this option.
     """
     parser = models.add_parser(
         name,
@@ -128,7 +128,7 @@ def add(
 
 
 def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add the options that give and show settings."""
+    """Add the options that set and print settings."""
     hidden = argparse.SUPPRESS
     parser.set_defaults(config=None, settings=None, show_config=False)
     parser.add_argument(
@@ -151,7 +151,7 @@ def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def as_yaml(settings: Any) -> str:
-    """Return settings as YAML; raise UsageError if the package for it is not installed."""
+    """Return settings as YAML; raise UsageError if pyyaml is not installed."""
     try:
         return to_yaml(settings)
     except ImportError as error:
@@ -159,9 +159,9 @@ def as_yaml(settings: Any) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | None = 2) -> None:
-    """Add the options that all models share; `seed` is the help of ``--seed``.
+    """Add the options that all models share; `seed` is the help for ``--seed``.
 
-    If num_ranks is None, so is ``args.ranks`` unless the user gives it.
+    ``num_ranks`` is the default of ``args.ranks``, and may be None.
     """
     parser.set_defaults(log=None)
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
@@ -179,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | Non
 def add_batch_size(
     parser: argparse.ArgumentParser, samples: str, default: Any, shown: str = ""
 ) -> None:
-    """Add the batch size; `shown` describes the default in the help where argparse cannot."""
+    """Add the option for the batch size; `shown`, if given, describes the default in the help."""
     parser.add_argument(
         "--global-batch-size",
         "--batch-size",
@@ -193,7 +193,7 @@ def add_batch_size(
 
 @contextlib.contextmanager
 def reading(option: str, file: str | None) -> Iterator[None]:
-    """Raise UsageError where a file cannot be read, or the package that reads it is missing."""
+    """Raise an OSError from reading a file, or the lack of a package for it, as a UsageError."""
     try:
         yield
     except OSError as error:
@@ -209,7 +209,7 @@ def make_trainer(
     optimizers: Sequence[torch.optim.Optimizer],
     **others: Any,
 ) -> Trainer:
-    """Return a `Trainer` that logs and saves as the options say; others are passed on to it."""
+    """Make a `Trainer` that logs and saves as the options say; pass it all other arguments."""
     others = {"stream": sys.stdout, "logs": ranks.logs(args), **others}
     return Trainer(model, losses, optimizers, seed=args.seed, **checkpoints.options(args), **others)
 
@@ -217,7 +217,7 @@ def make_trainer(
 def falling(
     optimizers: Iterable[torch.optim.Optimizer], steps: int
 ) -> list[torch.optim.lr_scheduler.LRScheduler]:
-    """Return schedules by which learning rates fall to zero in that number of steps."""
+    """Return schedulers that lower learning rates linearly to zero over this number of steps."""
     return [
         torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
         for optimizer in optimizers
@@ -225,7 +225,7 @@ def falling(
 
 
 def save(args: argparse.Namespace, model: Any) -> None:
-    """Write the trained model to ``--save``, if that is given."""
+    """Write the trained model to the file ``--save``, if it is given."""
     if args.save is not None:
         with writing("--save", args.save):
             model.save(args.save)

@@ -1,4 +1,4 @@
-"""Training loops."""
+"""Trainer, learning rate schedules, metrics, logs and plots."""
 
 from ..errors import DivergedError, ResumeError
 from .logs import JsonLines, TensorBoard

@@ -1,4 +1,4 @@
-"""Settings of a run as dataclasses, changed by YAML files and ``key=value``."""
+"""Keeps the settings of a run in dataclasses, and changes them by YAML files and ``key=value``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Config = TypeVar("Config")
 
 
 class ConfigError(ValueError):
-    """A setting that does not exist, or has a value of another type."""
+    """A setting does not exist, or its value has the wrong type."""
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return the mapping in a YAML file; an empty file gives an empty one.
+    """Read a YAML file that contains a mapping, or is empty.
 
     Raises:
-        ConfigError: the file is not YAML, or not a mapping.
+        ConfigError: the file is not YAML, or its content is not a mapping.
         ImportError: the package pyyaml is not installed.
         OSError: the file cannot be read.
     """
@@ -42,7 +42,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Return the settings, a dataclass or a mapping, as YAML in their order.
+    """Format settings, a dataclass or a mapping, as YAML, in their order.
 
     Raises:
         ImportError: the package pyyaml is not installed.
@@ -54,18 +54,18 @@ def to_yaml(config: Any) -> str:
             return {key: plain(each) for key, each in value.items()}
         return list(value) if isinstance(value, tuple) else value
 
-    if isinstance(config, Mapping):  # a line for each
+    if isinstance(config, Mapping):  # one line for each entry
         return yaml.safe_dump(plain(dict(config)), sort_keys=False)
     return yaml.safe_dump(plain(asdict(config)), sort_keys=False, default_flow_style=None)
 
 
 def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:
-    """Return a copy with other values.
+    """Return a copy of the settings in which some values are replaced.
 
     Args:
         config: a dataclass whose fields are dataclasses, int, float, bool, str, tuples of int,
-            float or str, or any of these or None. Metadata ``"also"`` is another name of a field.
-        values: name -> value, which for a dataclass is again a mapping.
+            float or str, or any of these or None. A field's metadata ``"also"`` is an alias.
+            values: name -> new value; for a field that is a dataclass, a mapping like this one.
         where: start of error messages, such as the name of a file.
 
     Raises:
@@ -76,13 +76,13 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Confi
 
 
 def with_setting(config: Config, setting: str) -> Config:
-    """Return a copy with one value set by a text such as ``optimizer.lr=0.1``.
+    """Return a copy of the settings with one value changed, as in ``optimizer.lr=0.1``.
 
-    ``model.top=64,32`` sets a tuple. An empty text after ``=`` is an empty tuple, or None where
-    allowed.
+    ``model.top=64,32`` sets a tuple. Nothing after ``=`` stands for an empty tuple, or for None
+    where the type allows it.
 
     Raises:
-        ConfigError: as `updated`, or the text has another form.
+        ConfigError: as for `updated`, or ``setting`` has another form.
     """
     key, equals, text = setting.partition("=")
     if not equals:
@@ -112,7 +112,7 @@ def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) ->
         full = f"{prefix}{name}"
         if name not in kinds:
             hint = did_you_mean(full, [prefix + each for each in kinds])
-            # Perhaps the user has left out the section.
+            # The user may have left out the section: suggest names within it.
             within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
             hint = hint or (f"; did you mean {within[0]}?" if within else "")
             hint = hint or f"; there are {', '.join(kinds)}"

@@ -1,8 +1,8 @@
-"""A rendezvous for ranks that torchrun has restarted.
+"""Provides a rendezvous for ranks that torchrun has restarted.
 
 torchrun's agent keeps one store for all attempts, in which torch finds addresses of dead ranks
 (https://github.com/pytorch/pytorch/issues/135712), and no number shared by all nodes tells the
-attempts apart. So the ranks agree on a name for their attempt.
+attempts apart. So the ranks agree on a name for each attempt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TIMEOUT_S = 600.0
 
 
 def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
-    """Return the store of torchrun's agent, for this attempt alone; None without such a store.
+    """Return a store for this attempt, in torchrun's own; None if torchrun provides no store.
 
     Args:
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: another rank has not arrived by then.
+        RuntimeError: another rank has not arrived within the timeout.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -40,7 +40,7 @@ def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
 
 
 def agree(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """Return a new name, the same on all ranks of this attempt.
+    """Agree on a name for this attempt, the same on all its ranks and never used before.
 
     Each rank stores a random word. Rank 0 lists the words it finds, some perhaps from dead ranks,
     under a new name, and makes a new list whenever one has changed. Ranks confirm a list that has

@@ -1,4 +1,4 @@
-"""Feeds a trainer with batches, and counts the samples of each over the ranks."""
+"""Supplies a trainer with batches, and counts the samples of each batch over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Share(NamedTuple):
     Attributes:
         batch: this rank's samples.
         rows: number of this rank's samples; may be 0.
-        samples: number of all ranks' samples.
+        samples: number of samples on all ranks together.
     """
 
     batch: Any
@@ -34,8 +34,8 @@ def of_tensors(
     rank: int,
     world_size: int,
 ) -> Generator[Share, None, None]:
-    """Shuffle the rows of tensors and split each batch over the ranks."""
-    # On the generator's device, the CPU, whatever torch's default device.
+    """Shuffle the rows of tensors, cut them into batches, and yield this rank's share of each."""
+    # The generator is on the CPU, which need not be torch's default device.
     order = torch.randperm(len(data[0]), generator=generator, device="cpu")
     for positions in order.to(data[0].device).split(batch_size):
         mine = positions.tensor_split(world_size)[rank]
@@ -45,15 +45,15 @@ def of_tensors(
 def of_loader(
     loader: Iterable[Any], device: torch.device, ranks: Ranks
 ) -> Generator[Share, None, None]:
-    """Yield the batches of a loader for this rank, read ahead in another thread.
+    """Yield this rank's batches from a loader, reading ahead in another thread.
 
-    The ranks count the samples of a batch while they compute the one before it.
+    The ranks count the samples of a batch while they compute the previous batch.
 
     Raises:
         RuntimeError: on all ranks, if one has run out of batches before the others, or cannot read
             one.
     """
-    # A list is in memory already, so a thread would only take turns with this one.
+    # For a list, which is in memory already, another thread would gain nothing.
     if not (isinstance(loader, Prefetcher) or (isinstance(loader, list) and device.type == "cpu")):
         loader = Prefetcher(loader, device=device)
     batches = iter(loader)  # a prefetcher's thread ends when this generator is closed
@@ -66,22 +66,22 @@ def of_loader(
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Give the epoch's number to loaders that shuffle by it; a reader counts by itself."""
+    """Pass the epoch's number to a loader that shuffles by it; readers count epochs themselves."""
     for shuffled in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
         set_epoch = getattr(shuffled, "set_epoch", None)
-        if callable(set_epoch):  # has no effect in workers
+        if callable(set_epoch):  # no effect on workers that already run
             set_epoch(epoch)
 
 
 class Ranks:
-    """Counts the samples of batches over the ranks of a group; a group of None is one rank."""
+    """Counts the samples of batches over the ranks of a group; None stands for a single rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
 
     def read(self, batches: Iterator[Any]) -> _Ahead:
-        """Read a batch and begin to count."""
+        """Read a batch and start to count its samples over all ranks."""
         batch, rows = None, 0
         error: Exception | None = None
         try:
@@ -92,7 +92,7 @@ class Ranks:
         except Exception as raised:
             if self._group is None:
                 raise
-            error = raised  # raised once the others know
+            error = raised  # raised once the other ranks know
         if self._group is None:
             return _Ahead(batch, rows, error, torch.empty(0), None)
         ended = isinstance(error, StopIteration)
@@ -102,7 +102,7 @@ class Ranks:
         return _Ahead(batch, rows, error, counts, work)
 
     def finish(self, ahead: _Ahead, step: int) -> Share | None:
-        """Return the batch that was read, or None after the last one."""
+        """Finish counting and return this rank's share of the batch; None after the last batch."""
         ended = isinstance(ahead.error, StopIteration)
         if ahead.work is None:
             return None if ended else Share(ahead.batch, ahead.rows, ahead.rows)
@@ -128,14 +128,14 @@ class _Ahead(NamedTuple):
     rows: int
     error: Exception | None
     counts: torch.Tensor
-    work: Any  # a dist.Work; None without ranks
+    work: Any  # a dist.Work; None on a single rank
 
 
 def rows_of(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        TypeError: its samples cannot be counted.
+        TypeError: the batch has a form whose samples cannot be counted.
     """
     if isinstance(batch, Batch):
         return batch.rows
@@ -154,7 +154,7 @@ def rows_of(batch: Any) -> int:
 def steps_of(
     shares: Generator[Share, None, None], accumulate: int
 ) -> Iterator[tuple[list[Share], Share | None]]:
-    """Yield the batches of each step, and the first batch of the next step."""
+    """Yield, for each step, its batches and the first batch of the next step (None at the end)."""
     batches = list(itertools.islice(shares, accumulate))
     while batches:
         following = list(itertools.islice(shares, accumulate))

@@ -1,4 +1,4 @@
-"""Checks the data given to fit, and describes them for checkpoints."""
+"""Checks the data passed to fit, and describes it for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from ..data import Prefetcher
 from ..errors import check_int
 
-# Bytes of a tensor that are copied to the CPU at a time for its checksum.
+# Number of bytes of a tensor to copy to the CPU at a time for its checksum.
 _PIECE = 64 << 20
 
 
 class FitData:
-    """Either a tuple of tensors with a batch size, or a loader that makes batches itself.
+    """Training data: either a tuple of tensors with a batch size, or a loader of batches.
 
     Args:
-        data: the argument of `Trainer.fit`.
-        batch_size: samples of each rank in a batch of tensors.
-        global_batch_size: samples of all ranks together, as an alternative to batch_size.
+        data: argument of `Trainer.fit`.
+        batch_size: number of samples of each rank in a batch of tensors.
+        global_batch_size: number of samples of all ranks together, instead of batch_size.
         ranks: number of ranks.
 
     Attributes:
-        samples: samples in an epoch of tensors; 0 for a loader.
-        batch: samples in a batch of tensors, of all ranks together; else 0.
+        samples: number of samples in an epoch of tensors; 0 for a loader.
+        batch: number of samples of all ranks in a batch of tensors; 0 for a loader.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class FitData:
 
     @property
     def is_reader(self) -> bool:
-        """Return whether the loader, or a Prefetcher's source, can save and load its position."""
+        """Return whether the loader (or a Prefetcher's source) can save and load its position."""
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
     @functools.cached_property
     def facts(self) -> dict[str, int]:
-        """Return facts that identify the data: a checksum of tensors, else sizes.
+        """Return numbers that identify the data: a checksum of tensors, or sizes of a loader.
 
-        A reader has none, since its own state identifies the data.
+        Empty for a reader, whose own state identifies the data.
         """
         if self.of_tensors:
             sizes = {"samples": self.samples, "checksum": checksum(self.data)}
@@ -100,12 +100,12 @@ class FitData:
 def _length(sized: Any) -> int | None:
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):  # the length of a stream
+    except (TypeError, NotImplementedError):  # a stream has no length
         return None
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the CRC-32 of dtypes, shapes and contents."""
+    """Return the CRC-32 of the tensors' dtypes, shapes and contents."""
     code = 0
     for tensor in tensors:
         code = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), code)

@@ -1,4 +1,4 @@
-"""Runs ranks on this machine by torch.distributed's own launcher."""
+"""Runs ranks on this machine with torch.distributed's own launcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
         self.rank = rank
         self.kind, self.reason = "", f"ended with exit code {failure.exitcode}"
         shown = self.reason
-        # The launcher's types say string, but it is a dictionary if the rank has raised.
+        # Declared as a string by the launcher, but a dictionary if the rank has raised.
         message: Any = failure.message
         if failure.exitcode < 0:
             self.reason = shown = f"was ended by {failure.signal_name()}"
@@ -44,12 +44,13 @@ class RankError(RuntimeError):
 def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:
     """Call ``function(*arguments)`` in new processes, with the environment of torchrun.
 
-    When one fails, the others are ended, as all are by Ctrl-C and SIGTERM.
+    When one process fails, the others are terminated; Ctrl-C and SIGTERM terminate all.
 
     Args:
         world_size: number of processes.
-        function: a module-level function, so that it can be pickled. It begins with `start_rank`.
-        arguments: picklable objects.
+        function: a module-level function, so that it can be pickled. It must first call
+            `start_rank`.
+        arguments: arguments of the function, which must be picklable.
 
     Raises:
         RankError: a rank has failed.
@@ -58,16 +59,18 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            undo.callback(signal.signal, number, signal.getsignal(number))  # the launcher sets them
+            undo.callback(
+                signal.signal, number, signal.getsignal(number)
+            )  # the launcher changes it
         undo.enter_context(_interrupts_held_back())
         undo.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.CRITICAL)  # the launcher logs what is raised below
+        logging.disable(logging.CRITICAL)  # the launcher would log the error raised below
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
             run_id=uuid.uuid4().hex,
-            # Any free port, like torchrun --standalone.
+            # Use any free port, like torchrun --standalone.
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -87,11 +90,12 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
 
 
 def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[int, ProcessFailure]:
-    """Return the rank that raised first, given the one that ended first.
+    """Return the rank that raised first and its failure, given the rank that ended first.
 
-    A rank that is about to end closes its connections; others may notice, fail, and end before it.
+    A rank that has raised closes its connections; other ranks may fail because of that and end
+    before it.
     """
-    if not isinstance(failure.message, dict):  # it was killed, and raised nothing
+    if not isinstance(failure.message, dict):  # the rank was killed and raised nothing
         return rank, failure
     files = Path(folder).rglob(Path(failure.error_file).name)
     first = min(files, key=lambda file: file.stat().st_mtime_ns)
@@ -100,9 +104,9 @@ def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[in
 
 
 def start_rank() -> None:
-    """Make Ctrl-C end this process at once.
+    """Make Ctrl-C terminate this process at once.
 
-    An exception is not enough: a rank that waits for another one never raises it.
+    A KeyboardInterrupt is not enough: a rank that waits for another rank never raises it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -110,10 +114,10 @@ def start_rank() -> None:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Start processes with SIGINT blocked until `start_rank`.
+    """Block SIGINT in processes started in this context, until they call `start_rank`.
 
-    A terminal sends the signal to all processes, and each would print the traceback of a module
-    that it is importing. This process still receives it: another thread accepts it, and Python
+    A terminal sends the signal to all processes, and a process that is importing a module would
+    print a traceback. This process still receives the signal: another thread accepts it, and Python
     handles it in the main thread.
     """
     # Otherwise the tracker starts with the first process, and unblocks SIGINT.

@@ -1,4 +1,4 @@
-"""Destinations of training records: a file of JSON lines, TensorBoard."""
+"""Writes training records to a file of JSON lines or to TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .._replacing import replacing
 from ..distributed.exchange import Exchange, attempt
 from .progress import Progress
 
-# The file that `JsonLines` writes in the folder of a run.
+# Name of the file that `JsonLines` writes in the folder of a run.
 METRICS = "metrics.jsonl"
-# A record is a dict with "kind": "step" or "epoch", and "step": updates made so far.
+# A record has "kind", which is "step" or "epoch", and "step", the number of updates so far.
 Record = Mapping[str, Any]
 
 
 class Log(Protocol):
-    """Takes records, which rank 0 writes."""
+    """A destination for training records, to which rank 0 writes."""
 
     def write(self, record: Record) -> None:
-        """Keep a record."""
+        """Write a record."""
 
 
 def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None) -> None:
-    """Have rank 0 keep a record; what that raises, all ranks raise."""
+    """Write a record on rank 0; if that raises, all ranks raise."""
 
     def write() -> None:
         for log in logs:
@@ -39,9 +39,9 @@ def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None)
 def go_on(
     logs: Sequence[Log], step: int, stream: TextIO | None, exchange: Exchange | None = None
 ) -> None:
-    """Have the logs of rank 0 go on behind a step, those that can.
+    """Call ``forget_after`` on the logs of rank 0 that have it; if that raises, all ranks raise.
 
-    Lines that are no records are named. What is raised, all ranks raise.
+    Shows the numbers of lines that were not records.
     """
 
     def forget() -> None:
@@ -65,17 +65,16 @@ def _on_first(exchange: Exchange | None, act: Callable[[], None]) -> None:
 
 
 class JsonLines:
-    """Writes each record to a file as a line of JSON, at once.
+    """Writes each record to a file immediately, as a line of JSON.
 
-    The first record begins the file anew, so that an older run's are not taken for this one's,
-    unless `forget_after` was called before, as a trainer that goes on does. Ranks that write no
-    record do not touch the file.
+    The first record overwrites the file of an older run, unless `forget_after` was called before,
+    as a trainer does when it resumes. Ranks that write no record do not touch the file.
 
     Args:
-        path: of the file; its folder is made if it is missing.
+        path: path of the file; its folder is created if it is missing.
 
     Raises:
-        OSError: when writing: the file cannot be opened or written.
+        OSError: (when a record is written) the file cannot be opened or written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -86,18 +85,18 @@ class JsonLines:
         return os.fspath(self._path)
 
     def write(self, record: Record) -> None:
-        """Add a line. Numbers that are not finite become null, which JSON has no word for."""
+        """Append a line. Infinities and NaN become null, since JSON cannot express them."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, self._mode, encoding="utf-8") as file:
             self._mode = "a"
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def forget_after(self, step: int) -> list[int]:
-        """Go on behind a step: remove what a run has written beyond it.
+        """Remove the records of later steps, to continue the file after this step.
 
         Returns:
-            The numbers of lines, from 1, that were no records and are removed as well; without the
-            last one, which a killed process may have left half written.
+            The numbers, counted from 1, of lines that were not records; they are removed, too. The
+            last line is not reported, as a killed process may have left it incomplete.
         """
         self._mode = "a"
         if not self._path.exists():
@@ -119,10 +118,10 @@ class JsonLines:
 class TensorBoard:
     """Writes the numbers of each record as scalars, such as ``epoch/metrics/test AUC``.
 
-    What an older run has written into the folder is hidden, as `JsonLines` removes it.
+    Records of an older run in the folder are hidden, where `JsonLines` would remove them.
 
     Args:
-        folder: for TensorBoard's files.
+        folder: folder for TensorBoard's files.
 
     Raises:
         ImportError: the package tensorboard is not installed.
@@ -133,15 +132,15 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = None
-        self._step = -1  # events behind it are hidden
+        self._step = -1  # last step of an older run to show; later events are hidden
         self._make = lambda: SummaryWriter(os.fspath(folder), purge_step=self._step + 1)
 
     def forget_after(self, step: int) -> None:
-        """Go on behind a step: hide what a run has written beyond it."""
+        """Hide the records of later steps, to continue after this step."""
         self._step = step
 
     def write(self, record: Record) -> None:
-        """Write the record's numbers at its step."""
+        """Write the record's numbers as scalars at its step."""
         if self._writer is None:
             self._writer = self._make()
         values = {key: value for key, value in record.items() if key not in ("kind", "step")}

@@ -1,4 +1,4 @@
-"""The mean loss of an epoch over all ranks, and the step where it stops being finite."""
+"""Computes the mean loss of an epoch over all ranks, and finds the first loss not finite."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..errors import DataFormatError, DivergedError
 
 
 class Losses:
-    """The losses of an epoch so far.
+    """Accumulates the losses of an epoch.
 
     Args:
-        device: device of the losses.
-        group: the ranks' process group; None for a single rank.
-        expected: steps in the epoch, for messages; 0 if unknown.
+        device: device that the losses are on.
+        group: process group of the ranks; None for a single rank.
+        expected: number of steps in the epoch, for messages; 0 if unknown.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Losses:
         # Counted on the device: asking a GPU after each step would mean waiting for it.
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = 0
-        # Values at the last record: total and samples of all ranks, steps, seconds.
+        # Values at the last call of `since_last`: total and samples of all ranks, steps, seconds.
         self._last: tuple[float, float, float, float] = 0.0, 0, 0, 0.0
         self.steps = 0
 
     def state(self, title: str) -> dict[str, Any]:
-        """State for `restore`: sums over all ranks, so that any number of ranks can go on.
+        """Return a state for `restore`, with sums over all ranks; any number of ranks can load it.
 
         Raises:
             DivergedError: the sums are not finite.
@@ -45,7 +45,7 @@ class Losses:
         return {"total": total, "samples": samples, "steps": self.steps, "last": list(self._last)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state; rank 0 takes the sums of all ranks."""
+        """Resume from a state; rank 0 takes over the sums of all ranks."""
         if self._group is None or dist.get_rank(self._group) == 0:
             self._total.fill_(state["total"])
             self._rows = state["samples"]
@@ -55,18 +55,18 @@ class Losses:
         self._last = total, samples, steps, seconds
 
     def add(self, loss: torch.Tensor, rows: int) -> None:
-        """Add this rank's sum of losses in a step."""
+        """Add the sum of this rank's losses in a step, over ``rows`` samples."""
         self._total.add_(loss)
         self._finite_steps += self._total.isfinite()
         self._rows += rows
         self.steps += 1
 
     def so_far(self) -> float:
-        """Mean on this rank; rank 0, which shows it, has a sample of every batch of tensors."""
+        """Return this rank's mean, for display; rank 0 has a sample of every batch of tensors."""
         return self._total.item() / max(self._rows, 1)
 
     def mean(self, title: str) -> float:
-        """Return the mean over the samples of all ranks.
+        """Return the mean loss over the samples of all ranks.
 
         Raises:
             DivergedError: the mean is not finite.
@@ -81,11 +81,11 @@ class Losses:
         return total / samples
 
     def since_last(self, title: str, seconds: float) -> tuple[float, float, float, float]:
-        """Return the mean, samples, steps and seconds since the last call.
+        """Return the mean loss and the number of samples, steps and seconds since the last call.
 
         Args:
             title: start of the error message.
-            seconds: time since the epoch began.
+            seconds: time in seconds since the epoch began.
         """
         now = *self._over_ranks(title), self.steps, seconds
         total, *others = (a - b for a, b in zip(now, self._last, strict=True))

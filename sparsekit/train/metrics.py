@@ -1,4 +1,4 @@
-"""Exact metrics of binary classification and ranking, over all ranks."""
+"""Computes metrics of binary classification and ranking exactly, over all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
-# Distance from 0 and 1 to which probabilities are clamped; else a wrong sample has infinite loss.
+# Probabilities are clamped to [MARGIN, 1 - MARGIN]: one wrong sample would have infinite loss.
 MARGIN = 1e-7
 
 
 def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
-    """Return the metrics from evaluate for a model in training."""
+    """Call evaluate with the model in evaluation mode and without gradients; return its metrics."""
     model.eval()
     with torch.no_grad():
         metrics = evaluate(model)
@@ -23,12 +23,12 @@ def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the area under the ROC curve: how often a positive sample scores higher.
+    """Return the area under the ROC curve: how often a positive sample outscores a negative one.
 
-    Ties count half. Exact: the rank statistic of Mann and Whitney, in float64.
+    Ties count half. The result is exact: the rank statistic of Mann and Whitney, in float64.
 
     Args:
-        scores: ``[n]``, of any real dtype; only their order matters.
+        scores: ``[n]``, of any real dtype; only the order of scores matters.
         labels: ``[n]``, 0 or 1.
 
     Raises:
@@ -40,7 +40,7 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     if pairs == 0:
         raise ValueError(f"auc needs samples of both labels, got {positives} of {len(labels)}")
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-    # Ranks count from 1 in rising order; equal scores share their mean rank.
+    # Ranks count from 1 in ascending order; tied scores share their mean rank.
     ranks = counts.cumsum(0).double() - (counts.double() - 1) / 2
     above = ranks[place[labels > 0]].sum().item() - positives * (positives + 1) / 2
     return above / pairs
@@ -50,8 +50,8 @@ def log_loss(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
     """Return the mean binary cross entropy in nats, in float64.
 
     Args:
-        probabilities: of label 1, ``[n]`` in [0, 1]; clamped to a distance of 1e-7 from either end.
-        labels: ``[n]``, 0 or 1; at least one.
+        probabilities: probabilities of label 1, ``[n]`` in [0, 1]; clamped to [1e-7, 1 - 1e-7].
+        labels: ``[n]``, 0 or 1; n must be at least 1.
 
     Raises:
         ValueError: shapes, labels or probabilities are wrong, or there are no samples.
@@ -64,16 +64,16 @@ def log_loss(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Return the fraction of the first k recommended items that are relevant; a mean over users.
+    """Return the fraction of the first k recommended items that are relevant, averaged over users.
 
     On several ranks, pass the result of `gather` over each rank's users.
 
     Args:
-        hits: whether an item is relevant, bool ``[users, m]`` with m >= k, best first. If a user
-            has fewer than k recommended items, pad with False.
+        hits: whether each recommended item is relevant, bool ``[users, m]`` with m >= k, best item
+            first. If a user has fewer than k recommended items, pad with False.
         relevant: the number of relevant items of each user, recommended or not, integer
-            ``[users]``. Users with none are left out of the mean: no list could be better for them.
-        k: >= 1.
+            ``[users]``. Users without relevant items are left out of the mean.
+        k: number of items to consider, >= 1.
 
     Raises:
         ValueError: shapes or numbers are wrong, a user has more hits than relevant items, or no
@@ -84,7 +84,7 @@ def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 
 
 def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Return the fraction of a user's relevant items among the first k; a mean over users.
+    """Return the fraction of relevant items that are among the first k, averaged over users.
 
     Arguments and errors are those of `precision_at_k`.
     """
@@ -93,7 +93,7 @@ def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 
 
 def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Return the normalised discounted cumulative gain of the first k items; a mean over users.
+    """Return the normalised discounted cumulative gain of the first k items, averaged over users.
 
     The i-th item, counted from 1, gains ``1 / log2(i + 1)`` if it is relevant; the sum is divided
     by that of the best order, which has all relevant items first. Source: Järvelin and Kekäläinen,
@@ -110,7 +110,7 @@ def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 def _of_users(
     hits: torch.Tensor, relevant: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first k columns and the counts of users who have anything relevant."""
+    """Select users with relevant items; return their first k hits, and counts of relevant items."""
     if hits.dim() != 2 or hits.dtype != torch.bool or relevant.shape != hits.shape[:1]:
         raise ValueError(
             f"expected bool hits [users, m] and relevant [users], got {hits.dtype} "
@@ -127,14 +127,14 @@ def _of_users(
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated, on each of them.
+    """Concatenate the tensors of all ranks; every rank gets the result.
 
     Without torch.distributed this is the tensor itself.
 
     Args:
-        tensor: ``[n, ...]``, of one dtype on all ranks and of any length n on each; on a device
-            that the group's backend supports.
-        group: None means the default group.
+        tensor: ``[n, ...]``, with the same dtype on all ranks; n may differ from rank to rank. On a
+            device that the group's backend supports.
+        group: process group of the ranks; None is the default group.
     """
     if not dist.is_initialized() or (size := dist.get_world_size(group)) == 1:
         return tensor

@@ -1,4 +1,4 @@
-"""Plots of a run and of scaling, as PNG; needs matplotlib."""
+"""Plots training runs and scaling as PNG; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from .._extras import needed
 from .logs import METRICS
 
-# Most tables in one picture; those with most rows are shown.
+# Largest number of tables to show in a picture: the tables with the most rows.
 MOST_TABLES = 8
 OF_TABLES = {
     "rows": "rows in the tables",
@@ -37,7 +37,7 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
             except ValueError:
                 record = None
             if record is None and not line.endswith("\n"):
-                break  # cut off with the run
+                break  # the last line, incomplete as the run was killed
             known = isinstance(record, dict) and record.get("kind") in ("step", "epoch")
             if not known or not isinstance(record.get("step"), int):
                 raise ValueError(f"{path}:{number}: no record of training")
@@ -46,11 +46,11 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Write loss, metrics, speed and the tables' figures of a run to one picture.
+    """Plot a run: its loss, metrics, speed and figures of tables, in one picture.
 
     Raises:
         ImportError: matplotlib is missing.
-        OSError, ValueError: as `read_run`; or there is no record.
+        OSError, ValueError: as for `read_run`; or there is no record.
     """
     records = read_run(folder)
     steps = [record for record in records if record["kind"] == "step"]
@@ -71,7 +71,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     _line(sent, steps, "bytes_sent_per_step", None, marker=".")
     sent.set(title="bytes that rank 0 sends in a step")
     for each in (speed, sent):
-        # Not where matplotlib would end it: on the line itself, if that is level.
+        # Leave space above the lines: matplotlib would end the axis on a line that is level.
         each.set_ylim(0, 1.1 * max((max(line.get_ydata()) for line in each.lines), default=0) or 1)
     if not steps:
         _say(sent, "no record between epochs: log every fewer steps")
@@ -86,7 +86,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         each.set(title=title, xlabel="step")
     for each in axes.flat:
         each.grid(alpha=0.3)
-        # From the start, or a run of one record would have its axis around that.
+        # Begin at 0: with a single record, matplotlib would center the axis on it.
         each.set_xlim(0, 1.05 * max(records[-1]["step"], 1))
         each.locator_params(axis="x", integer=True)
         if each.get_legend_handles_labels()[0]:
@@ -96,7 +96,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
 
 
 def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
-    """Metrics have scales of their own, so the second one gets the axis on the right."""
+    """Plot the metrics; scales differ, so the second metric uses the axis on the right."""
     names = sorted({name for record in epochs for name in record["metrics"]})
     for i, name in enumerate(names[:2]):
         each = axes if i == 0 else axes.twinx()
@@ -113,12 +113,12 @@ def plot_scaling(
     forecast: Mapping[int, tuple[float, float]],
     out: str | os.PathLike[str],
 ) -> None:
-    """Write speed-up over one rank, as measured and as predicted, to a picture.
+    """Plot the speed-up over one rank, as measured and as predicted.
 
     Args:
-        measured: number of ranks -> samples a second.
-        forecast: number of ranks -> speed-up at worst and at best.
-        out: the file.
+        measured: number of ranks -> samples per second.
+        forecast: number of ranks -> lowest and highest predicted speed-up.
+        out: path of the picture.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -163,5 +163,5 @@ def _line(
 
 
 def _pyplot() -> Any:
-    needed("matplotlib", "a plot").use("Agg")  # no screen
+    needed("matplotlib", "a plot").use("Agg")  # a backend that needs no screen
     return needed("matplotlib.pyplot", "a plot")

@@ -1,4 +1,4 @@
-"""Measures where the time of training steps goes, and what they move between ranks."""
+"""Profiles training steps: the time of each op, and the bytes it moves between ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..distributed import Exchange
 
 @dataclass(frozen=True)
 class Op:
-    """Time and bytes of an op, summed over all ranks.
+    """Profile of an op, summed over all ranks.
 
     Attributes:
         name: an op of torch or sparsekit, a GPU kernel, or ``"exchange: PURPOSE"``: sending and
             waiting for layers, dense gradients or a placement.
         calls: number of calls.
-        seconds: time in the op itself, without ops that it calls: on the GPU if it used one, else
-            on the CPU.
-        share: fraction of the seconds of all ops.
-        bytes_moved: bytes sent to other ranks.
+        seconds: time in the op itself, without ops that it calls; GPU time if it used the GPU, else
+            CPU time.
+        share: fraction of the total seconds of all ops.
+        bytes_moved: number of bytes sent to other ranks.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Op:
 
 @dataclass
 class Profile:
-    """Result of `profiled`, filled in when it ends.
+    """Result of `profiled`, filled in when the context ends.
 
     Attributes:
-        ops: all ops, slowest first; equal on all ranks.
+        ops: all ops, slowest first; the same on all ranks.
         ranks: number of ranks.
     """
 
@@ -52,19 +52,19 @@ class Profile:
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes that all ops sent between ranks."""
+        """Return the total number of bytes sent between ranks."""
         return sum(op.bytes_moved for op in self.ops)
 
     @property
     def seconds(self) -> float:
-        """Return the total over all ops and ranks."""
+        """Return the total seconds of all ops on all ranks."""
         return sum(op.seconds for op in self.ops)
 
     def table(self, most: int = 20) -> str:
-        """Calls, time, share and bytes of the ops that took longest and of those that move bytes.
+        """Format a table of the slowest ops, and of all ops that move bytes.
 
         Args:
-            most: lines for ops; one more line sums up the rest.
+            most: number of lines for ops; one more line sums up all others.
         """
         shown = [op for i, op in enumerate(self.ops) if i < most or op.bytes_moved]
         rest = [op for op in self.ops if op not in shown]
@@ -90,19 +90,19 @@ def _line(name: str, ops: Sequence[Op]) -> str:
 
 @contextlib.contextmanager
 def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
-    """Profile the code inside, for instance some training steps.
+    """Profile the code in this context, for instance some training steps.
 
-    All ranks enter and leave it together, and each gets the sums of all. Bytes are those of
-    sparsekit's exchanges: keys, vectors and their gradients, dense gradients where ranks share
-    memory, and swaps. DistributedDataParallel's own all-reduce, which is used otherwise, is not
-    counted. Run a step or two first.
+    All ranks must enter and leave the context together; each gets the sums over all ranks. Bytes
+    are counted in sparsekit's exchanges: keys, vectors and their gradients, dense gradients where
+    ranks share memory, and swaps. DistributedDataParallel's own all-reduce, which is used
+    otherwise, is not counted. Run a step or two first as a warm-up.
 
     Args:
         trace: file for a Chrome trace, for chrome://tracing or ui.perfetto.dev. Rank r > 0 adds
             ``.rank{r}`` before its suffix.
 
     Yields:
-        A profile that is filled in at the end.
+        A `Profile` that is filled in when the context ends.
 
     Raises:
         RuntimeError: another profile is still running.
@@ -142,7 +142,7 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
 
 
 def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]]]) -> list[Op]:
-    # Calls, and microseconds on the CPU and on the device.
+    # Name -> calls, microseconds on the CPU, microseconds on the device.
     sums: defaultdict[str, tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     moved: Counter[str] = Counter()
     for events, sent in ranks:
@@ -162,5 +162,5 @@ def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]
 def _export(profiler: torch.profiler.profile, path: Path, rank: int) -> None:
     if rank:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    path.touch()  # torch only logs a failed write
+    path.touch()  # raises here: torch would only log that a write failed
     profiler.export_chrome_trace(str(path))
