@@ -65,7 +65,7 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Confi
     Args:
         config: a dataclass whose fields are dataclasses, int, float, bool, str, tuples of int,
             float or str, or any of these or None. A field's metadata ``"also"`` is an alias.
-            values: name -> new value; for a field that is a dataclass, a mapping like this one.
+        values: name -> new value; for a field that is a dataclass, a mapping like this one.
         where: start of error messages, such as the name of a file.
 
     Raises:

@@ -59,9 +59,7 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            undo.callback(
-                signal.signal, number, signal.getsignal(number)
-            )  # the launcher changes it
+            undo.callback(signal.signal, number, signal.getsignal(number))  # changed by it
         undo.enter_context(_interrupts_held_back())
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)  # the launcher would log the error raised below

@@ -1,4 +1,4 @@
-"""A trainer's position in its data, as saved in a checkpoint."""
+"""Saves a trainer's position in its data, and returns to it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from .progress import Progress
 
 @dataclass(frozen=True)
 class Epoch:
-    """Figures of one epoch.
+    """Results of one epoch.
 
     Attributes:
-        number: counted from 1.
-        loss: mean over all samples, each with the weights at its step; without the penalty.
-        seconds: time of training without evaluation.
+        number: number of the epoch, counted from 1.
+        loss: mean loss over all samples, each computed with the weights at its step; the penalty is
+            not included.
+        seconds: duration of training in seconds, without evaluation.
         samples_per_second: speed of training.
-        metrics: what evaluate returned.
+        metrics: result of evaluate.
         tables: name -> figures of each embedding table; see `Telemetry`.
     """
 
@@ -39,18 +40,19 @@ class Epoch:
 
 @dataclass
 class Position:
-    """A position between two steps of an epoch.
+    """A position in an epoch, between two steps.
 
     Attributes:
-        order: state, at the start of the epoch, of the generator that orders tensors.
-        random: state of torch's CPU generator, from which a DataLoader takes its order.
+        order: state, at the start of the epoch, of the generator that shuffles tensors.
+        random: state of torch's CPU generator, which determines the order of a DataLoader.
         reader: state of the reader, if any, at the start of the epoch.
-        ranks: number of ranks; 0 in old states, which lack it.
-        batches: batches done in this epoch, on this rank.
-        samples: samples of all ranks in them.
-        seconds: time spent on them.
-        losses: their losses; see `Losses.state`.
-        data: facts that identify the data; see `FitData.facts`. Empty in old states.
+        ranks: number of ranks; 0 if the state was saved by a version that did not record it.
+        batches: number of batches done in this epoch on this rank.
+        samples: number of samples in these batches, on all ranks.
+        seconds: time spent on these batches.
+        losses: losses of these batches; see `Losses.state`.
+        data: numbers that identify the data; see `FitData.facts`. Empty if the state was saved by
+            a version that did not record them.
     """
 
     order: torch.Tensor
@@ -65,19 +67,19 @@ class Position:
 
     @staticmethod
     def begin(generator: torch.Generator, fit: FitData, facts: dict[str, int]) -> Position:
-        """Return the position at the beginning of an epoch."""
+        """Return the position at the start of an epoch."""
         reader = fit.data.state_dict() if fit.is_reader else None
         random = torch.get_rng_state()
         return Position(generator.get_state(), random, reader, _ranks(), data=facts)
 
     def check(self, fit: FitData) -> None:
-        """Refuse data other than this position's, before anything is trained on them.
+        """Raise ResumeError, before training begins, if the data is not this position's.
 
-        Tensors must have the same contents and, in mid-epoch, the same batches. Loaders other than
-        readers are compared by size, in mid-epoch only.
+        Tensors must have the same contents and, within an epoch, the same batches. Loaders other
+        than readers are compared by size, and only within an epoch.
 
         Raises:
-            ResumeError: the data differ.
+            ResumeError: the data is different.
         """
         if self.reader is not None:
             if not fit.is_reader:
@@ -104,20 +106,20 @@ class Position:
                 )
 
     def _batches_there(self, fit: FitData) -> int:
-        """Return how many of this position's batches fit's data share.
+        """Return how many of this position's batches can be skipped: all, or none.
 
-        A loader's batches change with the number of ranks.
+        None, if the data is a loader and the number of ranks has changed: batches then differ.
         """
         return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
 
     def find(self, generator: torch.Generator, fit: FitData, stream: TextIO | None) -> None:
-        """Make the data begin at this position's batch, or at the first of the epoch.
+        """Make the data begin at this position's batch, or else at the epoch's first batch.
 
-        If the batches differ, a position in mid-epoch becomes the beginning of that epoch, and a
-        line in stream says so.
+        In the second case, this becomes the position at the start of the epoch, and a line in
+        stream says so.
 
         Raises:
-            ValueError: the data are another reader.
+            ValueError: the data is a different reader.
         """
         generator.set_state(self.order)
         now = _ranks()
@@ -130,7 +132,7 @@ class Position:
             fit.data.load_state_dict({**self.reader, "step": self.batches})
 
     def reach(self, shares: Generator[Share, None, None]) -> None:
-        """Skip batches already done, if the data cannot begin in the middle."""
+        """Skip the batches that are done, if the data could not begin after them."""
         if self.reader is not None or not self.batches:
             return
         now = torch.get_rng_state()

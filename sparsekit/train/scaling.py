@@ -1,4 +1,4 @@
-"""Measures how much faster a model trains on more ranks, and predicts it for larger numbers."""
+"""Measures the speed-up of training on several ranks, and predicts it for more of them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..models import DLRM
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from .trainer import Trainer
 
-STEPS = 8  # in an epoch, each with its own batches
-WARM_UP = 2  # epochs not timed: the first inserts new keys
+STEPS = 8  # number of steps in an epoch, each with its own batch
+WARM_UP = 2  # number of epochs not timed: the first one inserts new keys
 
 
 @dataclass(frozen=True)
 class Case:
-    """The job to predict: a DLRM on generated keys, zipf-distributed in each bag.
+    """The job to measure: a DLRM on generated keys, zipf-distributed in each bag.
 
     Attributes:
         tables: number of tables.
-        rows: distinct keys of each table.
+        rows: number of distinct keys of each table.
         dim: elements of a vector.
-        batch: samples of all ranks together, whatever their number.
-        epochs: number of timed epochs, of 8 steps each.
+        batch: number of samples of all ranks together, whatever the number of ranks.
+        epochs: number of timed epochs of 8 steps.
     """
 
     tables: int = 26
@@ -41,7 +41,7 @@ class Case:
 
 
 def samples_per_second(case: Case) -> float:
-    """Return the median over epochs, after warm-up; a collective on several ranks."""
+    """Train, and return the median speed of the timed epochs; a collective on several ranks."""
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -49,7 +49,7 @@ def samples_per_second(case: Case) -> float:
     model = DLRM(
         names,
         13,
-        rows=2 * case.rows // ranks + 1000,  # shares are only roughly equal
+        rows=2 * case.rows // ranks + 1000,  # twice, since keys are spread unevenly over ranks
         dim=case.dim,
         bottom=[case.dim],
         top=[64],
@@ -72,9 +72,9 @@ def samples_per_second(case: Case) -> float:
 def _batch(
     case: Case, names: list[str], generator: torch.Generator, rank: int, ranks: int
 ) -> Batch:
-    """Return one rank's part of a batch that does not depend on the number of ranks."""
+    """Generate one rank's share of a batch, which is the same for any number of ranks."""
     uniform = torch.rand(case.tables, case.batch, generator=generator, device="cpu")
-    # The inverse of the distribution with density 1 / x on [1, rows].
+    # Invert the distribution function of the density 1 / x on [1, rows].
     keys = (case.rows**uniform).long()
     numbers = torch.rand(case.batch, 13, generator=generator, device="cpu")
     label = torch.randint(2, (case.batch,), generator=generator, device="cpu").float()
@@ -91,7 +91,7 @@ def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
-    """Return the lowest and highest speed-up over one rank to expect.
+    """Predict the lowest and highest speed-up over one rank.
 
     A step of N ranks takes T(1) / N plus an extra, measured on the largest world available: E =
     T(N) - T(1) / N. In the worst case E does not depend on the number of ranks, as if it were all
@@ -99,12 +99,12 @@ def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     batch's.
 
     Args:
-        measured: number of ranks -> samples a second, at one batch size; for 1 and at least one
-            more.
-        ranks: size of the world to predict.
+        measured: number of ranks -> samples per second, all at the same batch size. It must have 1
+            and a larger number of ranks.
+        ranks: number of ranks for which to predict.
 
     Raises:
-        ValueError: measured lacks 1, or any larger number.
+        ValueError: measured lacks 1, or has no larger number.
     """
     if 1 not in measured or len(measured) < 2:
         raise ValueError(f"predicted needs 1 rank and more, got {sorted(measured)}")

@@ -1,4 +1,4 @@
-"""Learning rates for large batches."""
+"""Learning rate schedules for large batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def linear_warmup(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Raise the learning rate linearly from lr to scale * lr, for a batch scale times larger.
 
-    Step t (from 0) is made with
+    The learning rate of step t, counted from 0, is
 
     - ``lr * (1 + (scale - 1) * min(1, t / warmup_steps))``; with total_steps, from warmup_steps on,
     - ``lr * scale * (total_steps - t) / (total_steps - warmup_steps)``, and 0 after the end.
@@ -26,16 +26,17 @@ def linear_warmup(
     sum of gradients alone, so there is nothing to correct.
 
     Args:
-        optimizer: its lr is the one for one rank's batch.
+        optimizer: optimizer whose lr suits the batch of a single rank.
         scale: factor by which the batch is larger, usually the number of ranks; > 0.
         warmup_steps: length of the warm-up, >= 0.
-        total_steps: steps after which the rate is zero, > warmup_steps; with None it stays.
+        total_steps: number of steps after which the rate is zero, > warmup_steps; None to keep the
+            rate constant after the warm-up.
 
     Returns:
         A scheduler to step after each update, as `Trainer` does.
 
     Raises:
-        TypeError, ValueError: a number is out of range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
     """
     check_int("linear_warmup", "warmup_steps", warmup_steps, 0, 2**62)
     if not 0 < scale < float("inf"):

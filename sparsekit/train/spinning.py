@@ -8,10 +8,11 @@ import time
 
 import torch
 
-# Only epochs at least this long are measured; more switches than these tell of another process.
+# Shortest epoch to measure in seconds, and numbers of context switches above which another
+# process must be using our cores.
 LEAST_S = 5.0
 SWITCHES_PER_THREAD_S = 10.0
-# Setting one of these means that the user has chosen how threads wait.
+# Environment variables by which users choose how threads wait.
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
@@ -29,11 +30,11 @@ class Spinning:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._begin = _now()
 
     def hint(self) -> str:
-        """Return a line on how to train faster, once if it would help; else nothing."""
+        """Return advice on how to train faster, at most once; empty if it would not help."""
         seconds, switches = (now - was for now, was in zip(_now(), self._begin, strict=True))
         threads = torch.get_num_threads()
         chosen = any(name in os.environ for name in CHOSEN)

@@ -1,4 +1,4 @@
-"""One update of a model: forward, backward, optimizers."""
+"""Makes one update of a model: forward, backward, optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | flo
 
 
 class _Loss(torch.nn.Module):
-    """The model and its loss in one module: DistributedDataParallel must see the whole forward."""
+    """Model and loss in one module, since DistributedDataParallel must see the whole forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Loss(torch.nn.Module):
 
 
 class Step:
-    """Updates the weights with the gradient of some batches; owned by a `Trainer`."""
+    """Updates a model's weights with the gradient of one or more batches; used by `Trainer`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Step:
         if self._ranks > 1:
             _refuse_batch_norm(model)
         self._loss = wrap_ddp(_Loss(model))
-        # Keeps dense gradients local for now; they are averaged later.
+        # Makes contexts in which dense gradients stay local, to be averaged later.
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(self._loss, DistributedDataParallel):
             self._without_averaging = self._loss.no_sync
@@ -64,10 +64,10 @@ class Step:
     def update(
         self, loss_fn: LossFn, shares: Sequence[Share], following: Share | None
     ) -> torch.Tensor:
-        """Make one update; return the sum of this rank's losses, 0-dim float64.
+        """Update the weights once; return the sum of this rank's losses, 0-dim float64.
 
         Args:
-            loss_fn: as in `Trainer`.
+            loss_fn: as for `Trainer`.
             shares: this rank's part of each batch whose gradient is accumulated.
             following: first batch of the next update.
         """
@@ -81,7 +81,7 @@ class Step:
             with nullcontext() if ends else self._without_averaging():
                 total += self._backward(loss_fn, share, after, samples, len(shares))
         if self._clip_norm is not None:
-            # Values that are not finite show up in the loss, with the number of the step.
+            # Do not raise for values that are not finite: the loss shows them, and the step.
             clip_grad_norm_(self._model.parameters(), self._clip_norm, error_if_nonfinite=False)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -97,7 +97,7 @@ class Step:
     def _backward(
         self, loss_fn: LossFn, share: Share, after: Share | None, samples: int, batches: int
     ) -> torch.Tensor:
-        """Add the gradient of a batch; return the sum of its losses."""
+        """Add the gradient of a batch to the gradients so far; return the sum of its losses."""
         with self._cast():
             returned = self._loss(loss_fn, share.batch)
         losses, penalty = _checked(returned, share.rows)
@@ -122,7 +122,7 @@ class Step:
 
 
 def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return losses and penalty from loss_fn; TypeError or ValueError if they are wrong."""
+    """Check the result of loss_fn, losses and penalty; raise TypeError or ValueError if invalid."""
     pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not pair or not isinstance(returned[0], torch.Tensor):
         got = type(returned).__name__

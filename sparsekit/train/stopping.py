@@ -1,4 +1,4 @@
-"""Decides when training has stopped improving."""
+"""Decides when to stop training because a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..distributed import Exchange
 class EarlyStopping:
     """Ends training once a metric has not improved for some epochs.
 
-    The metric should come from a validation split: data that decide when to stop are no longer a
-    test.
+    The metric should come from a validation split: data used to decide when to stop cannot be used
+    as a test any more.
 
     Args:
-        metric: its name in the result of `evaluate`.
-        patience: epochs without a better value after which training ends, >= 1.
-        larger_is_better: true for an AUC, false for a loss.
-        min_delta: least improvement that counts, >= 0.
+        metric: name of the metric in the result of `evaluate`.
+        patience: number of epochs without improvement after which training ends, >= 1.
+        larger_is_better: whether larger values are better: true for an AUC, false for a loss.
+        min_delta: smallest improvement that counts, >= 0.
 
     Raises:
-        ValueError: patience or min_delta out of range.
+        ValueError: patience or min_delta is out of range.
     """
 
     metric: str
@@ -45,7 +45,7 @@ class EarlyStopping:
         """Return whether training should end after these epochs.
 
         Raises:
-            ValueError: evaluate returns no such metric.
+            ValueError: the result of evaluate lacks the metric.
         """
         sign = 1 if self.larger_is_better else -1
         best, since = float("-inf"), 0
@@ -64,7 +64,7 @@ class EarlyStopping:
 def ended_early(
     stop: EarlyStopping | None, history: Sequence[Any], exchange: Exchange | None
 ) -> bool:
-    """Return rank 0's decision whether training should end."""
+    """Return, on all ranks, rank 0's decision whether training should end."""
     if stop is None or not history:
         return False
     here = stop.reached(history)

@@ -1,4 +1,4 @@
-"""Figures of embedding tables while a model trains."""
+"""Reports the size and load of embedding tables while a model trains."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch.distributed as dist
 from ..distributed import Exchange
 from ..tables.embedding_table import EmbeddingTable
 
-# Most lines of buckets in a sample, since a table may have millions.
+# Largest number of buckets to sample, since a table may have millions.
 SAMPLED_LINES = 4096
 
 
 class Telemetry:
-    """Reads these figures of each embedding table of a model, over all ranks:
+    """Computes these figures of each embedding table of a model, over all ranks:
 
-    - ``rows``: keys in it; ``capacity``: most keys it can have; ``load``: their quotient.
-    - ``new_rows_per_step``: average since the last reading.
-    - ``skew``: rows of the fullest rank over the mean of the ranks.
-    - ``full_lines``: share of the hash table's lines of 5 keys that are full, of the first 4,096
-      of each rank: a lookup goes on from a full line to the next one.
+    - ``rows``: number of keys; ``capacity``: largest number of keys; ``load``: rows / capacity.
+    - ``new_rows_per_step``: average number of new rows per step since the last call of `read`.
+    - ``skew``: number of rows of the fullest rank, divided by the mean over ranks.
+    - ``full_lines``: fraction of full buckets among the hash table's first 4,096 of each rank. A
+      bucket has 5 keys; a lookup that meets a full one continues with the next.
 
     Without a hash table, only the capacity is reported.
 
     Args:
-        model: with layers of sparsekit anywhere in it.
+        model: has sparsekit layers anywhere in it.
     """  # noqa: D400, D415  a list
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -35,11 +35,11 @@ class Telemetry:
         self._last: dict[str, dict[str, float]] = {}
 
     def read(self, steps: int, exchange: Exchange | None) -> dict[str, dict[str, float]]:
-        """Return layer name -> its figures. A collective on several ranks.
+        """Return layer name -> figures of its table. A collective on several ranks.
 
         Args:
             steps: number of updates so far.
-            exchange: the one with the other ranks, if any.
+            exchange: exchange with the other ranks, if there are any.
         """
         if not self._layers:
             return {}
@@ -72,7 +72,7 @@ class Telemetry:
         return figures
 
     def bytes_sent(self, exchange: Exchange | None) -> int:
-        """Return the bytes that this rank has sent to others for lookups since the last call."""
+        """Return the number of bytes this rank has sent for lookups since the last call."""
         total = 0 if exchange is None else exchange.bytes_sent
         since, self._bytes_sent = total - self._bytes_sent, total
         return since
@@ -82,7 +82,7 @@ def _here(layer: EmbeddingTable) -> tuple[int, int, int]:
     if layer.table is None:
         return -1, layer.capacity, 0
     buckets, _, _ = layer.table.tensors()
-    # A line is 5 int64 keys and 5 int32 rows, -1 in a free place; see ops.hash_table.
+    # A bucket has 5 int64 keys and 5 int32 rows; the row is -1 in a free slot. See ops.hash_table.
     rows = buckets[:SAMPLED_LINES, 5:].contiguous().view(torch.int32)[:, :5]
     full = (rows >= 0).all(1).double().mean()
     return len(layer.table), layer.capacity, int(full * 1_000_000)

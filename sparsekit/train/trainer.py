@@ -30,15 +30,15 @@ from .telemetry import Telemetry
 
 
 class Trainer:
-    """Runs a model over its data, epoch by epoch.
+    """Trains a model, epoch by epoch.
 
     The same seed, data and model give the same bits: the trainer shuffles samples by its own
     generator, so other random draws do not change their order.
 
-    Where torch.distributed has several ranks, each makes a trainer and calls `fit` with the same
-    arguments. Tensors are given in full, and their batches are split over the ranks; a loader reads
-    its rank's samples. A rank may have no samples of a batch. The gradient is that of the whole
-    batch, so the weights equal those of training on one rank, up to rounding.
+    With torch.distributed, each rank makes a trainer and calls `fit` with the same arguments. Each
+    rank passes tensors in full, and their batches are split over the ranks; a loader reads the
+    samples of its own rank. A rank may have no samples of a batch. The gradient is that of the
+    whole batch, so the weights equal those of training on one rank, up to rounding.
 
     On several ranks, a model with a method ``prefetch(batch)`` gets the next batch between forward
     and backward, where an `EmbeddingGroup` can begin to send keys.
@@ -50,29 +50,31 @@ class Trainer:
             ``[samples of batch]``, and a penalty that is added to their mean in training, such as a
             regulariser: either one for each sample, which is averaged, or a number that does not
             depend on the batch (0.0 for none).
-        optimizers: all are stepped after each batch; sparse and dense parameters need separate
-            ones.
+        optimizers: optimizers that are all stepped after each batch; sparse and dense parameters
+            need separate optimizers.
         schedulers: learning rate schedulers, stepped after each step; see `linear_warmup`.
-        seed: seed of the order of samples, if data are tensors.
-        stream: where rank 0 writes progress; None means ``sys.stderr``.
-        accumulate: batches whose gradients are accumulated into one step over all their samples.
+        seed: seed of the order of samples, if the data is tensors.
+        stream: stream to which rank 0 writes progress; None means ``sys.stderr``.
+        accumulate: number of batches whose gradients are accumulated into one step.
         clip_norm: largest norm of the gradient over all weights, sparse and dense together; a
             larger gradient is scaled down to it. None for no limit.
         autocast: dtype of the dense part's forward, ``torch.bfloat16``; None for the model's own.
-        logs: where rank 0 writes records of steps and epochs; see `JsonLines`.
-        log_every: steps between two records. The loss is checked then too, which waits for the GPU.
-        checkpoints: where model, optimizers, schedulers and the position in the data are saved
-            after each epoch, in the background; ``fit(resume=True)`` resumes from there.
-        checkpoint_every: steps between two checkpoints within an epoch; None for none.
+        logs: logs to which rank 0 writes records of steps and epochs; see `JsonLines`.
+        log_every: number of steps between two records. A record also checks that the loss is
+            finite, which waits for the GPU.
+        checkpoints: folder of checkpoints, to which the model, optimizers, schedulers and the
+            position in the data are saved after each epoch, in the background;
+            ``fit(resume=True)`` resumes from the latest one.
+        checkpoint_every: number of steps between two checkpoints within an epoch; None for none.
 
     Attributes:
-        history: finished epochs of all calls of fit.
-        steps: updates made so far.
-        interrupted: whether the last call of fit was ended by Ctrl-C.
+        history: the epochs finished in all calls of fit.
+        steps: number of updates made so far.
+        interrupted: whether Ctrl-C ended the last call of fit.
 
     Raises:
-        ValueError: a number is out of range, or checkpoint_every is given without checkpoints; or,
-            on several ranks, a layer normalises over the batch, of which each rank has only a part.
+        ValueError: a number is out of range; checkpoint_every is given without checkpoints; or, on
+            several ranks, a layer normalises over the batch, as each rank has only a part of it.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class Trainer:
         self._step = Step(model, self.optimizers, self.schedulers, clip_norm, autocast)
         self._telemetry = Telemetry(model)
         self._spinning = Spinning()
-        self._samples = self._updates = 0  # counts of an epoch, once known
-        self._place: Position | None = None  # in mid-epoch: to save, or from a checkpoint
-        self._resumed: FitData | None = None  # data that a checkpoint must fit while it is loaded
+        self._samples = self._updates = 0  # numbers of samples and updates in an epoch, once known
+        self._place: Position | None = None  # within an epoch: to save, or loaded
+        self._resumed: FitData | None = None  # while loading: data that the checkpoint must fit
 
     @property
     def _rank(self) -> int:
@@ -142,7 +144,7 @@ class Trainer:
         stop: EarlyStopping | None = None,
         resume: bool = False,
     ) -> list[Epoch]:
-        """Train on data.
+        """Train the model on data.
 
         On one rank, Ctrl-C ends training: the epochs finished so far are returned and
         ``interrupted`` is set. The model may then be some batches beyond the last epoch.
@@ -156,14 +158,14 @@ class Trainer:
                 `Batch` or tensor is moved to the model's device; contents of a tuple, list or dict
                 stay where they are.
             epochs: number of epochs, >= 0.
-            batch_size: samples of each rank in a batch of tensors, as in a reader or a DataLoader;
-                the last batch of an epoch may be smaller. None for a loader, which has its own
-                size.
-            global_batch_size: samples of all ranks together, instead of batch_size: batches then do
-                not depend on the number of ranks.
+            batch_size: number of samples of each rank in a batch of tensors, as in a reader or a
+                DataLoader; the last batch of an epoch may be smaller. None for a loader, which has
+                its own batch size.
+            global_batch_size: number of samples of all ranks together, instead of batch_size, so
+                that batches do not depend on the number of ranks.
             evaluate: called on every rank after each epoch, with the model in evaluation mode and
                 without gradients; its result is kept, and printed by rank 0.
-            stop: ends training before the last epoch, by rank 0's value of a metric of evaluate.
+            stop: early stopping, based on rank 0's value of a metric from evaluate.
             resume: whether to continue from the latest of the trainer's checkpoints, if there is
                 one. Then epochs includes those already trained, so that a restarted script ends
                 where it would have ended. The data must be those of the checkpoint, and in
@@ -172,7 +174,7 @@ class Trainer:
                 loader restarts its epoch, and tensors continue if global_batch_size is the same.
 
         Returns:
-            The history.
+            ``history``, the epochs of all calls of fit.
 
         Raises:
             TypeError: a batch has none of these forms.
@@ -206,7 +208,7 @@ class Trainer:
                 self._save(self._first_place(fit))
                 done = ended_early(stop, self.history, self._exchange)
             if self._place is not None and not self._place.batches:
-                self._place = None  # the next call may have other data
+                self._place = None  # the next call may pass other data
             if self.checkpoints is not None:
                 self.checkpoints.wait()
         except KeyboardInterrupt:
@@ -222,7 +224,7 @@ class Trainer:
         return self.history
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of training, without model and optimizers; between steps."""
+        """Return the state of training without model and optimizers; call it between steps."""
         return {
             "steps": self.steps,
             "history": [asdict(epoch) for epoch in self.history],
@@ -232,10 +234,10 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next call of fit continue from a state.
+        """Load a state, from which the next call of fit continues.
 
         Raises:
-            ResumeError: the state has another number of schedulers.
+            ResumeError: the state has a different number of schedulers.
         """
         place = None if state["place"] is None else Position(**state["place"])
         if place is not None and self._resumed is not None:
@@ -277,7 +279,7 @@ class Trainer:
     def _agree(
         self, data: Any, epochs: int, batch_size: int | None, global_batch_size: int | None
     ) -> tuple[FitData, torch.device]:
-        """Check that arguments are valid and equal on all ranks; return the data and the device."""
+        """Check the arguments, which must be equal on all ranks; return the data and the device."""
         weight = next(self.model.parameters(), torch.empty(0))
         device = data[0].device if isinstance(data, tuple) and data else weight.device
         self._exchange = exchange_of(dist.group.WORLD, device)
@@ -298,15 +300,15 @@ class Trainer:
         return fit, device
 
     def _first_place(self, fit: FitData) -> Position:
-        """Return the position at the beginning of the next epoch."""
+        """Return the position at the start of the next epoch."""
         facts = {} if self.checkpoints is None else fit.facts
         return Position.begin(self._generator, fit, facts)
 
     def _begin(self, fit: FitData) -> Position:
-        """Return where the next epoch continues."""
+        """Return the position at which the next epoch begins or continues."""
         if not fit.of_tensors:
             set_epoch(fit.data, len(self.history))
-        place, self._place = self._place, None  # forgotten if the epoch is left early
+        place, self._place = self._place, None  # not kept if the epoch is left early
         if place is None:
             return self._first_place(fit)
         place.find(self._generator, fit, self.stream if self._rank == 0 else io.StringIO())
@@ -358,7 +360,7 @@ class Trainer:
         progress: Progress,
         title: str,
     ) -> None:
-        """Run the remaining steps of an epoch."""
+        """Run all remaining steps of an epoch."""
         if place.batches:
             place.reach(shares)
             losses.restore(place.losses)
