@@ -1,7 +1,9 @@
 """Each way to save or load passes on all its arguments."""
 
+import gc
 import os
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -221,9 +223,11 @@ def test_what_a_load_waits_for(tmp_path, monkeypatch, again):
 
 def test_a_closed_folder_keeps_no_memory_and_no_claim(tmp_path):
     keep, layer = Checkpoints(tmp_path), sparsekit.Embedding(9, 2, name="ids")
-    keep.async_save(3, layer)
+    saved = weakref.ref(keep.async_save(3, layer))
     assert keep._copies._kept
     keep.close()
     assert not keep._copies._kept
+    gc.collect()
+    assert saved() is None
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         keep.save(2, layer)
