@@ -362,6 +362,21 @@ def test_odd_names_of_notes_and_an_odd_format(tmp_path):
             load(path, Model())
 
 
+def test_notes_are_in_the_order_of_ranks(tmp_path):
+    """Of which there may be more than the digits of a name are made for."""
+    module = torch.nn.Linear(1, 1)
+    state, notes = DcpState(module).state_dict(), {}
+    note = json.loads(bytes(state["notes"]["0000"].numpy())) | {"world_size": 2}
+    for rank, name in enumerate(("9", "10")):
+        text = bytearray(json.dumps(note | {"rank": rank}).encode())
+        notes[name] = torch.frombuffer(text, dtype=torch.uint8)
+    state |= {"notes": notes, "rank-0001": state["rank-0000"]}
+    dcp.save({"app": state}, checkpoint_id=tmp_path)
+    loaded = torch.nn.Linear(1, 1)
+    load(tmp_path, loaded)
+    assert torch.equal(loaded.weight, module.weight)
+
+
 def test_what_torch_has_read_is_compared_with_what_is_there(tmp_path):
     model = Model()
     save(tmp_path, model)
