@@ -1,5 +1,6 @@
 """Ranks that share memory notice when one of them dies, stops, leaves or does harm."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -352,3 +353,12 @@ def strangers(rank):
 
 def test_strangers_that_connect(two_ranks):
     two_ranks(strangers)
+
+
+@pytest.mark.time_limit(30)
+def test_rank_0_never_sends_its_memory():
+    with contextlib.ExitStack() as stack:
+        meetings = [shared_memory._Meeting(rank, 2, 0.1, stack) for rank in range(2)]
+        meetings[1].call([meeting.offer() for meeting in meetings])
+        with pytest.raises(TimeoutError):
+            meetings[1].meet()

@@ -251,6 +251,14 @@ def test_an_average_of_buffers_is_refused():
         averaged.update_parameters(made)
 
 
+def test_an_average_of_buffers_without_tables_is_left_to_torch():
+    made = torch.nn.BatchNorm1d(2)
+    averaged = AveragedModel(made, use_buffers=True)
+    made.running_mean.fill_(3)
+    averaged.update_parameters(made)
+    assert torch.equal(averaged.module.running_mean, made.running_mean)
+
+
 def test_an_averaged_model_is_saved_whole():
     averaged = AveragedModel(model())
     file = io.BytesIO()
