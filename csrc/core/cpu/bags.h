@@ -15,7 +15,7 @@ namespace sparsekit::cpu {
 template <class A>
 [[gnu::noinline]] A total_weight(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   A total = 0;
-  for (int64_t run = begin; run < end; run += kSumRun) {  // the same runs as in sum_rows
+  for (int64_t run = begin; run < end; run += kSumRun) {  // add in the same runs as sum_rows
     const int64_t stop = std::min(end, run + kSumRun);
     A sum = 0;
     for (int64_t i = run; i < stop; ++i) {
@@ -79,7 +79,7 @@ struct BagGradients {
     const EntryNumbers bounds = bags.bags;
     const int64_t base = first_entry, stride = bags.stride;
     const Combiner combiner = bags.combiner;
-    // Converts a position among the table's entries to an index of its weight.
+    // Added to the position of an entry in the table, this gives the index of the entry's weight.
     const int64_t to_weight = base - bags.first_entry() + bags.first();
     const Acc<T>* weights = bags.sample_weights;
     // Find the last bag that begins at or before `begin`, by binary search.

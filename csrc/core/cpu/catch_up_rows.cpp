@@ -5,7 +5,8 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Number of columns that are stepped together, in registers or at least in the first-level cache.
+// Number of columns that are advanced together, so that they stay in registers or at least in the
+// first-level cache.
 constexpr int64_t kBlock = 32;
 
 // Advances `width` columns of a row by `count` steps. The first `replayed` steps are made one by

@@ -145,7 +145,8 @@ bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, c
         const int i = __builtin_ctzll(opening);
         opening &= opening - 1;
         if (begins_field(i)) continue;
-        // A quote within an unquoted field is text, so inside and outside swap after it.
+        // A quote within an unquoted field is text: it changes no state, so undo its effect on all
+        // later bytes.
         quotes ^= uint64_t{1} << i;
         inside ^= ~uint64_t{0} << i;
         opening = quotes & inside & ~uint64_t{0} << i;

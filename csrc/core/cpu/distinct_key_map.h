@@ -76,8 +76,9 @@ class DistinctKeyMap {
                });
   }
 
-  // Returns the position of the entries of a range of keys that follows `ranges` other ranges with
-  // `keys` keys in total. Each range has at least as many entries as entries_for() requires.
+  // Returns the index of the first entry for a range of keys, given the number of preceding ranges
+  // and their total number of keys. Each range gets at least as many entries as entries_for()
+  // requires.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
     return (48 * ranges + 16 * keys / 5) / 16 * 16;
   }
@@ -118,8 +119,8 @@ class DistinctKeyMap {
     return entries_ + kGroup * (position & last_group_);
   }
 
-  // Takes the tag from the middle of the hash: its low bits choose the group, and its high bits the
-  // part in ByHash.
+  // Takes the tag from the middle of the hash: its low bits choose the group, and its high bits
+  // choose the part in ByHash.
   uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
 
   // Calls use(position, count, hashes) for blocks of keys. The groups of a block have been
@@ -167,8 +168,8 @@ class DistinctKeyMap {
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;
-      // A key with number 0 is absent; it is compared with the first distinct key, from which it
-      // differs.
+      // An absent key keeps the number 0. It is then compared with the first distinct key, from
+      // which it differs.
       for (int k = 0; k < count; ++k) numbers[k] -= numbers[k] != 0;
       uint64_t found = 0;
       for (int k = 0; k < count; ++k) {

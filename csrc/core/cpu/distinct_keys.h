@@ -23,8 +23,8 @@ void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use)
   }
 }
 
-// The distinct keys of each table of a call. Table has the members first_feature, features,
-// first_entry and n. Each small table is handled by one thread.
+// The distinct keys of each table of a call. The type Table has the members first_feature,
+// features, first_entry and n. Each small table is handled by one thread.
 template <class Table>
 class DistinctKeys {
  public:

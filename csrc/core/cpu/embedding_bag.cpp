@@ -70,7 +70,8 @@ int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim,
                                       parallel_for);
 }
 
-// With g the gradient of a bag, d_i = g . x_i and D the divisor:
+// The gradient of weight i in a bag, where g is the gradient of the bag's vector, d_i = g . x_i,
+// and D is the divisor:
 //   sum: d_i;   mean: (d_i - sum_j w_j d_j / D) / D;   sqrtn: (d_i - w_i sum_j w_j d_j / D^2) / D.
 template <class T>
 void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t dim,

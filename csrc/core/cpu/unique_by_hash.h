@@ -138,7 +138,7 @@ class ByHash {
     const Distinct<Key>* distinct = distinct_;
     uint32_t* ranks = ranks_;
     for (int64_t begin = begin_of(chunk); begin < begin_of(chunk + 1); begin += kRun) {
-      // List first occurrences without a branch, since they are unpredictable.
+      // List first occurrences without a branch, which would be unpredictable.
       int found = 0;
       walk(begin, std::min(begin_of(chunk + 1), begin + kRun), next,
            [&](int64_t, int part, uint32_t place) {
@@ -181,7 +181,7 @@ class ByHash {
   uint8_t* part_of_;   // [n] part of each key
   Key* part_keys_;     // [n] keys by part; unused if they fit in the buffer `counts`
   uint32_t* start_;    // [chunks + 1, parts], see start()
-  uint32_t* firsts_;   // [chunks, parts] number of keys of the part that are new in the chunk
+  uint32_t* firsts_;   // [chunks, parts] number of the part's keys that first occur in the chunk
   uint32_t* entries_;
 };
 

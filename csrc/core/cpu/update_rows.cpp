@@ -131,7 +131,7 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
       if (rows[i] < 0 || rows[i] >= tables[k].table.num_rows) return {k, i};
     }
   }
-  // A range of elements covers the rows that begin in it.
+  // A range of elements includes the rows whose first element is in it.
   parallel_for(0, elements, 16384, [&](int64_t begin, int64_t end) {
     int64_t before = 0, known_step = 0;
     typename Rule::template StepConstants<Acc<T>> of_step{};

@@ -105,7 +105,7 @@ template <class A>
 struct BagEntries {
   int32_t* bag;  // [n] bag of each entry, or -1 if it has none; null if there are sample weights
   ScaledRow<A>* scaled;  // [n] with sample weights, otherwise [num_bags]; null if nothing is scaled
-  A* divisors;           // [num_bags], null unless weights are divided
+  A* divisors;           // [num_bags] divisors of weighted bags; null if no such bag is divided
 };
 
 // Prepares entries and checks offsets: one thread for each entry, bag and offset.

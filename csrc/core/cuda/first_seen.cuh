@@ -93,9 +93,10 @@ SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
   simt::atomic_add(&slots[slot].count, simt::count_bits(same));
 }
 
-// Clears the slots and bits that n keys need. Defined in unique.cu, as is rank_first_seen.
+// Clears the slots and bits that n keys need. This function and rank_first_seen are defined in
+// unique.cu.
 void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
-// Runs the steps mark and scan.
+// Makes the launches for the steps mark and scan.
 void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
 
 }  // namespace sparsekit::cuda

@@ -56,7 +56,7 @@ struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
   const int32_t* first_features;  // [num_tables + 1]
-  const int64_t* ends;            // [num_tables] as in AskedTable; null if any key is allowed
+  const int64_t* ends;            // [num_tables] AskedTable::end; null if no table limits its keys
   const DeviceTable* tables;      // [num_tables], if keys are looked up or inserted
   const Owners* owners;           // [num_tables], if keys are sent to their owners
   int32_t num_sources, num_features, num_tables;

@@ -10,14 +10,15 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The keys of a table for a rank are a piece; pieces are numbered rank by rank, in the order of
-// sending.
+// A piece consists of the keys that one table sends to one rank. Pieces are numbered rank by rank,
+// in the order of sending.
 struct Pieces {
   int32_t world_size, num_tables;
   uint32_t* piece;  // [most] piece of each sorted entry; count() if its key is not sent
   int32_t* entry;   // [most] entries, sorted by piece
   int32_t* begin;   // [count()] position of each piece's first key among all keys sent
-  // [count() + 1] key counts of the pieces, ordered by table; then their prefix sums.
+  // [count() + 1] key counts of the pieces, ordered by table; later the prefix sums of these
+  // counts.
   int32_t* before;
 
   SPARSEKIT_HOST_DEVICE int64_t count() const { return int64_t{world_size} * num_tables; }
@@ -102,7 +103,7 @@ SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys t
 struct RouteWorkspace {
   Pieces pieces{};
   FirstEntries firsts;
-  uint32_t* piece_of;  // [most] pieces of entries before the sort
+  uint32_t* piece_of;  // [most] piece of each entry, before the sort
   int32_t* entries_of;
   char *sort, *scan;
 

@@ -149,7 +149,7 @@ struct FeaturePooling {
     for (int l = 0; l < kWidth; l += kDrawColumns) {
       float values[kDrawColumns];
       initial_values(initializer, key, (element + l) / kDrawColumns, values);
-      // The columns of a narrow piece may start anywhere in the draw.
+      // The columns of a narrow piece may start anywhere within a draw.
       const int first = kWidth < kDrawColumns ? static_cast<int>(element % kDrawColumns) : 0;
 #pragma unroll
       for (int k = 0; k < kWidth && k < kDrawColumns; ++k) {
@@ -246,7 +246,7 @@ struct LongShape {
       log2_lanes = std::max(log2_lanes, shape.log2_lanes);
       columns = std::max(columns, shape.columns);
     }
-    dim = (dim + 7) / 8 * 8;  // so that sums are aligned for all tables
+    dim = (dim + 7) / 8 * 8;  // keeps sums aligned for all tables
   }
 };
 

@@ -5,7 +5,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The kinds of scaling that the features of a call need.
+// The kinds of scaling that the features of a call require.
 struct Ways {
   bool weighted = false, scaled = false, divided = false;
 
@@ -48,7 +48,7 @@ struct SumCall {
       longest = std::max(longest, std::min(n, entries));
     }
     for (int64_t f = 0; f < num_features; ++f) num_bags += features[f].num_bags;
-    stride = (stride + 7) / 8 * 8;  // so that partial sums are aligned for all tables
+    stride = (stride + 7) / 8 * 8;  // keeps partial sums aligned for all tables
   }
 };
 
@@ -137,7 +137,7 @@ struct RoomWorkspace {
         at(arena.take<int64_t>(call.entries)) {}
 };
 
-// Workspace for finding row runs, for updates.
+// Workspace of find_row_runs, which updates use.
 template <class T>
 struct RunsWorkspace {
   SumWorkspace<T> sums;

@@ -41,7 +41,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   for (int i = 0; i < levels.count; ++i) {
     const auto chunks = [&](int t) {
       int64_t n = num_entries(t);
-      // A table without entries may have rows to clear.
+      // A table without entries needs a chunk too if it has rows to clear.
       int64_t count = n == 0 && num_rows(t) > 0 ? 1 : (n + kChunk - 1) / kChunk;
       for (int j = 0; j < i; ++j) count = count <= 1 ? 0 : (2 * count + kChunk - 1) / kChunk;
       return count;

@@ -57,7 +57,7 @@ struct SumGroup {
   // [all rows] the element of `out` at which each sum begins, or -1 if the sum does not fit; null
   // if sums are in the order of row indices.
   int64_t* at;
-  // Indexed by bag or, with sample weights, by entry; null if nothing is scaled.
+  // Scaled gradients, indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;
   A* divisors;  // [num_bags] divisors of weighted bags; null if no such bag is divided
   bool by_entry;
@@ -125,7 +125,7 @@ struct GradientRows {
   const SumFeature<T>* features;
   int num_features;
   int64_t dim;
-  // Copied from the first feature, which is usually the only one.
+  // The next fields are copies from the first feature, which is usually the only one.
   const T* grad;
   int64_t stride;
   int32_t first_bag;
@@ -240,7 +240,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     return found;
   };
   bool has_head = false, has_tail = false;
-  // The smallest key that may have no entries.
+  // The smallest key for which zeros may have to be written.
   uint32_t next = begin == 0 ? key_start : before + 1;
   if (next < key_start) next = key_start;
   sum_runs<kWidth>(begin, end, n, element, rows, entry,

@@ -8,8 +8,8 @@
 
 namespace sparsekit::cuda {
 
-// The quarter of a bucket that one lane reads: quarters 0 and 1 have two keys each, 2 has the fifth
-// key and two rows, 3 has three rows and the count of spilled keys.
+// The quarter of a bucket that one lane reads: quarters 0 and 1 have two keys each, quarter 2 has
+// the fifth key and two rows, and quarter 3 has three rows and the count of spilled keys.
 using Quarter = simt::Vec<int64_t, 2>;
 constexpr int kLanesPerKey = 4;
 
@@ -52,8 +52,8 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
       const int64_t a = parts[j].at[0], b = parts[j].at[1];
       const uint32_t firsts = simt::warp_ballot(quarter <= 2 && a == sought) >> group;
       const uint32_t seconds = simt::warp_ballot(quarter <= 1 && b == sought) >> group;
-      // Bit s is set if slot s has this key. Slots fill in order and an empty one has key 0, so the
-      // lowest bit is a used slot whenever the key is here.
+      // Bit s is set if slot s has this key. Slots fill in order and an empty slot has key 0, so
+      // the lowest set bit is a used slot whenever the key is in this bucket.
       const uint32_t slots = (firsts & 1) | (seconds & 1) << 1 | (firsts & 2) << 1 |
                              (seconds & 2) << 2 | (firsts & 4) << 2;
       const int slot = slots == 0 ? 0 : simt::lowest_bit(slots);

@@ -43,7 +43,7 @@ struct Pooling {
   SPARSEKIT_DEVICE void check(int64_t position) const {
     if (position <= bags.num_bags) check_offset(bags, position, errors.bad_offset);
   }
-  // Returns the row of entry i, or -1 for zeros.
+  // Returns the row of entry i, or -1 if the entry contributes zeros.
   SPARSEKIT_DEVICE int64_t row(int64_t i, bool report) const {
     const int64_t row = bags.rows[i];
     if (row < num_rows) return row < 0 ? -1 : row;
@@ -95,7 +95,7 @@ struct Entries {
     if (row[j] == -1) return;
     for (int l = 0; l < kWidth; ++l) {
       const Acc<T> value = load(piece.at(l));
-      // Adding to zero would lose the sign of a negative zero.
+      // Copy without adding: 0 + value would lose the sign of a negative zero.
       const bool copies = In::kCopies && in.combiner == Combiner::kNone;
       sum[l] = copies ? value : sum[l] + weight[j] * value;
     }
@@ -214,8 +214,8 @@ SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, b
 // Number of bags per tile if bags are short. With one bag of an entry or two, a tile would wait
 // three times in a row, for offsets, row indices and rows, with few loads in flight each time.
 constexpr int kBags = 4;
-// Bags are short if they have fewer entries than this on average, two batches of rows: above it,
-// the waits before the rows no longer matter much. An estimate, not yet measured.
+// Bags are short if they have fewer entries than this on average. With more entries, two batches of
+// rows or more, the waits before the rows hardly matter. An estimate, not yet measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
 // Like pool_own_bag, but with kBags bags per tile, from `first` on. The entries of these bags are
@@ -225,7 +225,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
                                           int64_t first, int64_t element) {
   const int64_t last = first + kBags < in.num_bags() ? first + kBags : in.num_bags();
   int64_t before = first < last ? in.offset(first) : 0;
-  // True if the entries are really contiguous, and few.
+  // True if the entries are in fact contiguous, and few.
   bool plain = before >= 0;
   for (int j = 0; j < kBags; ++j) {
     const int64_t bag = first + j;

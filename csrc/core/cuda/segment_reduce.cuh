@@ -51,8 +51,8 @@ struct Rows {
   }
 };
 
-// An entry: its segment, or num_segments if it is dropped, and its row; a negative value marks an
-// absent entry.
+// `key` is the segment of the entry, or num_segments if the entry is dropped. `value` is its row; a
+// negative value marks an absent entry.
 struct Entry {
   uint32_t key;
   int32_t value;
@@ -246,7 +246,7 @@ SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segment
 template <class T, int kWidth>
 void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& shape,
                      const SegmentWorkspace<T>& work, T* out, void* stream) {
-  // num_segments is the key of dropped entries.
+  // The largest key is num_segments, which dropped entries have.
   sort_pairs(work.keys, work.levels[0].keys, in.values == nullptr ? work.positions : in.values,
              work.levels[0].values, in.n, bits_of(in.num_segments), work.sort, stream);
 

@@ -201,7 +201,8 @@ SPARSEKIT_DEVICE void store(T* address, T value) {
   }
 }
 
-// address[0 : N] += value; uses one 16-byte reduction at the L2 where the chip has it.
+// address[0 : N] += value, atomically per element; uses a single 16-byte reduction in the L2 cache
+// if the chip supports it.
 template <int N>
 SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
 #if __CUDA_ARCH__ >= 900

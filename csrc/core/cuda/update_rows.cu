@@ -39,8 +39,8 @@ struct GivenTables {
   }
 };
 
-// The parameter of a launch for up to kTablesOfLaunch tables: it holds everything about them in 4
-// KB, which every driver supports.
+// The parameter of a launch for up to kTablesOfLaunch tables: it holds all data of these tables in
+// 4 KB, a size that every driver supports.
 template <class T>
 struct FewTables : GivenTables<T, kTablesOfLaunch> {
   SteppedTable<T> tables[kTablesOfLaunch];
@@ -61,7 +61,7 @@ struct ManyTables : GivenTables<T, 768> {
   void put(int, const SteppedTable<T>&) {}
 };
 
-// The step counters of a launch, in 4 KB, which every driver supports.
+// The step counters of a launch, in a parameter of 4 KB, a size that every driver supports.
 struct Steps {
   static constexpr int kMost = 500;
   int64_t* steps[kMost];
@@ -74,7 +74,7 @@ SPARSEKIT_KERNEL count_steps_kernel(SPARSEKIT_GRID_CONSTANT(Steps) steps, int co
   if (step >= 0) *steps.steps[i] = step + 1;
 }
 
-// A call, which is split into launches.
+// A call of update_rows, which is split into launches.
 template <class Rule, class T>
 struct Call {
   const SteppedTable<T>* tables;

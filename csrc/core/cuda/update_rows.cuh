@@ -59,7 +59,8 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& 
       }
     }
   }
-  // Shuffles do not order memory accesses: all lanes must have read before one writes its elements.
+  // Shuffles do not order memory accesses: all lanes must have read their elements before any lane
+  // writes.
   if constexpr (Rule::kMeansReadWeight || Rule::kMeansReadStates) simt::warp_sync();
   for (int apart = 1 << log2_lanes >> 1; apart > 0; apart >>= 1) {
     const int other = simt::lane() ^ apart;

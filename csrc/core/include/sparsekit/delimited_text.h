@@ -47,7 +47,7 @@ enum class Place : uint8_t { kOutside, kInside, kBehind };
 
 struct FoundLines {
   std::vector<Line> lines;
-  int64_t end = 0;        // position after the last line and its newline
+  int64_t end = 0;        // position after the last line, including its newline
   bool unclosed = false;  // true if the last line ends within a quoted field
 };
 

@@ -7,9 +7,9 @@
 
 namespace sparsekit {
 
-// A number of entries: `most` if `exact` is null, otherwise the number at `exact` in device memory
-// when the kernel runs, at most `most`. This lets an op consume the result of another op without a
-// round trip to the host.
+// A number of entries: `most` if `exact` is null, otherwise the smaller of `most` and *exact, which
+// is read in device memory when the kernel runs. This lets an op consume the result of another op
+// without a round trip to the host.
 struct DeviceCount {
   int64_t most;
   const int64_t* exact = nullptr;

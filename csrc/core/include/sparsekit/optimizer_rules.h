@@ -32,7 +32,7 @@
 
 namespace sparsekit {
 
-// Returns the smallest k for which ratio^k + ratio^(k + 1) + ... is below 2^-53 of ratio.
+// Returns the smallest k for which the sum ratio^k + ratio^(k + 1) + ... is below 2^-53 * ratio.
 inline int64_t steps_to_vanish(double ratio) {
   if (ratio <= 0) return 0;
   if (ratio >= 1) return std::numeric_limits<int64_t>::max();

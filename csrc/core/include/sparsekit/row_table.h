@@ -47,7 +47,7 @@ SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t ste
                        static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(step >> 32));
 }
 SPARSEKIT_HOST_DEVICE inline uint32_t bits_of_column(const Philox4x32& random, int64_t column) {
-  // Selects instead of indexing, which would put the words into memory on a device.
+  // Select instead of indexing: an index would put the words into memory on a device.
   const int at = static_cast<int>(column & 7);
   const uint32_t low = at < 2 ? random.word[0] : random.word[1];
   const uint32_t high = at < 6 ? random.word[2] : random.word[3];
