@@ -51,12 +51,11 @@ class OptimizerPlan:
             )
         self._loaded: dict[str, Any] = {
             "state": {numbers[name]: values for name, values in states.items()},
-            "param_groups": [
-                {**of_group, "params": [numbers[own_names[p]] for p in group["params"]]}
-                for of_group, group in zip(groups, optimizer.param_groups, strict=True)
-            ],
+            "param_groups": [],
         }
         for of_group, group in zip(groups, optimizer.param_groups, strict=True):
+            in_group = [numbers[own_names[p]] for p in group["params"]]
+            self._loaded["param_groups"].append({**of_group, "params": in_group})
             settings = {**group, **optimizer.defaults, **of_group}
             for parameter in group["params"]:
                 plan = tables.get(parameter)

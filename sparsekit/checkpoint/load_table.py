@@ -245,17 +245,15 @@ class TablePlan:
         weight = self.layer.weight
         if isinstance(optimizer, RowOptimizer):
             group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
-            fresh = untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
-        else:
-            # Adagrad is the only optimizer of torch whose states do not begin with zeros.
-            initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
-            fresh = {
-                name: weight.detach().new_full(
-                    (len(weight), *state.shape), initial, dtype=getattr(torch, state.dtype)
-                )
-                for name, state in self.table.states.items()
-            }
-        return fresh
+            return untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
+        # Adagrad is the only optimizer of torch whose states do not begin with zeros.
+        initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
+        return {
+            name: weight.detach().new_full(
+                (len(weight), *state.shape), initial, dtype=getattr(torch, state.dtype)
+            )
+            for name, state in self.table.states.items()
+        }
 
     def _take(
         self,

@@ -45,14 +45,6 @@ _CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# Integers of the same width stand for each dtype: NumPy has no bfloat16, and this module only
-# moves bytes.
-_CARRIED: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
 
 
 @dataclass(frozen=True)
@@ -93,9 +85,10 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 def carried(tensor: torch.Tensor) -> np.ndarray:
     """View a CPU tensor as an array of unsigned integers of the same width and shape."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    # NumPy has no bfloat16, and this module only moves bytes.
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     array: np.ndarray = tensor.view(same).numpy()
-    return array.view(_CARRIED[tensor.dtype.itemsize])
+    return array.view(f"<u{tensor.dtype.itemsize}")
 
 
 def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
