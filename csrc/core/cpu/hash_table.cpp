@@ -214,8 +214,9 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
   Table table{buckets, num_buckets, seed, size_before, capacity};
   int64_t position = 0;
   Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
-  // Insertion takes one thread. If few keys so far were new, all threads look up the remaining keys
-  // first, so that few are left to insert; otherwise the lookup would double the work.
+  // Only one thread inserts. If few of the keys so far were new, all threads look up the remaining
+  // keys first, so that few keys are left to insert. If many were new, this lookup would only
+  // double the work.
   if (inserted == Inserted::kAll && position < n) {
     if (parallel_for.num_threads() > 1 && table.size - size_before < kGrain / 2) {
       hash_table_find(buckets, num_buckets, seed, keys + position, n - position, rows + position,

@@ -84,9 +84,8 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
   return -1;
 }
 
-// Inserts a key that is not in the table into the first free slot from its home bucket on. Returns
-// false, and changes nothing, if no slot is free; this happens only if the table is damaged or at
-// capacity.
+// Inserts a new key into the first free slot, searching from its home bucket on. Returns false, and
+// changes nothing, if no slot is free; this happens only if the table is damaged or at capacity.
 inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;

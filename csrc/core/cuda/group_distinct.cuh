@@ -1,7 +1,7 @@
 // Numbers the distinct keys of all tables of a call in the same launches. Entries are numbered
 // across tables, and the entries of a table are contiguous, so one scan of a bit per entry ranks
 // the first occurrences in all tables: the rank within a table is the rank among all entries minus
-// that of the table's first entry.
+// the rank of the table's first entry.
 #pragma once
 
 #include "cuda/first_seen.cuh"

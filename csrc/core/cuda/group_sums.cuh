@@ -229,7 +229,8 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   };
   if (kFirst && n == 0) return clear(key_start, no_row);
 
-  // The sort keys just outside the chunk. Inside it, only rows that span several chunks have them.
+  // Sort keys of the entries just before and after the chunk. A row in the chunk has one of these
+  // keys only if it spans several chunks.
   constexpr uint32_t kNone = ~0u;
   const uint32_t before = begin == 0 ? kNone : from.keys[first + begin - 1];
   const uint32_t after = end == n ? kNone : from.keys[first + end];

@@ -331,8 +331,8 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
         has_tail = has_tail || run == Run::kTail;
       });
 
-  // A group over several tiles consists of a tail and the heads of the tiles after it. The heads
-  // are summed as far as the group reaches, then the tail's tile adds the total.
+  // A group that spans several tiles consists of a tail and the heads of the following tiles. The
+  // heads of the group are summed, then the tail's tile adds the total.
   if (!simt::warp_any(has_tail)) return;
   const int last = begin + lanes - 1;
   const uint32_t last_key = entries[last].key;

@@ -204,8 +204,9 @@ RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
   return shape;
 }
 
-// Assigns blocks to each share of a launch, and returns the launch's grid. If tables could use more
-// than kMaxBlocks blocks, they get blocks in proportion to the work of their rows, rows(i).
+// Assigns blocks to each share of a launch, and returns the launch's grid. If the tables together
+// could use more than kMaxBlocks blocks, they share kMaxBlocks blocks in proportion to the work of
+// their rows, rows(i).
 template <class RowsOf>
 simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
   // More blocks than any device runs at a time. Each block then has enough rows to pay for the two

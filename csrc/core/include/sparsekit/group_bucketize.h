@@ -20,8 +20,9 @@ struct RoutedKeys {
   int64_t* counts;   // [world_size, tables] number of keys for each rank, by table
   int64_t* numbers;  // [tables] total number of keys from each table
   int32_t* inverse;  // [entries] index of each entry's key among its table's keys
-  // [entries] A table's part begins at its first entry. Its element j is the position of the
-  // table's key j in sending order: the table's keys for rank 0, then for rank 1, and so on.
+  // [entries] A table's part begins at the table's first entry. Element j of the part is the
+  // position of the table's key j in sending order: the table's keys for rank 0, then for rank 1,
+  // and so on.
   int32_t* places;
 };
 
