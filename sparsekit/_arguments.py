@@ -1,4 +1,4 @@
-"""A parser of arguments whose errors take one line and suggest the nearest valid name."""
+"""An argument parser with one-line errors that suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._nearest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with short errors; argparse prints the whole usage and suggests no name."""
+    """An ArgumentParser with one-line errors; argparse would print the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
@@ -20,14 +20,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse like argparse, but let each command refuse the arguments that it does not know."""
+        """Parse like argparse, but let each subcommand report the arguments that it lacks."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def knows(self, option: str) -> bool:
-        """Return whether there is an option of this name, or one that it abbreviates."""
+        """Return whether `option` is the name of an option or an abbreviation of one."""
         return any(name.startswith(option) for name in self._names(True))
 
     def _names(self, options: bool) -> Iterator[str]:

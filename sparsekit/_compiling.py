@@ -15,11 +15,11 @@ _WHY = "sparsekit: a lookup in a table cannot be compiled, so a graph ends befor
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Apply `torch.compiler.disable`, but only once there is a compiler in the process.
+    """Apply `torch.compiler.disable`, but only once the process has loaded a compiler.
 
-    Applied at once it would import the compiler, which takes as long as importing torch. A compiler
-    that meets a function with the marks below ends its graph before the call and does not look
-    inside.
+    Applying it at once would import the compiler, which takes as long as importing torch. When a
+    compiler meets a function with the marks below, it ends its graph before the call and does not
+    trace the function.
     """
     disabled: Callable[_P, _R] | None = None
 
@@ -50,7 +50,7 @@ def _skip_frames_of(function: Callable[..., object]) -> None:
     again for each of them.
     """
     frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # a torch without these only runs slower
+    with contextlib.suppress(AttributeError):  # without these attributes, torch only runs slower
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, skip)
 
@@ -64,17 +64,17 @@ _skip_frames_of(_compiles_calls)
 
 
 def refuse_recording(name: str) -> None:
-    """Raise NotImplementedError for a layer that is called while torch records a graph.
+    """Raise NotImplementedError because a layer was called while torch records a graph.
 
     The graph would keep the rows that keys have now, or the outcome for a batch without values.
-    `name` is that of the layer.
+    `name` is the layer's name.
     """
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     raise _not_supported(name, "torch.jit.trace" if tracing else "torch.export")
 
 
 def refuse_script(name: str) -> None:
-    """Raise NotImplementedError for torch.jit.script of the layer of this name."""
+    """Raise NotImplementedError because torch.jit.script was called on the layer with this name."""
     raise _not_supported(name, "torch.jit.script")
 
 

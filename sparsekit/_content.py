@@ -1,4 +1,4 @@
-"""Opens files that are plain, compressed or pipes, which are told apart by their first bytes."""
+"""Opens plain files, compressed files and pipes; the first bytes tell the compression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPRESSED: dict[bytes, Any] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-# First bytes of files that no text reader can read, and a name for each kind.
+# First bytes of files that are not text, and the name of each kind of file for error messages.
 _NAMES = {
     b"PK\3\4": "a zip archive; unpack it",
     b"7z\xbc\xaf'\x1c": "a 7z archive; unpack it",
@@ -46,7 +46,8 @@ class Content(io.RawIOBase):
     """The bytes of a file, decompressed if it begins as gzip, bzip2 or xz.
 
     Attributes:
-        plain: whether this is a regular, uncompressed file, in which offsets are the file's own.
+        plain: whether this is a regular, uncompressed file, so that offsets in it are offsets in
+            the file.
         regular: whether the file can be opened again; a pipe cannot.
     """
 
@@ -116,7 +117,7 @@ class Content(io.RawIOBase):
 
 
 class _Behind(io.RawIOBase):
-    """A stream of the bytes that were read already, and then the rest of the file."""
+    """A stream of bytes that have already been read, followed by the rest of the file."""
 
     def __init__(self, head: bytes, rest: BinaryIO) -> None:
         self._head, self._rest = head, rest

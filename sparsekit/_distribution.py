@@ -15,7 +15,7 @@ def refuse_mixture() -> None:
     """Check that no distribution ``sparsekit`` was installed into our folder, before or after ours.
 
     Raises:
-        ImportError: there is one, so files of both are mixed.
+        ImportError: there is one, so the files of two packages are mixed.
     """
     # Neither an editable installation nor one in another folder lists this file.
     ours = f"{_PACKAGE.name}/__init__.py,"

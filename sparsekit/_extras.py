@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = ["needed"]
 
-# The extra that installs each package, and its name in an index where the module's differs.
+# The extra that installs each package, and the package's name on PyPI if the module's name differs.
 _EXTRAS = {
     "matplotlib": "train",
     "pyarrow": "data",

@@ -54,7 +54,7 @@ def instruction_set() -> str:
 
 
 def _warn_of_less(engine: str) -> None:
-    """Warn if the processor lacks instruction sets that torch takes it to have."""
+    """Warn if the processor lacks instruction sets that torch assumes."""
     wanted = torch.backends.cpu.get_cpu_capability().lower()
     if missing := ENGINES.get(wanted, frozenset()) - processor_flags():
         warnings.warn(
@@ -66,7 +66,7 @@ def _warn_of_less(engine: str) -> None:
 
 
 def _other_copy() -> str | None:
-    """Return the path of the ops of another copy of sparsekit, if this process has loaded one."""
+    """Return the path of another copy's library of ops, if this process has loaded one."""
     ours = str(_LIB / _OPS)
     paths = [p for p in torch.ops.loaded_libraries if Path(p).name == _OPS and p != ours]
     return paths[0] if paths else None
@@ -94,7 +94,7 @@ def load() -> None:
     _warn_of_less(engine)
     core = _LIB / engine / "libsparsekit_core.so"
     ops = _LIB / _OPS
-    # The CUDA kernels, in builds that have them; their library loads without a GPU or driver too.
+    # The library of CUDA kernels, in builds that have it; it loads even without a GPU or driver.
     cuda = [_LIB / _CUDA] if (_LIB / _CUDA).exists() else []
     for library in (core, ops, *cuda):
         if not library.exists():
@@ -116,7 +116,7 @@ def load() -> None:
 
 
 class checked:
-    """A switch for immediate checks of values that only a CUDA device sees.
+    """A switch for immediate checks of values in CUDA memory.
 
     With checks off, the default, a row or offset out of range is ignored (it reads zeros and writes
     nothing), and the next op that waits for the device anyway, such as `ops.unique`, raises the
@@ -130,7 +130,7 @@ class checked:
             step(batch)
 
     Args:
-        on: True for checks.
+        on: whether to check.
     """
 
     def __init__(self, on: bool = True) -> None:

@@ -12,20 +12,20 @@ _MOST_FILES = 10_000
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
-    """Return the end of an error message with the nearest name; empty if none is near."""
+    """Return text to append to an error message: the nearest name, or nothing if none is near."""
     near = difflib.get_close_matches(wrong, list(dict.fromkeys(names)), 1)
     return f"; did you mean {_shown(near[0])}?" if near else ""
 
 
 def _shown(name: str) -> str:
-    """Return the name, in quotes if it begins or ends with a blank, which would not be seen."""
+    """Return the name, in quotes if it begins or ends with a blank, which would be invisible."""
     return name if name == name.strip() else repr(name)
 
 
 def did_you_mean_file(path: str | os.PathLike[str]) -> str:
-    """Return the same for a path that does not exist, with the nearest name in its folder.
+    """Like `did_you_mean`, for a path that does not exist and the names in its folder.
 
-    If the folder does not exist either, its name is the one to correct.
+    If the folder does not exist either, the suggestion is for the folder's name.
     """
     wrong = Path(path)
     while not wrong.parent.is_dir() and wrong.parent != wrong:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new path beside the given one; the file written there replaces it at the end.
+    """Yield a temporary path; the file written there replaces the file at `path` at the end.
 
-    After an error the old file is unchanged and the new one is removed. The new path is unique: of
-    two jobs that write the same file, the last to end wins, and their contents do not mix. For a
-    link, its target is replaced. A path that is not a file, such as /dev/null or a pipe, is yielded
-    itself.
+    After an error the old file is unchanged and the new file is removed. The temporary path is
+    unique: if two jobs write the same file, the last to finish wins, and their contents do not mix.
+    If `path` is a link, its target is replaced. A path that is not a file, such as /dev/null or a
+    pipe, is yielded itself.
 
     Raises:
         OSError: the file cannot be replaced.

@@ -1,4 +1,4 @@
-"""Errors that sparsekit raises besides Python's own, and checks of numbers and choices."""
+"""The error types of sparsekit, and checks of numbers and choices."""
 
 import numbers
 import operator
@@ -9,17 +9,17 @@ import torch
 
 
 class TableFullError(RuntimeError):
-    """Raised when a table has no room for the new keys of a call; the table is left unchanged.
+    """Raised when a table has too few free rows for the new keys of a call; it is left unchanged.
 
-    With several ranks, the parts of the table on ranks that had room keep their new keys, and all
-    ranks raise. The next call finds these keys, so nothing has to be undone.
+    With several ranks, ranks with enough free rows keep their new keys, and all ranks raise. The
+    next call finds these keys, so nothing has to be undone.
 
     Attributes:
         layer: name of the layer or table.
         rank: rank of the process whose shard is full.
         size: rows in use.
-        capacity: rows that the table has room for.
-        refused: distinct new keys in the call, none of which was inserted.
+        capacity: number of rows of the table.
+        refused: number of distinct new keys in the call; none of them was inserted.
     """
 
     def __init__(self, layer: str, rank: int, size: int, capacity: int, refused: int) -> None:
@@ -40,30 +40,30 @@ class TableFullError(RuntimeError):
 
 
 class DataFormatError(ValueError):
-    """Raised when a data file cannot be read; the message names the file and the place."""
+    """Raised when a data file cannot be read; the message names the file and the position."""
 
 
 class CheckpointError(RuntimeError):
-    """Raised when a checkpoint cannot be written or read; the message names file and fault."""
+    """Raised when a checkpoint cannot be written or read; the message names the file."""
 
 
 class ResumeError(ValueError):
-    """Raised when a trainer would resume a run on other data, or one with other settings."""
+    """Raised when a trainer would resume a run with different data or settings."""
 
 
 class DivergedError(ArithmeticError):
-    """Raised when training has left the range of floating point; its weights are useless."""
+    """Raised when training has overflowed floating point, so that the weights are useless."""
 
 
 def check_choice(name: str, argument: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ValueError unless value is one of the choices; ``name`` begins the message."""
+    """Raise ValueError unless value is one of the choices; the message begins with `name`."""
     if value not in choices:
         listed = ", ".join(map(str, choices))
         raise ValueError(f"{name}: {argument} must be one of {listed}; got {value!r}")
 
 
 def check_int(name: str, argument: str, value: object, least: int, most: int) -> int:
-    """Return ``value``, a Python or NumPy integer, as an int; ``name`` begins the message.
+    """Return ``value``, a Python or NumPy integer, as an int; errors begin with `name`.
 
     Raises:
         TypeError: value is not an integer, or is True or False.
@@ -81,7 +81,7 @@ def check_int(name: str, argument: str, value: object, least: int, most: int) ->
 
 
 def check_number(name: str, argument: str, value: Any) -> float:
-    """Return ``value``, a number or a tensor of one, as a float; ``name`` begins the message.
+    """Return ``value``, a number or a one-element tensor, as a float; errors begin with `name`.
 
     Raises:
         TypeError: value is not a number, or is True or False.

@@ -1,4 +1,4 @@
-"""Large blocks of CPU memory, backed by pages of 2 MiB and kept for reuse."""
+"""Large blocks of CPU memory: a pool that keeps them for reuse, and 2 MiB pages."""
 
 import ctypes
 from typing import NamedTuple
@@ -38,23 +38,23 @@ def pool_bytes() -> PoolBytes:
 
 
 def empty_cache() -> int:
-    """Give the memory that sparsekit's ops keep for reuse back to the system.
+    """Release the memory that sparsekit's ops keep for reuse.
 
     CPU outputs and workspace of 2 MiB and more are not freed with their tensor but reused for a
-    later one, since new memory can cost more time than the op itself. Without this call, blocks are
-    given back once 128 such tensors have not used them; the oldest are also given back when idle
+    later one, since new memory can cost more time than the op itself. Without this call, a block is
+    released once 128 such tensors have not used it; the oldest blocks are also released when idle
     blocks exceed the recent peak by more than 64 MiB (`pool_bytes`). Such an output cannot grow:
     its ``resize_`` to more elements raises RuntimeError. CUDA memory comes from torch, and
     `torch.cuda.empty_cache` frees it.
 
     Returns:
-        The number of bytes given back.
+        The number of bytes released.
     """
     return _library.sparsekit_empty_cache()
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask for pages of 2 MiB for a CPU tensor that has not been touched yet, and return it.
+    """Advise the system to back an untouched CPU tensor with 2 MiB pages, and return the tensor.
 
     A row of a large table is then found without a walk through page tables. This is only a hint to
     the system. Tensors on other devices or without memory are left as they are.

@@ -1,4 +1,4 @@
-"""Models built from sparsekit's layers, and the baselines they are compared with."""
+"""Models built from sparsekit's layers, and baselines to compare them with."""
 
 from .recipes.autoencoder.dense_model import DenseAutoencoder
 from .recipes.autoencoder.model import Autoencoder

@@ -16,9 +16,9 @@ from .world import exchange_of
 class Averaging:
     """An average of gradients over ranks, computed by the communication hook `average`.
 
-    Each rank adds up a piece of a bucket, in the order of the ranks, so all get the same bits.
-    Nothing waits before the end of backward. It has an exchange of its own, since ranks may reach a
-    bucket and the backward of a layer in different orders.
+    Each rank adds up a piece of a bucket, in the order of the ranks, so results are bitwise equal
+    on all ranks. Nothing waits before the end of backward. The average has its own exchange, since
+    ranks may reach a bucket and the backward of a layer in different orders.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -30,7 +30,7 @@ class Averaging:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a bucket; see ``register_comm_hook``."""
+        """Start to average a bucket; see ``register_comm_hook``."""
         if not self._begun:
             # Queued first, since DistributedDataParallel's own callback needs all buckets to be
             # averaged.
@@ -52,7 +52,7 @@ class Averaging:
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """Return the averaging of the default group, None if ranks share no memory; a collective."""
+    """Return an `Averaging` of the default group; None if ranks share no memory. A collective."""
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None
@@ -60,9 +60,9 @@ def averaging_of(device: torch.device) -> Averaging | None:
 
 
 class _Bucket:
-    """A flat tensor of gradients, cut into one piece for each rank.
+    """A flat tensor of gradients, divided into one piece for each rank.
 
-    Pieces are equally long, except that the last ones may be shorter or empty.
+    All pieces have the same length, except that the last pieces may be shorter or empty.
     """
 
     def __init__(self, exchange: Exchange, index: int, buffer: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class _Bucket:
         longest = -(-len(buffer) // ranks)
         self._pieces = [buffer[r * longest : (r + 1) * longest] for r in range(ranks)]
         self._own = self._pieces[exchange.rank]
-        # Sizes are whole words, whatever the length of a piece is.
+        # Sizes are rounded up to whole words.
         self._sizes = [part_bytes(piece.nbytes) for piece in self._pieces]
         self._received = self._exchange.send(
             self._what, self._write_pieces, self._sizes, self._sizes_of_own
@@ -89,7 +89,7 @@ class _Bucket:
             _elements(to, rank, piece).copy_(piece)
 
     def add_up(self) -> None:
-        """Average this rank's piece, and begin to send it to all ranks."""
+        """Average this rank's piece, and start to send it to all ranks."""
         come = self._received()
         of_ranks = [_elements(come, r, self._own) for r in range(self._exchange.world_size)]
         average = torch.stack(of_ranks).sum(0).div_(self._exchange.world_size)
@@ -111,5 +111,5 @@ class _Bucket:
 
 
 def _elements(parts: Parts, rank: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a rank's part, as many as like has."""
+    """View the payload of a rank's part as a tensor like `like`."""
     return parts.payload(rank, like.nbytes).view(like.dtype)

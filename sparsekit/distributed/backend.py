@@ -12,7 +12,7 @@ from . import nccl, shared_memory
 from .transport import OutOfResources, TorchTransport, Transport, Unavailable
 
 BACKENDS = ("auto", "torch", "nccl", "shared_memory")
-# Device type of the tensors that a backend needs.
+# Device type of the tensors that each backend supports.
 _DEVICES = {"nccl": "cuda", "shared_memory": "cpu"}
 
 
@@ -33,7 +33,7 @@ def make_transport(
     """Return the transport of a group for a device's tensors, the same on all ranks; a collective.
 
     Raises:
-        RuntimeError: the backend is not available, or ranks want different ones.
+        RuntimeError: the backend is not available, or ranks have chosen different backends.
     """
     teller = TorchTransport(group)
     backends = [other.decode() for other in teller.all_gather(backend.encode())]

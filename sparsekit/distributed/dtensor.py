@@ -1,4 +1,4 @@
-"""Access to tensors of which each rank has a shard: DTensors of fully_shard, and tables."""
+"""Accesses this rank's shard of sharded tensors: DTensors of fully_shard, and tables."""
 
 import sys
 from typing import Any, TypeGuard
@@ -10,12 +10,12 @@ from .shard_gradient import plain
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a DTensor or of a table's gradient, uncopied; any other unchanged."""
+    """Return this rank's shard of a DTensor or of a table's gradient; other tensors unchanged."""
     return tensor._local_tensor if _is_dtensor(tensor) else plain(tensor)
 
 
 def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a DTensor is sharded, one for each such mesh dimension."""
+    """Return the groups over which a DTensor is sharded, one for each sharded mesh dimension."""
     if not _is_dtensor(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -23,6 +23,7 @@ def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
-    # Not imported here, since that takes long; without an import elsewhere there are no DTensors.
+    # Not imported here, since the import takes long; without an import elsewhere there are no
+    # DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -1,11 +1,11 @@
 """Collectives that all ranks agree on.
 
-A lookup begins with a handshake: each rank sends every other a block of fixed size, which says what
-the rank is about to do, whether it has an error, and how much of each table will follow. Ranks that
-disagree thus find out at once, and an error on one rank is raised on all instead of making others
-wait. The messages that follow have sizes that all ranks know; the head of each part says again what
-it is and whether there is an error, and a rank has room for a part other than the one that it waits
-for. A rank reads its own part where it has written it.
+A lookup begins with a handshake: each rank sends every other rank a block of fixed size, which says
+what the rank is about to do, whether it has an error, and how many rows of each table will follow.
+Ranks that disagree thus find out at once, and an error on one rank is raised on all ranks instead
+of making other ranks wait. All ranks know the sizes of the messages that follow. The head of each
+part repeats what the part is and whether there is an error, and receive buffers are large enough
+for a part other than the expected one. A rank reads its own part where it has written it.
 """
 
 import contextlib
@@ -26,28 +26,28 @@ from .streams import own_stream
 from .transport import TorchTransport, Transport
 from .wire import ALIGNMENT, Parts, part_bytes, read_heads, write_heads
 
-# Words of the block that begins a lookup, and words before the counts of tables: the hash of the
-# plan, 1 for an error, and three numbers of the caller. Counts that the block has no room for
-# follow in a message of their own.
+# Size in words of the handshake block, and number of its words before the counts of tables: the
+# hash of the plan, 1 for an error, and three numbers of the caller. Counts that do not fit in the
+# block follow in their own message.
 _BLOCK, _FACTS = 512, 5
 
 
 @dataclass
 class Proposal:
-    """A rank's announcement to the others before a lookup."""
+    """A rank's announcement of a lookup to the other ranks."""
 
     what: str  # what the rank is about to do, the same on all ranks
-    counts: torch.Tensor  # int64 [world_size, tables], rows of each table for each rank
+    counts: torch.Tensor  # int64 [world_size, tables], rows to send to each rank
     facts: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass
 class Agreement:
-    """The proposals of all ranks, which agree."""
+    """The proposals of all ranks, which have been found to agree."""
 
     facts: list[list[int]]
-    counts: np.ndarray  # int64 [world_size, tables], rows that this rank will be sent
-    own: np.ndarray  # rows that this rank will send
+    counts: np.ndarray  # int64 [world_size, tables], rows to receive from each rank
+    own: np.ndarray  # int64 [world_size, tables], rows to send to each rank
 
 
 Made = TypeVar("Made")
@@ -64,8 +64,8 @@ def attempt(make: Callable[[], Made]) -> Made | Exception:
 class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
-    # Returns a context to enter while a collective begins, given the exchange and the bytes for
-    # other ranks, and while it is waited for, given 0 bytes. `sparsekit.train.profile` sets it.
+    # Called with the exchange and the number of bytes to send; returns a context for starting a
+    # collective. For waiting on a collective, the number is 0. `sparsekit.train.profile` sets it.
     watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
         None
     )
@@ -83,10 +83,10 @@ class Exchange:
         self.world_size = self.transport.world_size
         # The stream on which collectives run.
         self.stream = own_stream(device)
-        # Lets only one thread at a time look up.
+        # Held during a lookup, so that only one thread at a time looks up.
         self.lock = threading.RLock()
-        # Number of lookups that have begun, successful or not. It names a lookup on all ranks, and
-        # differs on a rank that has left one early.
+        # Number of lookups that have begun, successful or not. It identifies a lookup on all ranks,
+        # and differs on a rank that has left a lookup early.
         self.lookups = 0
         # Number of errors that all ranks have raised together.
         self._raised_together = 0
@@ -96,7 +96,8 @@ class Exchange:
         self.parts_saved = 0
         # The reason why this exchange can no longer be used.
         self.broken: str | None = None
-        # Bytes of the largest part that each rank may send here, at first that of a handshake.
+        # Size in bytes of the largest part that each rank may send here, at first that of a
+        # handshake.
         self._most = [8 * _BLOCK] * self.world_size
         # True if parts must have exactly the expected size; a part of another size then shows only
         # as a timeout.
@@ -110,15 +111,15 @@ class Exchange:
         self.purpose = "layers"
 
     def agree(self, what: str, proposal: Proposal | Exception | None) -> Agreement:
-        """Agree with the other ranks that all do what their proposals say.
+        """Check that the proposals of all ranks agree, and exchange the proposals.
 
         Args:
             what: description of what this rank is about to do, if its proposal has none.
-            proposal: None if nothing follows; or an error, which is raised on all ranks.
+            proposal: a proposal; None if nothing follows; or an error to raise on all ranks.
 
         Raises:
             An error of any rank is raised on all of them.
-            RuntimeError: ranks disagree about what they do, or the exchange broke down before.
+            RuntimeError: ranks disagree about what to do, or the exchange has broken down earlier.
         """
         error = proposal if isinstance(proposal, Exception) else None
         offer = proposal if isinstance(proposal, Proposal) else None
@@ -151,7 +152,7 @@ class Exchange:
         return Agreement(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
 
     def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
-        """Exchange the counts that do not fit the block; all ranks have equally many tables."""
+        """Exchange the counts that do not fit in the block; all ranks have the same tables."""
         ranks, tables = counts.shape
         size = part_bytes(8 * tables)
 
@@ -169,7 +170,7 @@ class Exchange:
         self._most = [max(most, size + -size % ALIGNMENT) for most, size in each]
 
     def _room(self, sizes: Sequence[int]) -> list[int]:
-        """Return the bytes to keep for each rank's part, which should have these sizes."""
+        """Return the buffer size in bytes for each rank's part, given the expected sizes."""
         if self.exact:
             return list(sizes)
         room = self._most.copy()
@@ -184,23 +185,24 @@ class Exchange:
         sizes: Sequence[int],
         words: int = 0,
     ) -> Callable[[], Parts]:
-        """Begin to send a part to each rank, of a size that both know.
+        """Start to send a part to each rank; sender and receiver both know its size.
 
         Args:
             what: description of the data, which must be the same on all ranks.
             write: writes the payloads of the parts for the ranks.
-            splits: bytes for each rank, multiples of 8, or of the size of wider data.
-            sizes: bytes from each rank, the same multiples.
+            splits: number of bytes to send to each rank, multiples of 8, or of the item size if
+                wider.
+            sizes: number of bytes to receive from each rank, the same multiples.
             words: number of int64 words behind the head of each part, to be read with the head;
                 those of the other ranks are `words` in the result.
 
         Returns:
-            A function that waits for the parts of the others, and returns these and this rank's
-            own. They are in the memory that write was given.
+            A function that waits for the parts of the other ranks, and returns the parts of all
+            ranks. They are in the buffer that was passed to write.
 
         Raises:
-            RuntimeError: the exchange broke down before. The returned function raises what write
-                raises on any rank, and RuntimeError if ranks disagree about what is sent.
+            RuntimeError: the exchange has broken down earlier. The returned function raises the
+                errors of write on any rank, and RuntimeError if ranks disagree about what is sent.
         """
         self._check_open(what)
         code = _code(what)
@@ -208,7 +210,7 @@ class Exchange:
             self.expect(sizes)
             room, to_others = self._room(sizes), list(splits)
             room[self.rank] = to_others[self.rank] = 0
-            # The memory has incoming parts, then outgoing ones, and then this rank's own part.
+            # The buffer has incoming parts, then outgoing parts, and then this rank's own part.
             first, last = sum(room), sum(room) + sum(to_others)
             size = last + splits[self.rank]
             data = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -277,7 +279,7 @@ class Exchange:
         """Abandon the exchange if the body fails, since other ranks wait for its messages."""
         try:
             yield
-        except BaseException as error:  # for example no memory, or Ctrl-C
+        except BaseException as error:  # for example out of memory, or Ctrl-C
             self.abandon(error)
             raise
 
@@ -293,7 +295,7 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            # A late answer must not be taken for one to a later question.
+            # A late message must not be taken for part of a later collective.
             self.broken = self.broken or str(error)
             raise RuntimeError(
                 f"sparsekit: {brief(plan)}: no answer from all other ranks. One may have died or "
@@ -302,12 +304,12 @@ class Exchange:
             ) from error
 
     def abandon(self, error: BaseException) -> None:
-        """Give up, since this rank will not send what it has announced."""
+        """Mark the exchange as broken, since this rank will not send what it has announced."""
         self.broken = f"{type(error).__name__}: {error}"
         self.close()
 
     def close(self) -> None:
-        """End the process group with its threads and connections, so that no other rank waits."""
+        """Destroy the process group, its threads and connections, so that no other rank waits."""
         group = vars(self).pop("group", None)
         if group is None:
             return
@@ -330,7 +332,7 @@ class Exchange:
             raise
 
     def _raise_together(self, plan: str, error: Exception | None) -> None:
-        """Tell one another what is wrong, and raise an error on every rank."""
+        """Exchange the ranks' errors, and raise an error on every rank."""
         self._raised_together += 1
         self.at_once.clear()  # a rank may have missed what the others have agreed on
         try:
@@ -338,7 +340,7 @@ class Exchange:
             pickle.loads(packed)
         except Exception:  # an error may hold something that cannot be pickled
             packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
-        # Errors go over the CPU, whatever transport carries the rest.
+        # Errors are exchanged over the CPU, whatever transport carries the other messages.
         self._teller = self._teller or TorchTransport(self.group)
         report = pickle.dumps((plan, packed, self.lookups))
         reports = [pickle.loads(other) for other in self._teller.all_gather(report)]
@@ -364,5 +366,5 @@ def _code(plan: str) -> int:
 
 
 def _begins(sizes: Sequence[int], first: int = 0) -> list[int]:
-    """Return where parts of these sizes begin, one behind the other."""
+    """Return the offsets of consecutive parts of these sizes."""
     return list(itertools.accumulate(sizes[:-1], initial=first))

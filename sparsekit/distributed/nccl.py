@@ -35,10 +35,11 @@ def missing() -> str:
 def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) -> NcclTransport:
     """Make the transport of a group for tensors of a device; a collective.
 
-    The ranks exchange whether each has libnccl, and the id of the new communicator.
+    The ranks tell each other whether they have libnccl, and exchange the id of the new
+    communicator.
 
     Raises:
-        Unavailable: (on all ranks) libnccl is not available on one of them.
+        Unavailable: (on all ranks) libnccl is not available on at least one rank.
     """
     reason, unique_id = missing(), b""
     if teller.rank == 0 and not reason:
@@ -54,16 +55,16 @@ def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) ->
 
 
 class NcclTransport(Transport):
-    """A transport over a communicator of its own, made on all ranks at the same time.
+    """A transport over its own NCCL communicator, made on all ranks at the same time.
 
     Args:
         rank: rank of this process.
         world_size: number of ranks.
         unique_id: ``_pybind.NcclCommunicator.unique_id()`` of one rank.
         device: device of the tensors.
-        timeout: time after which a rank that waits for another one raises, or is freed from a
-            kernel that waits.
-        cuda: stands in for `Cuda` in tests; None means `Cuda` for a CUDA device, and else no
+        timeout: time after which a rank that waits for another rank raises, or its waiting kernel
+            is aborted.
+        cuda: stands in for `Cuda` in tests; None means `Cuda` for a CUDA device, otherwise no
             streams.
     """
 
@@ -106,8 +107,9 @@ class NcclTransport(Transport):
     def _warm_up(self) -> None:
         """Exchange a byte with every rank.
 
-        NCCL connects two ranks, and allocates memory for it, at their first message. Here all ranks
-        are known to be there, whereas within a step one of them may be waiting for something else.
+        NCCL connects two ranks, and allocates memory for the connection, at their first message.
+        Here all ranks are known to take part, whereas within a step one of them may be waiting for
+        something else.
         """
         count = [1] * self.world_size
         with self._on_device(), self._beside():
@@ -128,7 +130,7 @@ class NcclTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Begin as `Transport` says; NCCL gets sizes in bytes, so any dtype will do.
+        """Start as `Transport` says; any dtype is allowed, since NCCL gets sizes in bytes.
 
         The collective runs on the current stream, and only that stream waits.
         """

@@ -1,4 +1,4 @@
-"""Texts of errors that concern several ranks."""
+"""Texts of error messages that concern several ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import TableFullError
 
-# Largest number of characters of a plan in an error.
+# Largest number of characters of a plan in an error message.
 _SHOWN = 800
 
 INTERRUPTED = (
@@ -21,9 +21,9 @@ class RemoteError(RuntimeError):
 
 
 def of_rank(rank: int, error: Exception) -> Exception:
-    """Return the error of another rank, with that rank in its message."""
+    """Return the error of another rank, with the rank added to its message."""
     if isinstance(error, TableFullError):
-        return error  # it names the rank of the full table itself
+        return error  # its message already names the rank
     message = f"on rank {rank}: {error}"
     if type(error) in (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
         return type(error)(message)
@@ -31,7 +31,7 @@ def of_rank(rank: int, error: Exception) -> Exception:
 
 
 def brief(plan: str) -> str:
-    """Return the beginning and the end of a plan, which may name hundreds of tables."""
+    """Shorten a plan, which may name hundreds of tables, to its beginning and end."""
     half = _SHOWN // 2
     return plan if len(plan) <= _SHOWN else f"{plan[:half]} ... {plan[-half:]}"
 

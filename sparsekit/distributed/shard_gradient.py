@@ -1,4 +1,4 @@
-"""The gradient of one rank's rows of a table, whose norm is refused."""
+"""The type of gradients of one rank's rows of a table, which refuses to compute a norm."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NORMS = {
 
 
 class ShardGradient(torch.Tensor):
-    """A gradient, sparse or dense, of a weight that has other rows on other ranks.
+    """A gradient, sparse or dense, of a weight that is sharded over ranks.
 
     Clipping by the norm of these rows alone would scale the dense parameters, which ranks keep
     equal, by a different factor on each rank, and they would drift apart without an error.
-    torch.nn.utils clips dense gradients this way, and sparse ones from 2.14 on. A norm is therefore
-    refused. Everything else works as for any tensor, and a result of the same shape and layout is a
-    `ShardGradient` too.
+    torch.nn.utils clips dense gradients this way, and sparse gradients from 2.14 on. Computing a
+    norm is therefore refused. Everything else works as for any tensor, and a result of the same
+    shape and layout is a `ShardGradient` too.
 
     Attributes:
         layer: the name of the layer whose weight has the gradient.
@@ -35,7 +35,7 @@ class ShardGradient(torch.Tensor):
 
     @staticmethod
     def of(gradient: torch.Tensor, layer: str) -> ShardGradient:
-        """Return the same gradient as a `ShardGradient`, in the same memory."""
+        """Return a gradient as a `ShardGradient`, in the same memory."""
         made = torch.Tensor._make_subclass(ShardGradient, gradient)
         made.layer = layer
         return made
@@ -67,7 +67,7 @@ class ShardGradient(torch.Tensor):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a `ShardGradient` as a tensor of torch, in the same memory; any other as it is."""
+    """View a `ShardGradient` as a plain tensor; return other tensors unchanged."""
     if isinstance(tensor, ShardGradient):
         return torch.Tensor._make_subclass(torch.Tensor, tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Finds the tensors of a model that differ from rank to rank, unlike its replicated ones."""
+"""Finds the tensors of a model that are sharded over ranks rather than replicated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 
 class Sharded:
-    """A module with tensors of which each rank holds a part of its own."""
+    """A module with tensors that are sharded over ranks."""
 
     def sharded_state(self) -> Iterable[str]:
-        """Return the names of these tensors, as in the module's state_dict."""
+        """Return the names of the sharded tensors, as in the module's state_dict."""
         raise NotImplementedError
 
 

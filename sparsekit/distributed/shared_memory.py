@@ -23,14 +23,14 @@ from .transport import OutOfResources, TorchTransport, Transport, Unavailable, r
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-# These seals keep a process from cutting off memory that another one has mapped.
+# These seals keep a process from truncating memory that another process has mapped.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Errors of a process that lacks resources or permissions.
 _LACKING = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EFBIG),
     *(errno.EPERM, errno.EACCES, errno.ENOSYS),
 }
-# Seconds within which the other ranks must connect; all of them are about to do so.
+# Time limit in seconds for the other ranks to connect; all of them are about to do so.
 _PATIENCE = 20.0
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 _STRANGERS = 64
@@ -65,7 +65,7 @@ class SharedMemoryTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Begin as `Transport` says: send what there is room for; the wait sends the rest."""
+        """Start as `Transport` says: send as much as the buffers hold; the wait sends the rest."""
         # The communicator gets only an address, and would read whatever is there.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
             raise ValueError(
@@ -104,8 +104,8 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
     """Make the transport of a group for tensors on the CPU; a collective.
 
     Args:
-        teller: tells all ranks what each needs to know.
-        timeout: time after which a rank that waits for another one raises.
+        teller: transport over which the ranks exchange addresses and errors.
+        timeout: time after which a rank that waits for another rank raises.
 
     Raises:
         Unavailable: (on all ranks, with the same reason) the ranks cannot share memory.
@@ -116,7 +116,7 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
         offers = _together(teller, meeting.offer)
         if len({offer.host for offer in offers}) > 1:
             raise Unavailable("ranks run on several hosts")
-        # A step of its own, so that no rank waits for one that could not reach it.
+        # A separate step, so that no rank waits for a rank that could not connect.
         _together(teller, lambda: meeting.call(offers))
         _together(teller, meeting.meet)
         communicator = cast(_pybind.SharedMemoryCommunicator, meeting.communicator)
@@ -130,7 +130,7 @@ class _Offer(NamedTuple):
 
 
 class _Meeting:
-    """A meeting of the processes, at which rank 0 passes its memory to all."""
+    """Connects all processes with one another, and passes rank 0's memory to all of them."""
 
     def __init__(
         self, rank: int, world_size: int, seconds: float, stack: contextlib.ExitStack
@@ -146,10 +146,10 @@ class _Meeting:
         self._memory = -1
 
     def offer(self) -> _Offer:
-        """Open what the others need to reach this rank, and on rank 0 the shared memory."""
+        """Open the socket to which other ranks connect, and on rank 0 the shared memory."""
         if self.rank == 0:
             self._memory = self._file(os.memfd_create("sparsekit", _MEMFD_FLAGS))
-            # All of it now: memory that cannot be allocated later kills the process that touches
+            # Allocate all memory now: if that failed later, it would kill the process that touches
             # it.
             size = _pybind.SharedMemoryCommunicator.total_bytes(self.world_size)
             os.posix_fallocate(self._memory, 0, size)
@@ -162,7 +162,7 @@ class _Meeting:
         return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
 
     def call(self, offers: Sequence[_Offer]) -> None:
-        """Connect to the lower ranks; this returns even if they have not accepted yet."""
+        """Connect to all lower ranks; return even if they have not accepted the connection yet."""
         for other in range(self.rank):
             self._sockets[other] = connection = self._socket(socket.socket(socket.AF_UNIX))
             connection.settimeout(self._patience)
@@ -170,7 +170,7 @@ class _Meeting:
             connection.sendall(offers[other].token + self.rank.to_bytes(_RANK_BYTES, "little"))
 
     def meet(self) -> None:
-        """Accept the higher ranks, and make the communicator."""
+        """Accept the connections of all higher ranks, and make the communicator."""
         deadline = time.monotonic() + self._patience
         sockets = self._sockets
         while len(sockets) < self.world_size - 1:
@@ -215,7 +215,7 @@ def _together(teller: TorchTransport, step: Callable[[], Any]) -> list[Any]:
         lacking = isinstance(error, OSError) and error.errno in _LACKING
     said = pickle.dumps((result, reason, lacking))
     results, reasons, lackings = zip(*map(pickle.loads, teller.all_gather(said)), strict=True)
-    # A rank that lacks something makes other ranks fail, with reasons that say less.
+    # A rank that lacks resources makes other ranks fail, with less specific reasons.
     for of_rank, rank_lacks in zip(reasons, lackings, strict=True):
         if rank_lacks:
             raise OutOfResources(of_rank)

@@ -1,8 +1,8 @@
 """An exchange's own stream of a device, ordered with the current stream by events.
 
-Collectives run on it, and so does everything that a lookup does ahead. It waits for work that the
-current stream has already, not for later work; taking a result makes the current stream wait for
-it. The host waits for neither.
+Collectives run on this stream, and so does everything that a lookup does ahead. The stream waits
+for work that is already queued on the current stream, not for later work; taking a result makes the
+current stream wait for it. The host never waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Cuda:
-    """The functions of torch.cuda that are used; tests replace them by ones that need no device."""
+    """The functions of torch.cuda used here; tests replace them to run without a device."""
 
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event
@@ -27,24 +27,24 @@ class Cuda:
 
     @staticmethod
     def keep(tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the tensor's memory from reuse until the stream has finished its present work."""
+        """Keep the tensor's memory from being reused before the stream has finished its work."""
         tensor.record_stream(stream)
 
 
 class NoStream:
-    """A replacement of `OwnStream` on the CPU, where everything runs in the host's order."""
+    """Replaces `OwnStream` on the CPU, where everything runs in program order."""
 
     def ahead(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def begin(self, launch: Callable[..., Callable[[], T]], *arguments: Any) -> Callable[[], T]:
-        """Begin a collective in the host's order."""
+        """Start a collective at once."""
         return launch(*arguments)
 
 
 class OwnStream(NoStream):
-    """An exchange's stream beside the current one.
+    """A stream of an exchange, separate from the current stream.
 
     Args:
         device: device of the stream.
@@ -61,7 +61,7 @@ class OwnStream(NoStream):
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """Queue the work of the body on this stream, behind all work that the current one has."""
+        """Queue the work of the body on this stream, after all work of the current stream."""
         current = self._cuda.current_stream(self._device)
         if current == self.stream:
             yield
@@ -72,10 +72,10 @@ class OwnStream(NoStream):
             yield
 
     def begin(self, launch: Callable[..., Callable[[], T]], *arguments: Any) -> Callable[[], T]:
-        """Begin a collective on this stream.
+        """Start a collective on this stream.
 
         Args:
-            launch: begins the collective on the current stream, and returns a function that waits
+            launch: starts the collective on the current stream, and returns a function that waits
                 for the other ranks.
             arguments: arguments of launch, which may read and write tensors among them.
 
@@ -87,7 +87,8 @@ class OwnStream(NoStream):
             wait = launch(*arguments)
             done = self.stream.record_event()
         for argument in arguments:
-            # If nothing ever waits for the result, this stream alone knows when its memory is free.
+            # If nothing ever waits for the result, only this stream knows when the tensor's memory
+            # is free.
             if isinstance(argument, torch.Tensor):
                 self._cuda.keep(argument, self.stream)
 

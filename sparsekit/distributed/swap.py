@@ -11,9 +11,9 @@ from .wire import Parts, part_bytes
 
 
 def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Swap a tensor with the other rank's, of the same shape; backward swaps the gradients.
+    """Swap tensors of the same shape with the other rank; backward swaps their gradients.
 
-    Both ranks call it, and in backward both must reach all swaps in the same order.
+    Both ranks must call it, and their backwards must reach all swaps in the same order.
 
     Args:
         exchange: exchange of two ranks.

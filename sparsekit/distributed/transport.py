@@ -8,22 +8,22 @@ import torch.distributed as dist
 
 
 class Unavailable(Exception):
-    """An error on all ranks, with the same reason: a transport is not available."""
+    """Raised on all ranks, with the same reason, if a transport is not available."""
 
 
 class OutOfResources(Unavailable):
-    """An error of a process that lacks memory, files or permissions for a transport."""
+    """Raised in a process that lacks memory, files or permissions for a transport."""
 
 
 class Transport(ABC):
     """The one collective that an exchange needs, over all ranks of a group.
 
-    Ranks begin the same collectives in the same order, and each may wait for them in any order.
+    Ranks start the same collectives in the same order; each rank may wait for them in any order.
     """
 
     rank: int
     world_size: int
-    # True if a part must have exactly the size that its receiver has room for; otherwise it may be
+    # True if a part must have exactly the size of the receiver's buffer; otherwise it may be
     # shorter.
     exact = False
 
@@ -37,16 +37,16 @@ class Transport(ABC):
     ) -> Callable[[], torch.Tensor]:
         """Begin to send a part of ``send`` to each rank; return a function that waits for all.
 
-        A rank may send to another one, but not to itself, less than that rank has room for; the
-        rest is undefined. It must not send more: gloo then ends the receiving process, and shared
-        memory raises an error. nccl allows neither less nor more.
+        A part for another rank, but not for the sender itself, may be shorter than the receiver's
+        buffer; the rest of the buffer is then undefined. A part must not be longer: gloo would end
+        the receiving process, and shared memory raises an error. With nccl the sizes must be equal.
 
         Args:
             send: 1-D, contiguous; the part for rank 0 first. Do not write to it before the wait.
-            send_splits: elements for each rank.
-            receive_splits: elements from each rank, at most.
-            received: ``[sum(receive_splits)]`` in the dtype of send, contiguous; it is written to.
-                New memory by default.
+            send_splits: number of elements to send to each rank.
+            receive_splits: largest number of elements to receive from each rank.
+            received: the buffer to write to, ``[sum(receive_splits)]`` in the dtype of send,
+                contiguous. A new buffer by default.
 
         Returns:
             A function that waits and returns received, rank 0's part first.
@@ -59,13 +59,13 @@ class Transport(ABC):
         return self.begin_all_to_all(send, send_splits, receive_splits)()
 
     def close(self) -> None:  # noqa: B027
-        """End the transport, so that ranks that wait for this one raise."""
+        """Close the transport, so that ranks that wait for this rank raise."""
 
 
 def room_for(
     send: torch.Tensor, receive_splits: Sequence[int], received: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the buffer for `Transport.begin_all_to_all`.
+    """Check or allocate the receive buffer of `Transport.begin_all_to_all`, and return it.
 
     Raises:
         ValueError: received has a wrong shape, dtype, device or layout.
@@ -98,7 +98,7 @@ class TorchTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Begin to send a part of ``send`` to each rank; see `Transport`."""
+        """Start to send a part of ``send`` to each rank; see `Transport`."""
         received = room_for(send, receive_splits, received)
         work = dist.all_to_all_single(
             received,
@@ -116,7 +116,7 @@ class TorchTransport(Transport):
         return wait
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Collect the bytes of each rank, this one included."""
+        """Return the data of each rank, including this rank."""
         ranks = self.world_size
         sizes = self.all_to_all(
             torch.tensor([len(data)] * ranks, device="cpu"), [1] * ranks, [1] * ranks

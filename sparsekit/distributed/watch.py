@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-# Seconds between two checks of a communicator, and seconds that its end may take.
+# Interval between two checks of a communicator, and time limit for closing it, in seconds.
 _INTERVAL, _PATIENCE = 1.0, 10.0
 
 
@@ -23,17 +23,18 @@ class Communicator(Protocol):
         """Raise RuntimeError if the communicator was aborted, for example by its own error."""
 
     def abort(self, reason: str) -> None:
-        """Free the communicator, and everything that waits in it; do nothing if it is gone."""
+        """Abort the communicator and everything that waits in it; do nothing if it is closed."""
 
     def destroy(self) -> None:
         """Wait for work in progress, then free the communicator."""
 
 
 def within(seconds: float, call: Callable[[], T], what: str) -> T:
-    """Return the result of a call; a call that takes too long is left behind on its thread.
+    """Run a call on another thread and return its result, or raise if it takes too long.
 
     Raises:
-        RuntimeError: the call has not returned in time. The call may raise further errors.
+        RuntimeError: the call has not returned in time; its thread is left running. The call may
+            raise further errors.
     """
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -51,14 +52,14 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 
 
 class Watch(threading.Thread):
-    """A thread that ends a communicator if a kernel or a call waits too long for other ranks.
+    """A thread that aborts a communicator if a kernel or a call waits too long for other ranks.
 
     The host may be waiting for that kernel, which ends only when the communicator is aborted. The
     thread aborts it after an error of the network, or if the last launch does not finish in time.
 
     Args:
         communicator: the communicator to watch.
-        seconds: time that a launch may take.
+        seconds: time limit of a launch.
         finished: returns whether the last launch has finished.
     """
 
@@ -69,7 +70,8 @@ class Watch(threading.Thread):
         self._communicator = communicator
         self._seconds = seconds
         self._finished = finished
-        # Time by which the last launch must have finished, and whether its call is still under way.
+        # Time by which the last launch must have finished, and whether the launching call still
+        # runs.
         self._deadline: float | None = None
         self._launching = False
         self._settled: float | None = None  # deadline of a launch that has finished
@@ -87,15 +89,15 @@ class Watch(threading.Thread):
             self._launching = False
 
     def close(self, reason: str = "") -> None:
-        """End the communicator and the thread; given a reason, do not wait for other ranks."""
+        """Close the communicator and end the thread; with a reason, abort instead of waiting."""
         self._reason = reason
         self._over.set()
         if threading.current_thread() is not self:  # the garbage collector may run on this thread
-            # An end that takes even longer is not waited for.
+            # Do not wait for the thread any longer than this.
             self.join(2 * _PATIENCE)
 
     def run(self) -> None:
-        """Check the communicator until told to stop, or until it is gone."""
+        """Check the communicator until `close` is called or the communicator is gone."""
         reason = None
         while reason is None and not self._over.wait(_INTERVAL):
             try:
@@ -120,7 +122,7 @@ class Watch(threading.Thread):
         deadline = self._deadline
         if deadline in (None, self._settled) or time.monotonic() < deadline:
             return None
-        # Queried only now, because a query would spoil a graph that is being captured.
+        # Query only after the deadline: a query would invalidate a graph that is being captured.
         try:
             if not self._launching and self._finished():
                 self._settled = deadline
@@ -146,7 +148,7 @@ class Watch(threading.Thread):
         if reason:
             self._communicator.abort(reason)
         else:
-            with contextlib.suppress(RuntimeError):  # an aborted one has ended already
+            with contextlib.suppress(RuntimeError):  # it has been aborted already
                 self._communicator.destroy()
 
     def _through(self) -> bool:

@@ -1,4 +1,4 @@
-"""Defines where everything lies in a message between ranks.
+"""Defines the layout of messages between ranks.
 
 A message has a part for each rank. A part begins with a head: the hash of the plan, and 1 for an
 error. Behind it come arrays of rows, or the pieces of tables, as a `Layout` places them.
@@ -20,30 +20,30 @@ ALIGNMENT = 16
 
 
 class Parts(NamedTuple):
-    """Parts for the ranks, or from them, in order of ranks; this rank's own may lie elsewhere."""
+    """Parts to send to all ranks, or received from them, as byte ranges of one buffer."""
 
     data: torch.Tensor  # uint8, may hold other data as well
-    begins: list[int]  # position of each rank's part, with its head
+    begins: list[int]  # byte offset of each rank's part, including its head
     words: np.ndarray = np.empty((0, 0), np.int64)  # shape [world_size - 1, n]; see `Exchange.send`
 
     def payload(self, rank: int, size: int) -> torch.Tensor:
-        """Return the first bytes behind the head of a rank's part."""
+        """Return the first `size` bytes after the head of a rank's part."""
         begin = self.begins[rank] + _HEAD_BYTES
         return self.data[begin : begin + size]
 
 
 def padded(size: int) -> int:
-    """Round up to a multiple of 16 bytes, so that what follows can be viewed as any dtype."""
+    """Round up to a multiple of 16 bytes, so that the next array can be viewed as any dtype."""
     return (size + 15) // 16 * 16
 
 
 def part_bytes(payload: int) -> int:
-    """Return the size of a part with that many bytes behind its head."""
+    """Return the size in bytes of a part, given the size of its payload."""
     return _HEAD_BYTES + padded(payload)
 
 
 def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
-    """Write the same head to the parts that begin at these bytes."""
+    """Write the same head to the parts at these byte offsets."""
     words = data.view(torch.int64)
     places = [(begin // 8 + word, value) for begin in begins for word, value in enumerate(head)]
     if data.is_cpu:
@@ -52,11 +52,11 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
             of_host[place] = value
         return
     for place, value in places:
-        words[place].fill_(value)  # a kernel; `words[place] = value` would copy
+        words[place].fill_(value)  # fill_ runs a kernel; an assignment would copy from the host
 
 
 def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:
-    """Read the heads of parts and the words behind them, as int64 ``[parts, 2 + words]``."""
+    """Read the heads of parts and the words after the heads, as int64 ``[parts, 2 + words]``."""
     size = _HEAD_BYTES // 8 + words
     heads = [data.view(torch.int64)[begin // 8 : begin // 8 + size] for begin in begins]
     # Read in one piece, since each read from a device waits for it.
@@ -65,17 +65,17 @@ def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndar
 
 
 class Layout:
-    """Places of rows in parts: each part has, behind its head, the rows table by table.
+    """Positions of rows in parts: after its head, a part has a piece for each table.
 
     Args:
-        counts: int64 ``[world_size, tables]``, numbers of rows.
-        row_bytes: bytes of a row of each table.
-        alignment: the piece of each table is a multiple of this number of bytes.
-        words: int64 words between the head and the pieces.
+        counts: int64 ``[world_size, tables]``, number of rows in each piece.
+        row_bytes: for each table, size of a row in bytes.
+        alignment: the size of each piece is rounded up to a multiple of this number of bytes.
+        words: number of int64 words between the head and the pieces.
 
     Attributes:
         counts: as given.
-        sizes: bytes of each part.
+        sizes: size of each part in bytes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Layout:
         sizes = counts * np.array(row_bytes, dtype=np.int64)
         if alignment > 1:
             sizes += -sizes % alignment
-        # int64 [world_size, 1 + tables], where pieces begin and end.
+        # int64 [world_size, 1 + tables], byte offsets in a part at which pieces begin and end.
         self._bounds = np.empty((len(counts), 1 + len(row_bytes)), dtype=np.int64)
         self._bounds[:, 0] = 0
         np.cumsum(sizes, axis=1, out=self._bounds[:, 1:])
@@ -93,10 +93,10 @@ class Layout:
         self.sizes: list[int] = self._bounds[:, -1].tolist()
 
     def payloads(self, parts: Parts) -> tuple[list[torch.Tensor], np.ndarray]:
-        """Return the bytes behind the head of each part, and where in them each piece begins.
+        """Return the payload of each part, and the offset of each piece in its payload.
 
         Returns:
-            uint8 tensors, one for each rank, and int64 ``[world_size, tables]``.
+            uint8 tensors, one for each rank, and offsets, int64 ``[world_size, tables]``.
         """
         of_ranks = [
             parts.data[begin + _HEAD_BYTES : begin + size]
@@ -113,11 +113,11 @@ class Layout:
         return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
 
     def ranges(self, of_parts: Sequence[int], columns: slice) -> list[tuple[int, int]]:
-        """Return, for each part, the first byte of these tables' pieces and the end of the last.
+        """Return, for each part, the byte range of the pieces of these tables.
 
         Args:
             of_parts: the byte at which each part begins.
-            columns: the tables, which lie side by side.
+            columns: the tables, which are consecutive.
         """
         firsts, ends = (self._bounds[:, edge].tolist() for edge in (columns.start, columns.stop))
         each = zip(of_parts, firsts, ends, strict=True)
@@ -125,12 +125,12 @@ class Layout:
 
 
 def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> None:
-    """Write several arrays of rows to the parts for the ranks, array by array behind the heads.
+    """Write several arrays of rows to the parts for all ranks, array by array after the heads.
 
     Args:
         to: the parts to write to.
         arrays: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes; the rows for rank 0 first.
-        counts: for each array, its rows for each rank.
+        counts: for each array, the number of rows for each rank.
     """
     rest = [array.contiguous().view(-1).view(torch.uint8) for array in arrays]
     for pieces in _pieces(to, arrays, counts):
@@ -140,7 +140,7 @@ def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[in
 
 
 def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the size of each rank's part as `pack` writes it; arguments are as for `unpack`."""
+    """Return the size of each part that `pack` writes; the arguments are those of `unpack`."""
     sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     return [part_bytes(sum(map(padded, of_rank))) for of_rank in zip(*sizes, strict=True)]
 
@@ -148,12 +148,12 @@ def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) 
 def unpack(
     come: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Undo `pack` at the receiver: arrays of rows, rank 0's first.
+    """Undo `pack` at the receiver: return the arrays, with rows from rank 0 first.
 
     Args:
-        come: the parts that ranks have sent.
+        come: the parts received from all ranks.
         like: for each array, a tensor of its dtype and row shape.
-        counts: for each array, its rows from each rank.
+        counts: for each array, the number of rows from each rank.
     """
     of_arrays = zip(*_pieces(come, like, counts), strict=True)
     return [
@@ -165,7 +165,7 @@ def unpack(
 def _pieces(
     parts: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the bytes of each array, for each rank."""
+    """Yield, for each rank, a list with the bytes of each array."""
     sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     for begin, of_rank in zip(parts.begins, zip(*sizes, strict=True), strict=True):
         at, pieces = begin + _HEAD_BYTES, []
@@ -183,13 +183,13 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 class RaggedBags(NamedTuple):
     """Bags of one table that are sent whole."""
 
-    counts: torch.Tensor  # int64 [bags], keys in each
+    counts: torch.Tensor  # int64 [bags], number of keys in each bag
     keys: torch.Tensor  # int64 [n]
     weights: torch.Tensor | None  # shape [n]
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return the size of a part with bags, given bags, keys and weight bytes of each table."""
+    """Return the size of a part with bags, given (bags, keys, bytes of weights) of each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, *([weights] if weights else [])]
@@ -197,7 +197,7 @@ def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
 
 
 def write_bags(to: Parts, bags: Sequence[RaggedBags]) -> None:
-    """Write the bags of each table to the parts for all ranks, which get the same."""
+    """Write the same bags of each table to the parts for all ranks."""
     heads = [[len(one.counts), len(one.keys), int(one.weights is not None)] for one in bags]
     arrays = [torch.tensor(heads, device="cpu").to(bags[0].keys.device)]
     for one in bags:
@@ -215,7 +215,7 @@ def read_bags_of(come: Parts, rank: int, weight_dtypes: Sequence[torch.dtype]) -
     """Return the bags of each table that a rank has written with `write_bags`.
 
     Args:
-        come: the parts that ranks have sent.
+        come: the parts received from all ranks.
         rank: the rank that has sent the bags.
         weight_dtypes: dtype of each table's sample weights, if there are any.
     """

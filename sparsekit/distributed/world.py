@@ -42,14 +42,14 @@ class _Settings:
     wire_dtype: torch.dtype | None = None
 
 
-# Dtypes that vectors and gradients may have between ranks.
+# Dtypes that can be set for vectors and gradients on the wire.
 WIRE_DTYPES = (torch.bfloat16,)
 
 settings = _Settings()
 
 
 class _Keep(enum.Enum):
-    """A mark of an argument that was not given."""
+    """Marks an argument that was not given."""
 
     KEEP = 0
 
@@ -66,18 +66,18 @@ def init(
     backend: str | _Keep = _Keep.KEEP,
     wire_dtype: torch.dtype | _Keep | None = _Keep.KEEP,
 ) -> None:
-    """Set defaults for the layers that are made from here on; optional.
+    """Set defaults for layers that are made after this call; calling it is optional.
 
     Arguments that are not given keep their earlier values. Timeout and backend also change layers
     that exist already, at their next call, so call it on all ranks.
 
     Args:
         global_batch_size: accepted for compatibility with SOK, and not used.
-        seed: changes the initial vectors of all layers that have a name and no seed; 0 at first.
+        seed: changes the initial vectors of all layers that have a name and no seed. Initially 0.
         process_group: the ranks over which tables are sharded; None, as at first, means
-            torch.distributed's default group, or one process where that has not been initialised.
-        timeout: seconds, or a timedelta, after which a rank that waits for another one raises; 5
-            minutes at first.
+            torch.distributed's default group, or one process if that has not been initialised.
+        timeout: seconds, or a timedelta, after which a rank that waits for another rank raises.
+            Initially 5 minutes.
         backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
             on one host. ``"auto"`` takes one of the last two if all ranks have it.
@@ -88,11 +88,12 @@ def init(
     Raises:
         TypeError, ValueError: a seed that is not a 64-bit integer, a timeout that is not positive,
             or an unknown backend or wire_dtype.
-        RuntimeError: ``backend="nccl"``, but NCCL was not there at build time or is not here now.
+        RuntimeError: ``backend="nccl"``, but NCCL was not available at build time, or is not
+            available now.
     """
     if global_batch_size is not None:
         check_int("sparsekit.init", "global_batch_size", global_batch_size, 1, 2**63 - 1)
-    # All arguments are checked before any is set.
+    # Check all arguments before setting any of them.
     new: dict[str, Any] = {}
     if seed is not _Keep.KEEP:
         new["seed"] = check_int("sparsekit.init", "seed", seed, -(2**63), 2**64 - 1) % 2**64
@@ -113,7 +114,7 @@ def init(
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group to work over: this one, or the default; None if there is only one rank."""
+    """Return the given or the default process group; None if there is only one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = process_group or settings.process_group or dist.group.WORLD
@@ -125,8 +126,8 @@ def exchange_of(
 ) -> Exchange | None:
     """Return the exchange of a group for a purpose, or None if there is only one rank.
 
-    It has a process group of its own, with the timeout of `init`, so that its collectives never get
-    between those of others, such as DistributedDataParallel's. The first call for a group is
+    The exchange has its own process group, with the timeout of `init`, so that its collectives
+    never mix with those of others, such as DistributedDataParallel. The first call for a group is
     therefore a collective.
     """
     group = group_of(group)
@@ -140,7 +141,7 @@ def exchange_of(
         own = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=settings.timeout,
-            # gloo carries what ranks tell each other about errors.
+            # Ranks exchange errors over gloo.
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             use_local_synchronization=True,
         )
