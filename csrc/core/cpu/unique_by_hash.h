@@ -16,9 +16,9 @@ constexpr int kMaxParts = 256;
 constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 
-// The algorithm by hash: it moves the keys to parts, stably, numbers the keys of each part, and
-// turns these numbers into ranks among all distinct keys. If chunks are processed in the order in
-// which their keys were moved, first occurrences are found in order.
+// The algorithm by hash: partitions the keys stably, numbers the keys of each part, and turns these
+// numbers into ranks among all distinct keys. If chunks are processed in the order in which their
+// keys were moved, first occurrences are found in order.
 template <class Key, class Index>
 class ByHash {
  public:

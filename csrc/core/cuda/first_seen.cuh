@@ -2,7 +2,7 @@
 // unique() and the insertion of new keys share it. There are four steps, each a launch:
 //   enter  every key finds or claims its slot, which keeps the smallest position and a count;
 //   mark   every used slot sets the bit of its first position;
-//   scan   of the bits ranks first positions, so the order is that of first occurrence;
+//   scan   a prefix sum over the bits ranks keys in order of first occurrence;
 //   emit   looks up slot and rank of every key; this is the caller's kernel.
 // The result does not depend on the order of threads; only the choice of slots does, which is
 // internal.

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Every lane looks up one key, and a tile writes the new rows of its lanes in turn: in most batches
-// few keys are new, and the others cost only the read of their row index.
+// Each lane handles one key, and a tile writes the new rows of its lanes in turn. In most batches
+// few keys are new, and the other keys cost only the read of a row index.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     init_rows_kernel(T* out, int64_t num_rows, int64_t dim, const int64_t* keys,
