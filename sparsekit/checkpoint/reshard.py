@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -182,12 +183,9 @@ class ColumnWriter:
         self.path = path
         self.columns = columns
         header = header_of(columns, metadata)
-        self._ends: dict[str, int] = {}
-        end = len(header)
-        for column in columns:
-            self._ends[column.name] = end
-            end += column.nbytes
-        self._size = end
+        sizes = (column.nbytes for column in columns)
+        *ends, self._size = itertools.accumulate(sizes, initial=len(header))
+        self._ends = {column.name: end for column, end in zip(columns, ends, strict=True)}
         with self._opened("xb") as file:
             file.write(header)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -102,11 +103,8 @@ class SplitHashEncoder:
         self.signed = bool(signed)
         # The number of columns of each feature, and its first column.
         self.buckets = {name: _bucket(n) for name, n in self.feature_lengths.items()}
-        self.starts: dict[str, int] = {}
-        self.width = 0
-        for name, bucket in self.buckets.items():
-            self.starts[name] = self.width
-            self.width += bucket
+        *starts, self.width = itertools.accumulate(self.buckets.values(), initial=0)
+        self.starts = dict(zip(self.buckets, starts, strict=True))
 
     @property
     def row_nnz(self) -> int:
