@@ -322,7 +322,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Count an error of this rank alone in the body; the next handshake tells the others."""
+        """Record an error that only this rank raises in the body; the next handshake reports it."""
         raised_together = self._raised_together
         try:
             yield

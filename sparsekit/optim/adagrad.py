@@ -8,7 +8,7 @@ from .settings import NotNegative, given
 
 
 class Adagrad(RowOptimizer):
-    r"""Adagrad; rows without a gradient keep their bits, as they do under the dense method.
+    r"""Adagrad; rows without a gradient are left unchanged, as in the dense method.
 
     At step t, for every row in the gradient g:
 
@@ -24,10 +24,10 @@ class Adagrad(RowOptimizer):
         lr: learning rate, >= 0.
         lr_decay: as in the formula, >= 0.
         initial_accumulator_value: s before the first step, >= 0.
-        eps: added to the root, >= 0.
+        eps: added to the square root, >= 0.
         weight_decay: lambda, >= 0, on touched rows: first :math:`g = g + \lambda w`, as in
             torch.optim.Adagrad and FBGEMM's L2 mode.
-        decoupled_weight_decay: :math:`w = (1 - lr_t \, \lambda) w` in its place, as in FBGEMM's
+        decoupled_weight_decay: instead, :math:`w = (1 - lr_t \, \lambda) w`, as in FBGEMM's
             decoupled mode.
         stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
@@ -65,15 +65,15 @@ class Adagrad(RowOptimizer):
 
 
 class RowWiseAdagrad(Adagrad):
-    r"""Adagrad with one sum, and so one number of state, for each row.
+    r"""Adagrad with one sum of squares, and so one number of state, for each row.
 
     .. math::
         s = s + \frac{1}{dim} \sum_j g_j^2
 
     where g includes an L2 penalty, if there is one; the rest, and the arguments, are those of
-    `Adagrad`. This is FBGEMM's EXACT_ROWWISE_ADAGRAD, the usual choice for tables that leave no
-    room for a second one. A parameter of one dimension has rows of one element; a 0-dim one is a
-    single row.
+    `Adagrad`. This is FBGEMM's EXACT_ROWWISE_ADAGRAD, the usual choice for tables so large that a
+    state of the same size would not fit in memory. A 1-dim parameter has rows of one element; a
+    0-dim parameter is a single row.
     """
 
     rule = "row_wise_adagrad"

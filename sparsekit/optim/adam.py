@@ -1,4 +1,4 @@
-"""Dense Adam, exactly, on sparse gradients."""
+"""Computes the exact result of dense Adam from sparse gradients."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from .settings import Betas, EpsConvention, NotNegative, given, one_of
 
 
 class Adam(CatchUpOptimizer):
-    r"""torch.optim.Adam, exactly, for sparse gradients: rows without a gradient move as well.
+    r"""Exactly torch.optim.Adam, for sparse gradients: rows without a gradient move as well.
 
     At step t, for every row, with g = 0 where there is no gradient:
 
@@ -32,18 +32,18 @@ class Adam(CatchUpOptimizer):
 
     ``mode="catch_up"`` lets a row wait until it is read: the next lookup, gradient, save or copy of
     the row applies the steps that it has missed, with the learning rates of those steps. A step
-    thus costs time for the touched rows alone, each with the arithmetic of at most some 370 missed
-    steps under the default betas; later ones are below a float64's last bit. ``mode="sweep"`` moves
-    the whole table in every step, as SOK's Adam does. The weights are the same, bit for bit if no
-    row misses more steps than that, and else up to rounding.
+    thus takes time for the touched rows only, and for each of them the arithmetic of at most about
+    370 missed steps with the default betas; later steps are below the last bit of a float64.
+    ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. Both modes give the
+    same weights, bitwise if no row misses more steps than that, and otherwise up to rounding.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
         betas: decay of the two moments, each in [0, 1).
-        eps: added to the root of the second moment, >= 0. TensorFlow's own default is 1e-7, or 1e-8
-            in tf.compat.v1.
-        mode: ``"catch_up"``, for sparse gradients of embedding layers and for dense ones; call
+        eps: added to the square root of the second moment, >= 0. TensorFlow's own default is 1e-7,
+            or 1e-8 in tf.compat.v1.
+        mode: ``"catch_up"``, for sparse gradients of embedding layers and for dense gradients; call
             `catch_up` before reading or writing ``weight`` other than through its layer. Or
             ``"sweep"``.
         eps_convention: ``"torch"``, the default, as in torch.optim.Adam, or ``"tensorflow"``.

@@ -1,4 +1,4 @@
-"""Optimizers that also move rows without a gradient, at the cost of the touched rows.
+"""Optimizers that also move rows without a gradient, but only take time for touched rows.
 
 How a row moves in a step without a gradient depends only on the row and on two numbers of that
 step. It may therefore wait until a lookup, a gradient or a save reads it.
@@ -18,19 +18,19 @@ from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
-# Largest number of missed steps that are kept; after that all rows catch up.
+# Limit on the number of missed steps to keep; then all rows catch up.
 _MOST = 65536
 
 
 class _Missed:
-    """Numbers of the steps that some rows of a parameter have missed."""
+    """The two numbers of each step that some rows of a parameter have missed."""
 
     def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
-        # None while a step is made or all steps are dropped. After an interruption there, the count
-        # follows from the parameter's step, which is counted together with the rows.
+        # None during a step, and while all steps are dropped. If either is interrupted, the count
+        # follows from the parameter's step, which is updated together with the rows.
         self.count: int | None = 0
-        # Settings of the missed steps, except rates, and the names of the states.
+        # Settings of the missed steps, except the learning rate, and the names of the states.
         self.settings: list[float] = []
         self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
@@ -40,14 +40,14 @@ class _Missed:
         return self._numbers[: self.count]
 
     def write(self, numbers: tuple[float, float]) -> None:
-        """Record the numbers of the next step, which is not counted yet."""
+        """Record the numbers of the next step; the step is counted later."""
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
         for place, number in zip(self._numbers[self.count], numbers, strict=True):
             place.fill_(number)  # an assignment would copy and wait for the device
 
     def drop(self, count: int) -> None:
-        """Forget all steps."""
+        """Drop all steps; `count` is their number."""
         next_step = self.first_step + count
         self.count = None
         self.first_step = next_step
@@ -55,7 +55,7 @@ class _Missed:
 
 
 class CatchUpOptimizer(RowOptimizer):
-    """Base of optimizers whose rows catch up; a subclass gives the two numbers of each step.
+    """Base of optimizers whose rows catch up later; a subclass gives two numbers for each step.
 
     While rows of an embedding layer's weight are late, the weight keeps a reference to the
     optimizer. Layers let rows catch up before a lookup, and all rows before they are saved, loaded,
@@ -76,11 +76,11 @@ class CatchUpOptimizer(RowOptimizer):
         super().__init__(params, defaults)
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
-        """Return whether rows of a group move without a gradient."""
+        """Return whether rows of the group move even without a gradient."""
         raise NotImplementedError
 
     def _sweeps(self, group: dict[str, Any]) -> bool:
-        """Return whether such rows move in every step, instead of catching up later."""
+        """Return whether rows without a gradient move in every step, rather than catch up later."""
         raise NotImplementedError
 
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
@@ -89,11 +89,11 @@ class CatchUpOptimizer(RowOptimizer):
 
     @torch.no_grad()
     def catch_up(self, parameter: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Bring rows, or all of them, to the step of their parameter.
+        """Apply the steps that the given rows, or all rows, of a parameter have missed.
 
         Args:
             parameter: a parameter of this optimizer.
-            rows: int64 ``[n]``, distinct, negative ones are ignored; None means all rows.
+            rows: int64 ``[n]``, distinct; negative rows are ignored. None means all rows.
         """
         with self._lock:
             missed, count = self._counted(parameter)
@@ -166,7 +166,7 @@ class CatchUpOptimizer(RowOptimizer):
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
         with self._lock:
-            # Rows must have caught up first, so they must be known before the update.
+            # Rows must catch up first, so they must be known before the update.
             if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
                 return False
             return super()._update_summing(group, weights, update)
@@ -174,9 +174,9 @@ class CatchUpOptimizer(RowOptimizer):
     def _begin(
         self, group: dict[str, Any], settings: list[float], update: Update
     ) -> tuple[_Missed, int]:
-        """Let rows catch up and record the coming step; return what is missed, and steps so far.
+        """Let rows catch up, and record the next step; return the missed steps, and their count.
 
-        The other rows are late as soon as these have moved, so everything is recorded first.
+        The other rows are late as soon as the given rows have moved, so the step is recorded first.
         """
         parameter, rows, _ = update
         missed = self._missed.get(parameter)
@@ -203,7 +203,7 @@ class CatchUpOptimizer(RowOptimizer):
             self.catch_up(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state like torch.optim.Optimizer; all rows catch up first."""
+        """Return the state like torch.optim.Optimizer, after all rows have caught up."""
         self._catch_up_all()
         return super().state_dict()
 
@@ -215,6 +215,6 @@ class CatchUpOptimizer(RowOptimizer):
         super().__setstate__({"_missed": {}, "_lock": threading.RLock(), **state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like `RowOptimizer`; rows catch up before their state is replaced."""
+        """Load a state like `RowOptimizer`; all rows catch up before their states are replaced."""
         self._catch_up_all()
         super().load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""Clips sparse and dense gradients: by their total norm over all ranks, or number by number."""
+"""Clips sparse and dense gradients, by their total norm over all ranks or elementwise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clip_grad_norm_(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Scale gradients so that the norm of all of them together is at most max_norm.
+    """Scale all gradients so that their total norm is at most max_norm.
 
     Like torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding
     layers count as shards: the norm is over the rows of all ranks. Other parameters are assumed
@@ -32,14 +32,15 @@ def clip_grad_norm_(
     it, counts with the norm of the whole tensor. With several ranks this is a
     collective: all of them call it, with gradients or without.
 
-    Gradients are changed in place; a sparse one with repeated rows is replaced by its sum.
+    Gradients are changed in place; a sparse gradient with repeated rows is replaced by its
+    coalesced form.
 
     Args:
         parameters: one parameter or several, such as a module's ``parameters()``.
         max_norm: the norm to allow, >= 0.
         norm_type: the p of the p-norm, > 0; ``inf`` is the largest absolute value.
-        error_if_nonfinite: raise if the norm is infinite or NaN, which waits for the device.
-            Otherwise gradients are scaled by the resulting factor.
+        error_if_nonfinite: raise if the norm is infinite or NaN; this check waits for the device.
+            Without it, gradients are scaled by the resulting factor.
         process_group: the group over which tables are sharded; None means that of `sparsekit.init`,
             or torch.distributed's default group.
 
@@ -63,8 +64,8 @@ def clip_grad_norm_(
         raise ValueError(f"{op}: norm_type must be > 0, got {norm_type}")
     parameters = _tensors(op, parameters)
 
-    # On the device of the parameters, since a rank may lack gradients, and always in float64, so
-    # that ranks agree on what they send.
+    # Norms are on the device of the parameters, since a rank may lack gradients, and always in
+    # float64, so that all ranks send the same dtype.
     device = parameters[0].device if parameters else torch.get_default_device()
     none = torch.zeros((), dtype=torch.float64, device=device)
     sharded, dense, gradients = [none], [none], []
@@ -74,7 +75,8 @@ def clip_grad_norm_(
         norms = sharded if isinstance(parameter, EmbeddingWeight) else dense
         groups = groups_of(parameter)
         if groups:
-            # Added with or without a gradient, so that all ranks make the same collectives.
+            # An entry is added even without a gradient, so that all ranks make the same
+            # collectives.
             norms = of_groups.setdefault(groups, [none])
         if values is None or values.numel() == 0:  # an empty gradient has no largest value
             continue
@@ -108,12 +110,12 @@ def clip_grad_norm_(
 @uncompiled
 @torch.no_grad()
 def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamp each number of the gradients to [-clip_value, clip_value].
+    """Clamp each element of the gradients to [-clip_value, clip_value].
 
-    Like torch.nn.utils.clip_grad_value_, but gradients may be sparse. The gradient of a row, which
-    is clamped, is the sum over all its lookups, so every rank clamps its own rows without
-    communication. Gradients are changed in place; a sparse one with repeated rows is replaced by
-    its sum.
+    Like torch.nn.utils.clip_grad_value_, but gradients may be sparse. The gradient of a row is
+    summed over all its lookups before it is clamped, so every rank clamps its own rows without
+    communication. Gradients are changed in place; a sparse gradient with repeated rows is replaced
+    by its coalesced form.
 
     Args:
         parameters: one parameter or several, such as a module's ``parameters()``.
@@ -142,7 +144,7 @@ def _number(op: str, argument: str, value: Any) -> float:
 
 
 def _tensors(op: str, parameters: Any) -> list[torch.Tensor]:
-    """Return the parameters as a list; all are checked before any gradient is changed."""
+    """Check all parameters, before any gradient is changed, and return them as a list."""
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"{op}: parameters must not be a module; pass its parameters()")
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -160,7 +162,7 @@ def _tensors(op: str, parameters: Any) -> list[torch.Tensor]:
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient's values, with repeated rows summed."""
+    """Return the values of a parameter's gradient, after summing repeated rows."""
     if parameter.grad is None:
         return None
     if parameter.grad.is_sparse:
@@ -173,7 +175,7 @@ def _of_all_ranks(norm: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
     group = group_of(group)
     if group is None:
         return [norm]
-    # Gathered instead of reduced, since gloo's maximum ignores NaNs.
+    # Gather the norms instead of reducing them, since gloo's maximum ignores NaNs.
     gathered = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, norm, group=group)
     return gathered

@@ -10,17 +10,16 @@ from ..distributed.world import group_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import update_of
 
-# Largest number of lines of a message; often all gradients are not finite if one is not.
+# Largest number of lines in a message: often one non-finite gradient makes all others non-finite.
 _LINES = 8
 
-Report = tuple[str, int | None, str]  # name, key, and fault of the gradient
+Report = tuple[str, int | None, str]  # name of the layer or parameter, key, and description
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """An error on all ranks, with the same message: a gradient has a NaN or an infinity.
+    """Raised on all ranks, with the same message, if a gradient has a NaN or an infinity.
 
-    The attributes are those of the first such gradient, in the order of ranks and then of
-    parameters.
+    The attributes describe the first such gradient, in the order of ranks and then of parameters.
 
     Attributes:
         layer: name of the embedding layer, or of the dense parameter.
@@ -41,10 +40,11 @@ class NonFiniteGradientError(ArithmeticError):
 def check_finite_gradients(
     module: torch.nn.Module, *, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise if a gradient in the module has a NaN or an infinity, and say which key it belongs to.
+    """Raise an error that names the layer and key if a gradient has a NaN or an infinity.
 
-    It waits for the device, and with several ranks it is a collective: all of them call it and all
-    raise. Gradients are left unchanged; repeated rows of a sparse one count as their sum.
+    The check waits for the device. With several ranks it is a collective: all of them must call it,
+    and all raise. Gradients are left unchanged; repeated rows of a sparse gradient count as their
+    sum.
 
     Args:
         module: any module, with or without sparsekit layers. Of a DTensor each rank checks its own
@@ -92,7 +92,7 @@ def check_finite_gradients(
 
 
 def _first_bad(grad: torch.Tensor) -> tuple[list[int], float, int] | None:
-    """Return index and value of the first non-finite number, and the number of rows with one."""
+    """Return the index and value of the first non-finite element, and how many rows have one."""
     if grad.is_sparse:
         grad = grad.coalesce()
     values = grad._values() if grad.is_sparse else grad

@@ -1,4 +1,4 @@
-"""FTRL-Proximal, which makes weights of little use exactly zero."""
+"""FTRL-Proximal, which sets unimportant weights to exactly zero."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from .settings import NotNegative, NotPositive, given
 
 
 class Ftrl(RowOptimizer):
-    r"""FTRL-Proximal; rows without a gradient keep their bits.
+    r"""FTRL-Proximal; rows without a gradient are left unchanged.
 
     For every row in the gradient g, with p = -lr_power:
 
@@ -18,10 +18,10 @@ class Ftrl(RowOptimizer):
              \dfrac{\operatorname{sign}(z) \, l_1 - z}{n^p / lr + 2 l_2} & \text{else} \end{cases}
 
     McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with
-    beta = 0. There are two conventions for l2: the paper's stands for :math:`l_2 / 2 \, w^2` in the
-    loss, TensorFlow's for :math:`l_2 \, w^2`, hence the 2 above. This class follows TensorFlow,
-    also in its defaults, since settings are mostly carried over from there; halve an l2 that
-    follows the paper.
+    beta = 0. There are two conventions for l2: in the paper it means :math:`l_2 / 2 \, w^2` in the
+    loss, in TensorFlow :math:`l_2 \, w^2`, hence the 2 above. This class follows TensorFlow, also
+    in its defaults, since settings are mostly carried over from there; halve an l2 that follows the
+    paper.
 
     Each step computes the weight from z and n, so the first step keeps only a part of a weight that
     does not start at zero. The dense method does this for all rows: it sets a row that never had a
@@ -32,11 +32,12 @@ class Ftrl(RowOptimizer):
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
-        lr: learning rate, >= 0; with 0, where a schedule may begin, nothing changes.
-        lr_power: <= 0; -0.5 is the paper's, 0 means a fixed rate.
+        lr: learning rate, >= 0; with 0, as at the start of some schedules, nothing changes.
+        lr_power: exponent of the learning rate's decay, <= 0; -0.5 as in the paper, 0 for a fixed
+            rate.
         initial_accumulator_value: n before the first step, >= 0.
-        l1: >= 0; the larger, the more weights are exactly zero.
-        l2: >= 0; pulls weights towards zero.
+        l1: strength of the L1 penalty, >= 0; the larger, the more weights are exactly zero.
+        l2: strength of the L2 penalty, >= 0, which pulls weights towards zero.
         stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:

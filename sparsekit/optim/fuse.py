@@ -16,7 +16,7 @@ class FusedHandle:
         self._weights = weights
 
     def remove(self) -> None:
-        """Let gradients go to ``weight.grad`` again."""
+        """Let backward write gradients to ``weight.grad`` again."""
         for weight in self._weights:
             weight.update_in_backward = None
 
@@ -24,14 +24,14 @@ class FusedHandle:
 def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedHandle:
     """Let backward update the tables of embedding layers, without a ``weight.grad``.
 
-    This saves the gradient's memory and a pass, and on CUDA nothing waits for the device, unless
-    the learning rate is a tensor there. The weights are those of a normal step, bit for bit, if
+    This saves the gradient's memory and a pass over it, and on CUDA nothing waits for the device,
+    unless the learning rate is a CUDA tensor. The weights are bitwise those of a normal step if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
-    - a layer is looked up once in each backward, and its weight is used for nothing else.
+    - each backward has one lookup in a layer, and the layer's weight is used for nothing else.
 
-    Otherwise an error is raised. The same holds for everything that needs the gradients in between:
+    Otherwise an error is raised, as it is for everything that needs the gradients in between:
     accumulation, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`, and torch's
     GradScaler, which is only noticed at its first step. Learning rates are those at the time of
     backward. An optimizer that is deleted is detached, and copies of layer and optimizer are not
@@ -64,7 +64,7 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     for layer in layers:
         if update_of(layer.weight) is not None:
             raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
-    # All layers share one callback, by which a group knows that one optimizer updates its tables.
+    # All layers share one callback, from which a group sees that one optimizer updates its tables.
     attached = optimizer._attached = optimizer._attached or weakref.WeakMethod(
         optimizer.update_in_backward
     )

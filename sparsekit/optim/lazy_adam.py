@@ -1,4 +1,4 @@
-"""Adam on the rows that were touched."""
+"""Adam that updates only the rows with a gradient."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from .settings import Betas, BiasCorrection, EpsConvention, NotNegative, given
 
 
 class LazyAdam(RowOptimizer):
-    r"""Adam that moves only the rows with a gradient; all others keep their bits.
+    r"""Adam that updates only the rows with a gradient; other rows are left unchanged.
 
     At step t, for every row in the gradient g:
 
@@ -28,13 +28,13 @@ class LazyAdam(RowOptimizer):
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
         betas: decay of the two moments, each in [0, 1).
-        eps: added to the root of the second moment, >= 0.
-        weight_decay: lambda, >= 0: touched rows shrink by this times lr, independently of the
+        eps: added to the square root of the second moment, >= 0.
+        weight_decay: lambda, >= 0: touched rows shrink by lambda times lr, independently of the
             gradient (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019).
-        amsgrad: divide by the root of the largest v so far (Reddi et al., "On the convergence of
-            Adam and beyond", ICLR 2018).
+        amsgrad: divide by the square root of the largest v so far (Reddi et al., "On the
+            convergence of Adam and beyond", ICLR 2018).
         bias_correction: ``"global"``: t as above. ``"per_row"``: t counts the steps in which the
-            row had a gradient, so that the first step of a new row is as large as any row's.
+            row had a gradient, so that the first step of a row is equally large whenever it comes.
         eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is TensorFlow
             Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is FBGEMM and dynamicemb.
         stochastic_rounding: round new bfloat16 weights up or down at random, with odds that make

@@ -1,4 +1,4 @@
-"""Converts saved states to those of a parameter, also from a table of another capacity."""
+"""Converts saved states to states of a parameter, even from a table of another capacity."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..distributed.dtensor import local
 from ..tables.weight import EmbeddingWeight
 from .update_call import row_steps
 
-# Rows that are compared at a time.
+# Number of rows to compare at a time.
 _ROWS = 1 << 18
-# Settings of torch's optimizers that would change what a step does.
+# Settings of torch's optimizers that change the result of a step.
 _OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov")
 
 
@@ -41,19 +41,19 @@ class StatesOfRows(Protocol):
 def untouched(
     optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
-    """Make states of rows after some steps, none of which has touched them."""
+    """Return new states of rows that no step has touched, for a parameter after `step` steps."""
     states = optimizer._new_states(parameter, group)
     if optimizer._has_row_step(group):
         states["row_step"] = row_steps(local(parameter))
         if not optimizer._per_row(group):
-            states["row_step"].fill_(step)  # rows have made all steps, without a gradient
+            states["row_step"].fill_(step)  # rows count as having made all steps
     return states
 
 
 def loaded_states(
     optimizer: StatesOfRows, state_dict: dict[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Convert saved states for an optimizer's `load_state_dict`, which changes nothing yet.
+    """Convert saved states for an optimizer's `load_state_dict`, without changing the optimizer.
 
     Raises:
         ValueError: the states do not fit.
@@ -93,13 +93,13 @@ def loaded_state(
     group: dict[str, Any],
     values: Mapping[str, Any],
 ) -> dict[str, torch.Tensor | None]:
-    """Return a copy of a saved state that fits a parameter.
+    """Return a copy of a saved state, in the shapes that a parameter needs.
 
     Raises:
         ValueError: the state does not fit.
     """
     name = type(optimizer).__name__
-    # torch's SGD does not count steps; without bias correction any number will do.
+    # torch's SGD does not count steps; without bias correction, any count is valid.
     if "step" not in values and optimizer.rule != "sgd":
         raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
     count = int(values.get("step", 1))
@@ -141,7 +141,7 @@ def loaded_state(
 
 
 def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Return the entry ``keys`` for a saved state whose rows may not be those of the table."""
+    """Return the entry ``keys`` of a state, if its rows may differ from the table's rows."""
     now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
     if now is None:
         return {}
@@ -160,7 +160,7 @@ def _rows(tensor: torch.Tensor) -> int:
 def _rows_saved(
     parameter: torch.Tensor, states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> int:
-    """Return the number of saved rows; the parameter's if these must match or states disagree."""
+    """Return the number of saved rows; the parameter's if the state must have the same number."""
     own = _rows(local(parameter))
     if not isinstance(parameter, EmbeddingWeight):
         return own
@@ -180,11 +180,11 @@ def _check_rows_beyond(
     weight: torch.Tensor,
     initial: float,
 ) -> None:
-    """Raise ValueError if rows that one side lacks are in use on the other.
+    """Raise ValueError if the state or the parameter uses rows that the other one lacks.
 
-    Use of a saved row shows in its states, since only rows in use have a gradient; use of a row
-    here shows in its vector, since other rows of a table with keys are zeros. So it does not matter
-    whether keys are loaded before states.
+    A saved row is in use if its states differ from initial states, since only rows in use have a
+    gradient. A row here is in use if its vector is not zero, since free rows of a table with keys
+    are zeros. So it does not matter whether keys are loaded before states.
     """
     rows, capacity = len(saved), len(tensor)
     if not weight.is_meta and bool(weight.detach()[rows:].any()):

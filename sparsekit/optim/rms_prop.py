@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from .row_optimizer import RowOptimizer
 from .settings import Fraction, NotNegative, given, one_of
 
-# Defaults of each form.
+# Default settings of each form.
 _FORMS = {
     "torch": {"alpha": 0.99, "eps": 1e-8, "initial_accumulator_value": 0.0},
     "tensorflow": {"alpha": 0.9, "eps": 1e-10, "initial_accumulator_value": 1.0},
@@ -14,7 +14,7 @@ _FORMS = {
 
 
 class RMSProp(RowOptimizer):
-    r"""RMSProp on the rows that were touched; all others, and their averages, keep their bits.
+    r"""RMSProp on the rows with a gradient; other rows, and their averages, are left unchanged.
 
     For every row in the gradient g, with ``form="torch"``:
 
@@ -28,8 +28,8 @@ class RMSProp(RowOptimizer):
         v = \alpha v + (1 - \alpha) g^2, \quad b = \mu b + \frac{lr \, g}{\sqrt{v + eps}}, \quad
         w = w - b
 
-    The two differ in their defaults (below), in where eps is added and, when lr changes, in what
-    momentum remembers. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
+    The two forms differ in their defaults (below), in where eps is added and, if lr changes, in the
+    effect of momentum. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
     learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which leaves
     untouched rows alone as well.
 
@@ -86,6 +86,6 @@ class RMSProp(RowOptimizer):
 
 
 def _usual(group: dict[str, Any], argument: str) -> float:
-    """Return a setting, or the default that None stands for."""
+    """Return a setting, or the form's default if the setting is None."""
     value = group[argument]
     return _FORMS[group["form"]][argument] if value is None else value

@@ -8,7 +8,7 @@ from .settings import Betas, BiasCorrection, NotNegative, given
 
 
 class _RowAdam(RowOptimizer):
-    """Base of both optimizers: arguments and names of states."""
+    """Base of `PartialRowWiseAdam` and `Lamb`: their arguments and the names of states."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class _RowAdam(RowOptimizer):
 
 
 class PartialRowWiseAdam(_RowAdam):
-    r"""`LazyAdam` with one second moment per row, which halves its state.
+    r"""`LazyAdam` with one second moment per row, which halves the size of the state.
 
     At step t, for every row in the gradient g:
 

@@ -1,4 +1,4 @@
-"""Base of all optimizers: turns gradients into rows, keeps states and calls the fused step."""
+"""Base of all optimizers: extracts rows from gradients, keeps states, and calls the fused op."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class RowOptimizer(torch.optim.Optimizer):
     Its settings are the arguments of its constructor: their names and defaults, and the values that
     their annotations allow (`settings.py`).
 
-    Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 ones are
-    float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
+    Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 parameters
+    are float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
     shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, a rank updates its shard;
     states have the shape of the shard.
 
-    Parameters of a group with one dtype and device, and all with sparse gradients or all with dense
-    ones, are updated by one call, which checks them all before it changes any.
+    One call updates all parameters of a group that share a dtype, a device, and the kind of
+    gradient (sparse or dense); it checks all of them before it changes any.
 
     After an exception from outside, such as Ctrl-C, each parameter and its states are as before the
     step or as after it; ``state[parameter]["step"]`` tells which. As in torch, calling `step` again
-    with the same gradients makes the step of all parameters; to go on, call ``zero_grad`` and take
-    the next batch. An interrupted update in backward counts as made until `step` is called.
+    with the same gradients applies the step to all parameters; to go on, call ``zero_grad`` and
+    take the next batch. An interrupted update in backward counts as done until `step` is called.
 
     Raises:
         TypeError: a seed that is not an int; (in step) a parameter of another dtype.
         ValueError: (in step) a parameter that is not contiguous, or a sparse gradient of single
             elements rather than rows (sparse_dim > 1).
-        RuntimeError: (in backward) a second update of one layer since the last step, where updates
-            are made in backward.
+        RuntimeError: (in backward) a second update of a layer since the last step, if
+            `fuse_in_backward` is in use.
     """
 
     rule: ClassVar[str]
@@ -78,7 +78,7 @@ class RowOptimizer(torch.optim.Optimizer):
         )
         self._updated: set[torch.Tensor] = set()  # weights updated in backward since the last step
         self._layers: dict[torch.Tensor, str] = {}  # layer names of weights that backward updates
-        # Callback of those weights; see fuse_in_backward.
+        # Callback of the weights that backward updates; see fuse_in_backward.
         self._attached: weakref.WeakMethod[Any] | None = None
         super().__init__(params, defaults)
 
@@ -117,11 +117,11 @@ class RowOptimizer(torch.optim.Optimizer):
             allowed.check(type(self).__name__, name, group[name])
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
-        """Return name and initial value of each state, in the rule's order."""
+        """Return the initial value of each state by name, in the order of the rule's states."""
         raise NotImplementedError
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        """Return the rule's settings, in its order."""
+        """Return the rule's settings, in the order of `ops.update_rows_`."""
         raise NotImplementedError
 
     def _per_row(self, group: dict[str, Any]) -> bool:
@@ -129,13 +129,13 @@ class RowOptimizer(torch.optim.Optimizer):
         return group.get("bias_correction") == "per_row"
 
     def _has_row_step(self, group: dict[str, Any]) -> bool:
-        """Return whether states include a step for each row."""
+        """Return whether the states include a step count for each row."""
         return self._per_row(group)
 
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the closure's loss, if any."""
+        """Update every parameter that has a gradient; return the closure's loss, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -164,13 +164,13 @@ class RowOptimizer(torch.optim.Optimizer):
         updates: Callable[[], Sequence[Update]],
         update: Callable[..., None] | None,
     ) -> None:
-        """Make the step of some embedding layers' weights, for `fuse_in_backward`.
+        """Apply a step to some embedding layers' weights, for `fuse_in_backward`.
 
         Args:
             weights: the weights to update.
             updates: returns the weights with their distinct rows and the gradients of the rows.
-            update: takes a step on these rows, given the arguments of `group_embedding_bag_update_`
-                that describe it. None where the gradients themselves are needed.
+            update: applies a step to these rows, given the step's arguments of
+                `group_embedding_bag_update_`. None if the gradients themselves are needed.
         """
         wanted = set(weights)
         if twice := self._updated & wanted:
@@ -187,7 +187,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if alone is None:  # the op of a single group checks its weights
             for weight in weights:
                 check_parameter(type(self).__name__, weight)
-        self._updated |= wanted  # set first, so that an interrupted update is not made twice
+        self._updated |= wanted  # set first, so that an interrupted update is not applied twice
         if update is not None and alone and self._update_summing(alone, weights, update):
             return
         listed = updates()
@@ -197,7 +197,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return False; GradScaler asks before a step, so this is the place to refuse GradScaler.
+        """Return False. GradScaler calls this before a step, so it can be refused here.
 
         Raises:
             RuntimeError: a layer has been updated in backward, with a scaled gradient.
@@ -212,9 +212,9 @@ class RowOptimizer(torch.optim.Optimizer):
         return False
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Let rows catch up under another optimizer, which then lets go of them.
+        """Let another optimizer, to which rows of the parameter are late, apply its missed steps.
 
-        States that may belong to other rows are first matched with the rows that the table has now.
+        States that may belong to other rows are first moved to the rows that their keys have now.
         """
         if "keys" in self.state.get(parameter, ()) and isinstance(parameter, EmbeddingWeight):
             parameter.settle(self)
@@ -223,7 +223,7 @@ class RowOptimizer(torch.optim.Optimizer):
             before_read(parameter, None)
 
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
-        """Return the rows, or None for all, and their gradients."""
+        """Return a parameter's rows that have a gradient (None for all), and the gradients."""
         check_parameter(type(self).__name__, local(parameter))
         grad = local(cast(torch.Tensor, parameter.grad))
         if update_of(parameter) is not None:
@@ -242,7 +242,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return rows_of(grad)
 
     def _update(self, group: dict[str, Any], updates: Sequence[Update]) -> None:
-        """Make the step of some parameters of a group."""
+        """Apply a step to some parameters of a group."""
         if group["maximize"]:
             updates = [(parameter, rows, -grad) for parameter, rows, grad in updates]
         dense = [rows is None for _, rows, _ in updates]
@@ -262,13 +262,14 @@ class RowOptimizer(torch.optim.Optimizer):
     def _update_summing(
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
-        """Make the step of embedding layers' weights in one pass with the sums of their gradients.
+        """Sum the gradients of embedding layers' weights and apply the step, in a single pass.
 
         Returns:
-            False, with nothing done, if one pass cannot do it.
+            True on success; False if a single pass is not possible, in which case nothing has
+            changed.
         """
         if group["maximize"]:
-            return False  # the gradients change sign, which one pass cannot do
+            return False  # a single pass cannot change the sign of gradients
         calls = self._calls(group, weights, [False] * len(weights))
         if len(calls) > 1:
             return False
@@ -281,14 +282,14 @@ class RowOptimizer(torch.optim.Optimizer):
         return True
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return keywords of the ops."""
+        """Return the keyword arguments of the update ops."""
         seed = group["seed"] if group["stochastic_rounding"] else None
         return {"per_row": self._per_row(group), "rounding_seed": seed, "count_steps": True}
 
     def _calls(
         self, group: dict[str, Any], parameters: Sequence[torch.Tensor], dense: Sequence[bool]
     ) -> list[UpdateCall]:
-        """Split parameters of a group by what one call can update."""
+        """Split the parameters of a group into sets that one call can update."""
         names = list(self._initial_states(group))
         needed = {"step", *names, *(["row_step"] if self._has_row_step(group) else [])}
         states = [self.state[parameter] for parameter in parameters]
@@ -311,10 +312,10 @@ class RowOptimizer(torch.optim.Optimizer):
         state.update(new | state)  # one assignment, so that an interrupt finds all or none
 
     def initial_values(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, float]:
-        """Return name and value of each state of a row that no step has touched."""
+        """Return, by name, the value of each state for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # Where rows do not count their steps, such a row has made all steps, without a
+            # If rows do not count their own steps, such a row has made all steps, without a
             # gradient.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
@@ -328,7 +329,7 @@ class RowOptimizer(torch.optim.Optimizer):
         initial = self._initial_states(group)
         rows, rest = parameter.shape[:1], parameter.shape[1:]
         states = {name: parameter.new_zeros(rows, dtype=dtype) for name in self.row_states}
-        # One allocation in which a row's states are neighbours, so that touching a row touches one
+        # One allocation in which a row's states are adjacent, so that updating a row accesses one
         # place in memory instead of several.
         if names := [name for name in initial if name not in states]:
             space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
@@ -366,18 +367,18 @@ class RowOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also one of torch's optimizer of that name or from another device.
+        """Load a state, possibly from torch's optimizer of the same name or from another device.
 
         States of bfloat16 parameters stay float32. Settings become those that were saved, as in
         torch, including mode, form and bias correction. The table of an embedding layer with a hash
         table may have had another capacity: rows that the state lacks begin like new ones.
 
         Raises:
-            ValueError: the state is of another optimizer, or has other shapes, more rows than there
-                is room for or fewer than are in use, or settings that this optimizer lacks; nothing
+            ValueError: the state is of another optimizer, has other shapes, has more rows than the
+                table or fewer than are in use, or has settings that this optimizer lacks; nothing
                 has been changed.
         """
         loaded = loaded_states(self, state_dict)
-        # States are passed by parameter, which torch takes as they are: it would cast those passed
-        # by number to the parameter's dtype, which is wrong for some.
+        # States are keyed by parameter, since torch then keeps them as they are: it would cast
+        # states keyed by index to the parameter's dtype, which is wrong for some.
         super().load_state_dict({**state_dict, "state": loaded})

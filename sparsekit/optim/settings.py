@@ -1,4 +1,4 @@
-"""Settings of optimizers: arguments of constructors, whose annotations give the allowed values."""
+"""Settings of optimizers: the constructors' arguments, with allowed values in annotations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Allowed:
     """The values that a setting may have.
 
     Attributes:
-        words: what an error says after "must be".
+        words: description of the values, which follows "must be" in error messages.
         holds: returns whether a value is allowed.
         is_number: whether the value must be a number; holds then gets a float.
         or_none: whether the value may be None as well.
@@ -28,7 +28,7 @@ class Allowed:
     or_none: bool = False
 
     def check(self, name: str, argument: str, value: Any) -> None:
-        """Raise TypeError if value must be a number and is not, ValueError if it is not allowed."""
+        """Raise TypeError if the value should be a number, ValueError if it is not allowed."""
         if value is None and self.or_none:
             return
         if not self.holds(check_number(name, argument, value) if self.is_number else value):
@@ -40,7 +40,7 @@ class Allowed:
 
 
 def one_of(*choices: str) -> Allowed:
-    """Allow one of these words."""
+    """Return an `Allowed` for one of these strings."""
     return Allowed(" or ".join(map(repr, choices)), lambda value: value in choices, False)
 
 
@@ -56,18 +56,18 @@ Betas: TypeAlias = Annotated[
     tuple[float, float], Allowed("two numbers in [0, 1)", _are_betas, False)
 ]
 BiasCorrection: TypeAlias = Annotated[str, one_of("global", "per_row")]
-# The place where eps is added: to the root of v after its bias correction, or before.
+# Where eps is added: to the square root of v after bias correction ("torch") or before it.
 EpsConvention: TypeAlias = Annotated[str, one_of("torch", "tensorflow")]
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among the ``locals()`` of an optimizer's constructor, in its order."""
+    """Return the settings among the ``locals()`` of an optimizer's constructor, in order."""
     others = "self", "params", "__class__"
     return {name: value for name, value in arguments.items() if name not in others}
 
 
 def allowed_values(constructor: Callable[..., None]) -> dict[str, Allowed]:
-    """Return the allowed values of each argument annotated as above, alone or with ``| None``."""
+    """Return the allowed values of each argument with such an annotation, or that ``| None``."""
     found = {}
     for name, annotation in constructor.__annotations__.items():
         or_none = types.NoneType in get_args(annotation)

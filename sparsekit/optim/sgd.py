@@ -1,4 +1,4 @@
-"""SGD, whose momentum moves the touched rows or, exactly, all rows."""
+"""SGD with momentum, which moves only touched rows or, like the dense method, all rows."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ class SGD(CatchUpOptimizer):
     state.
 
     With momentum, the dense method also moves rows without a gradient, by their b.
-    ``mode="catch_up"`` does exactly that, at the cost of the touched rows: see `Adam`.
+    ``mode="catch_up"`` does exactly that, but only takes time for touched rows: see `Adam`.
     ``mode="touched"`` leaves such rows and their b unchanged.
 
     Args:
@@ -34,7 +34,7 @@ class SGD(CatchUpOptimizer):
         stochastic_rounding, seed, maximize: as in `LazyAdam`; no rounding in mode "catch_up".
 
     Raises:
-        ValueError: an argument out of range, or two that exclude each other.
+        ValueError: an argument out of range, or two arguments that exclude each other.
         `CatchUpOptimizer` and `RowOptimizer` list further errors.
     """
 

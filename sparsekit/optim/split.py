@@ -1,4 +1,4 @@
-"""Splits parameters into those of embedding layers and all others."""
+"""Splits parameters into parameters of embedding layers and all others."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ Named = tuple[str, torch.nn.Parameter]
 def split_embedding_variable_from_others(
     module_or_parameters: torch.nn.Module | Iterable[torch.nn.Parameter | Named],
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Split parameters into those of sparsekit's embedding layers and all others.
+    """Split parameters into parameters of sparsekit's embedding layers and all others.
 
     Args:
         module_or_parameters: a module, its ``parameters()`` or its ``named_parameters()``.
@@ -31,7 +31,7 @@ def split_embedding_variable_from_others(
     if isinstance(module_or_parameters, torch.nn.Module):
         module_or_parameters = module_or_parameters.parameters()
     if isinstance(module_or_parameters, torch.Tensor):
-        # A tensor could be iterated over as well, by its rows.
+        # Without this check, iterating over a tensor would yield its rows.
         raise TypeError(
             "split_embedding_variable_from_others takes a module or several parameters and got a "
             "single one; put it in a list"

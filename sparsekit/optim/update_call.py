@@ -1,4 +1,4 @@
-"""Arguments of one call of `sparsekit.ops.update_rows_`."""
+"""Groups parameters into calls of `sparsekit.ops.update_rows_`."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -18,10 +18,10 @@ Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 @dataclass(slots=True)
 class UpdateCall:
-    """Parameters that are updated together: one tensor of each, and all states of each."""
+    """Parameters that one call updates together, and their states."""
 
-    positions: Sequence[int]  # positions of these parameters in the list that was given
-    weights: Sequence[torch.Tensor]  # weights as matrices
+    positions: Sequence[int]  # positions of these parameters in the arguments of `by_kind`
+    weights: Sequence[torch.Tensor]  # the parameters as matrices
     states: list[torch.Tensor]
     row_steps: list[torch.Tensor]
     steps: list[torch.Tensor]
@@ -34,14 +34,14 @@ def by_kind(
     names: Sequence[str],
     row_states: Collection[str],
 ) -> list[UpdateCall]:
-    """Group parameters by what one call can update.
+    """Group parameters into sets that one call can update.
 
     Args:
         parameters: the parameters to update.
-        dense: for each, whether it has a gradient for all rows.
+        dense: for each parameter, whether it has a gradient for all rows.
         states: states of each parameter.
         names: names of the rule's states, in its order.
-        row_states: names of those with one number for a row.
+        row_states: names of the states with one number per row.
     """
     each = zip(parameters, dense, states, strict=True)
     kinds = [(p.dtype, p.device, d, "row_step" in state) for p, d, state in each]
@@ -77,7 +77,7 @@ def _call(
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Raise TypeError or ValueError if the optimizer called name cannot update the parameter."""
+    """Raise TypeError or ValueError if an optimizer cannot update the parameter."""
     if parameter.dtype not in ROW_DTYPES:
         raise TypeError(
             f"{name}: parameters must be float32, float64 or bfloat16, got {parameter.dtype} for "
@@ -91,7 +91,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 
 def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct rows of a sparse gradient, and the sum of the gradients of each."""
+    """Return the distinct rows of a sparse gradient, and the summed gradient of each row."""
     rows, values = grad._indices()[0], grad._values()
     if grad.is_coalesced():
         return rows, values
@@ -101,16 +101,16 @@ def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of any shape as a matrix of rows, so that changes reach the tensor."""
+    """View a tensor of any shape as a matrix of rows; writes to it change the tensor."""
     if tensor.dim() == 2:
         return tensor
-    # No size is left to view() as -1, which it cannot infer if there are no elements.
+    # Pass all sizes to view(), which cannot infer a size of -1 if there are no elements.
     num_rows = tensor.shape[0] if tensor.dim() else 1
     return tensor.view(num_rows, tensor.numel() // max(num_rows, 1))
 
 
 def as_rows(weight: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Reshape the gradient of a parameter to that of its matrix, weight."""
+    """Reshape the gradient of a parameter to fit `weight`, the parameter as a matrix."""
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])
 
 
