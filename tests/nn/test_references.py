@@ -160,6 +160,7 @@ class Next(nn.Module):
         super().__init__()
         self.item = nn.Embedding(20, 4)
         self.other = nn.Embedding(20, 4)
+        self.plan = types.SimpleNamespace(weight=0.1)
         nn.init.ones_(self.item.weight)
         self.reset()
 
@@ -171,6 +172,9 @@ class Next(nn.Module):
 
     def scores(self):
         return [self.item.weight for _ in range(2)]
+
+    def penalty(self):
+        return self.plan.weight  # which is no layer's, nor can it be a key
 
 
 @pytest.mark.parametrize("options", [{"extra_rows": 5}, {}])

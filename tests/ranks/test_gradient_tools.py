@@ -315,6 +315,17 @@ def test_what_is_made_of_a_shards_gradient_is_one():
     assert not isinstance(own.sum(), ShardGradient)
 
 
+def layers_of_gradients(rank):
+    layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
+    keys = torch.arange(3)
+    sum(sparsekit.EmbeddingGroup(layers)(dict.fromkeys(layers, keys)).values()).sum().backward()
+    return [layer.weight.grad.layer for layer in layers.values()]
+
+
+def test_each_gradient_of_a_group_names_its_own_layer(two_ranks):
+    assert two_ranks(layers_of_gradients) == [["a", "b"]] * 2
+
+
 NORMS = {
     "linalg.vector_norm": torch.linalg.vector_norm,
     "linalg.matrix_norm": torch.linalg.matrix_norm,

@@ -239,6 +239,20 @@ def test_weights_with_a_gradient_are_refused_on_all_ranks(two_ranks):
         assert "sample_weights that need a gradient" in outcome.message
 
 
+def two_strategies(rank):
+    layers = {
+        strategy: sparsekit.EmbeddingBag(9, 2, mode="sum", strategy=strategy, name=strategy)
+        for strategy in ("all_to_all", "reduce_scatter")
+    }
+    sparsekit.EmbeddingGroup(layers)(dict.fromkeys(layers, torch.arange(4).view(2, 2)))
+
+
+def test_strategies_that_exclude_each_other_are_refused(two_ranks):
+    for outcome in two_ranks.outcomes(two_strategies):
+        assert outcome.type == "ValueError"
+        assert "reduce_scatter" in outcome.message
+
+
 def weights_whose_gradient_nobody_asks_for(rank):
     results = []
     for strategy in ("all_to_all", "reduce_scatter"):
