@@ -14,6 +14,7 @@ from sparsekit.checkpoint import CheckpointError, convert, sources
 from sparsekit.checkpoint.manifest_file import read_manifest
 
 from .numpy_reader import read_table
+from .test_convert import sok2_table, write_sok2
 from .test_sources import imported
 
 
@@ -56,6 +57,31 @@ def test_new_keys_begin_as_in_a_layer_of_that_name(tmp_path):
     path = imported("npz", tmp_path / "ids.npz", tmp_path / "empty")
     checkpoint.load(torch.nn.ModuleDict({"ids": loaded}), path)
     assert len(loaded.table) == 0
+
+
+ROWS = np.arange(23 * 5, dtype="<f4").reshape(23, 5)
+DUMPS = {
+    "npz": lambda path: np.savez(path / "t.npz", vectors=ROWS),
+    "npz by columns": lambda path: np.savez(path / "t.npz", vectors=np.asfortranarray(ROWS)),
+    "sok1": lambda path: [
+        (path / "t_keys.file").write_bytes(np.arange(23).tobytes()),
+        (path / "t_values.file").write_bytes(ROWS.tobytes()),
+    ],
+    "sok2": lambda path: write_sok2(path / "sok2", [sok2_table("t", 1, "q", list(range(23)), 5)]),
+    "torchrec": lambda path: torch.save(
+        {"embeddings.t.weight": torch.from_numpy(ROWS)}, path / "state.pt"
+    ),
+}
+
+
+@pytest.mark.parametrize("dump", DUMPS)
+def test_pieces_have_as_many_rows_as_fit(tmp_path, monkeypatch, dump):
+    """Not fewer, or a large table would be read a few bytes at a time."""
+    monkeypatch.setattr(sources, "PIECE", 3 * (8 + 5 * 4) + 1)
+    DUMPS[dump](tmp_path)
+    path = {"sok2": tmp_path / "sok2", "torchrec": tmp_path / "state.pt"}.get(dump, tmp_path)
+    (source,) = checkpoint.sources_of(dump.split()[0], path, {"": 5})
+    assert [len(keys) for keys, _ in source.pieces()] == [3] * 7 + [2]
 
 
 def test_as_many_keys_as_a_hash_table_can_have(tmp_path, monkeypatch):

@@ -382,10 +382,10 @@ def test_what_torch_has_read_is_compared_with_what_is_there(tmp_path):
     save(tmp_path, model)
     state = DcpState(model, load_from=tmp_path)
     (note,) = DcpSource(tmp_path, None)._notes.values()
-    for notes in ({}, {"0000": note, "0001": note}, {"0001": note}, {"0000": note + 1}):
+    for notes in ({}, {"0000": note, "0001": note}, {"0001": note}, {"0000": note + 1}, None):
         state.state_dict()
         with pytest.raises(CheckpointError, match="has read another"):
-            state.load_state_dict({"notes": notes})
+            state.load_state_dict({} if notes is None else {"notes": notes})
     state.load_state_dict({"notes": {"0000": note}})
 
 
