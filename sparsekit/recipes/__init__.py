@@ -1,4 +1,4 @@
-"""Applications, a folder each: models, baselines and commands.
+"""Applications, one folder for each, with its models, baselines and commands.
 
 Users import the models from `sparsekit.models`.
 """

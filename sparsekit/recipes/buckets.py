@@ -1,4 +1,4 @@
-"""Turns numbers into categories."""
+"""Converts numbers to categories."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
-# Values that stand for a missing number.
+# Values that count as a missing number.
 MISSING = (None, "", "?")
 
 
 class QuantileBuckets:
-    """Buckets of numeric columns, whose numbers can be hashed like categories.
+    """Maps the numbers of a column to buckets, which can be hashed like categories.
 
     Bucket i of a column has the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing number
-    is in bucket -1. A number that was not in the data for the edges shares a bucket with its
-    neighbours, whereas its text would be a category of its own.
+    is in bucket -1. A number that was not in the data from which the edges were chosen shares a
+    bucket with its neighbours; hashed as text, it would be a category of its own.
 
     Args:
-        edges: name of each numeric column -> its edges, rising and finite.
+        edges: name of each numeric column -> its edges, finite and in ascending order.
 
     Raises:
-        ValueError: edges are not finite or do not rise.
+        ValueError: edges are not finite or not in ascending order.
     """
 
     def __init__(self, edges: Mapping[str, Iterable[float]]) -> None:
@@ -35,7 +35,7 @@ class QuantileBuckets:
 
     @classmethod
     def fit(cls, columns: Any, names: Iterable[str], count: int = 32) -> QuantileBuckets:
-        """Choose edges from the numbers of some rows, which must not be rows to be predicted.
+        """Choose edges from the numbers of rows, which must not be rows to be predicted.
 
         A column of at most `count` distinct numbers gets a bucket for each. In other columns, a
         number that makes up at least ``1 / count`` of the rows gets a bucket of its own, such as
@@ -43,7 +43,7 @@ class QuantileBuckets:
         equal size. This makes at most ``3 * count`` buckets.
 
         Args:
-            columns: name -> n numbers or their texts; see `__call__`.
+            columns: name -> n numbers, or strings of numbers; see `__call__`.
             names: names of the numeric columns.
             count: number of parts, >= 1.
 
@@ -53,14 +53,14 @@ class QuantileBuckets:
         return cls({name: _edges(_numbers(name, columns[name]), count) for name in names})
 
     def __call__(self, columns: Any) -> dict[str, torch.Tensor]:
-        """Return the bucket of each number.
+        """Return the bucket of each number in each column.
 
         Args:
             columns: name -> n values for each name in `edges`: an array or a tensor of numbers, or
-                a sequence of numbers and texts. NaN, None, ``""`` and ``"?"`` are missing.
+                a sequence of numbers and strings. NaN, None, ``""`` and ``"?"`` are missing.
 
         Returns:
-            Name -> int64 ``[n]`` in [-1, len(edges)].
+            Name -> buckets, int64 ``[n]`` in [-1, len(edges)].
 
         Raises:
             ValueError: a value is not a number; the message gives its position.
@@ -74,10 +74,10 @@ class QuantileBuckets:
 
 
 def _numbers(name: str, column: Any) -> np.ndarray:
-    """Return a column as float64 [n], NaN where a number is missing."""
+    """Convert a column to float64 [n], with NaN for missing numbers."""
     if isinstance(column, torch.Tensor):
         column = column.cpu().numpy()
-    # A null becomes NaN in an Arrow column of numbers, and None in one of text.
+    # A null becomes NaN in an Arrow column of numbers, and None in a column of strings.
     values = np.asarray(column) if hasattr(column, "to_pylist") else column
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return values.astype(np.float64)

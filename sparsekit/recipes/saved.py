@@ -1,4 +1,4 @@
-"""Files of trained models: written by any number of ranks, and read by any other number."""
+"""Saves a trained model as one file, and loads it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _Model = TypeVar("_Model", bound="SavedModel")
 
 
 class SavedModel(torch.nn.Module):
-    """Base of models that one file holds, whatever the number of ranks."""
+    """Base class of models that are saved as one file, whatever the number of ranks."""
 
     FORMAT: ClassVar[str]
     """Format name in the file."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model to one file, for any number of ranks.
+        """Write the model to one file, which any number of ranks can load.
 
-        A collective, since each rank holds a part of the tables. Rank 0 writes, and needs memory
-        for all of them.
+        A collective, since each rank holds a part of the tables. Rank 0 writes the file, and needs
+        memory for all tables.
 
         Raises:
-            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
+            OSError: on rank 0, the file cannot be written; an existing file is left unchanged.
         """
         write(path, {"format": self.FORMAT, **self.content()})
 
     @classmethod
     def load(cls: type[_Model], path: str | os.PathLike[str]) -> _Model:
-        """Read a model that `save` has written, onto the CPU; a collective.
+        """Load a model that `save` has written, on the CPU; a collective.
 
         Raises:
-            ValueError: the file holds something else.
+            ValueError: the file does not contain such a model.
             OSError: the file cannot be read.
         """
         return cls.restored(read(path, cls.FORMAT))
@@ -48,12 +48,15 @@ class SavedModel(torch.nn.Module):
 
     @classmethod
     def restored(cls: type[_Model], state: Mapping[str, Any]) -> _Model:
-        """Rebuild a model from the content of its file; a collective."""
+        """Rebuild a model from the result of `content`; a collective."""
         raise NotImplementedError
 
 
 def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys ``[n]`` and vectors ``[n, dim]`` of all ranks on rank 0's CPU; elsewhere none."""
+    """Gather the keys ``[n]`` and vectors ``[n, dim]`` of all ranks on rank 0's CPU.
+
+    Other ranks get empty tensors.
+    """
     own = [(items.keys.cpu(), items.vectors.cpu()) for items in layer.items()]
     parts: list[Any] = [own]
     if dist.is_initialized():
@@ -67,7 +70,7 @@ def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
-    """Write a model on rank 0; other ranks do nothing. An existing file stays until this is done.
+    """Write a model on rank 0, replacing an existing file at the end; other ranks do nothing.
 
     Raises:
         OSError: the file cannot be written.
@@ -82,18 +85,18 @@ def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
     """Read a model that `write` has written.
 
     Args:
-        path: the file.
-        expected: the accepted values of its entry ``"format"``.
+        path: path of the file.
+        expected: accepted values of the file's entry ``"format"``.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file does not contain such a model.
         OSError: the file cannot be read.
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:  # an unpickler may raise anything for foreign bytes
+    except Exception:  # an unpickler may raise any error for other files
         saved = None
     found = saved.get("format") if isinstance(saved, dict) else None
     if isinstance(found, str) and found.startswith("sparsekit ") and found not in expected:

@@ -31,18 +31,19 @@ from .recommend import MOVIELENS
 from .recommendations import Recommendations, popular, recommend
 
 K = 10
-# Chosen, like the defaults of the model, on the latest fifth of each user's training ratings.
+# This number and the model's defaults were chosen on the latest fifth of each user's training
+# ratings.
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64
 DEFAULT_DIM = 64
-# As in the original: one full batch per epoch.
+# As in the original, where an epoch is one full batch.
 ORIGINAL_EPOCHS = 400
 ORIGINAL_SHOWN = 50
 ORIGINAL_CELLS = 2**31
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit train autoencoder`` to the parser."""
     train = training.add(
         models,
         "autoencoder",
@@ -147,7 +148,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         (torch.arange(users),),
         epochs=epochs,
         global_batch_size=batch_size,
-        # Test metrics are only shown; nothing is chosen by them.
+        # Test metrics are only reported, not used to choose anything.
         evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
         resume=args.resume,
     )
@@ -161,7 +162,7 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
         model,
         lambda _, batch: (model.losses(batch[0]), 0.0),
         model.optimizers(),
-        stream=io.StringIO(),  # a line for each epoch would be too many
+        stream=io.StringIO(),  # discarded: too many epochs to print a line for each
     )
     epochs = args.epochs or ORIGINAL_EPOCHS
     data, batch_size = (torch.arange(users),), args.batch_size or users
@@ -177,8 +178,8 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
 
 
 def _metrics(best: Recommendations, test: Ratings) -> tuple[float, float, float]:
-    """Return precision, recall and NDCG at K."""
-    if best.scores.isnan().any():  # the last loss was computed before the last update
+    """Return the precision, recall and NDCG of recommendations at K."""
+    if best.scores.isnan().any():  # the last update may have diverged
         raise DivergedError("a score is not a number: training has diverged in its last step")
     hits = best.hits(test)
     return precision_at_k(*hits, K), recall_at_k(*hits, K), ndcg_at_k(*hits, K)

@@ -1,4 +1,4 @@
-"""The autoencoder of tfautorec, on a dense row of ratings for each user."""
+"""The autoencoder of tfautorec, whose input is a dense row of ratings for each user."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...optim import RMSProp
 from ..saved import SavedModel
 from .rated_items import RatedItems
 
-# Units of the hidden layers; input and output have one unit per item.
+# Sizes of the hidden layers; input and output have one unit per item.
 HIDDEN = (10, 5, 10)
 
 
 class DenseAutoencoder(SavedModel):
-    """An autoencoder with layers n-10-5-10-n, on rows of the dense matrix of users and items.
+    """An autoencoder with layers n-10-5-10-n, on rows of the dense matrix of users by items.
 
     All activations are sigmoids, weights and biases start from N(0, 1), and the loss is the squared
     error over all cells, rated or not, of ratings scaled to [0, 1]. The lowest rating therefore
@@ -25,7 +25,7 @@ class DenseAutoencoder(SavedModel):
     This model is for comparison. Source: https://github.com/vitobellini/tfautorec.
 
     Args:
-        history: what users have rated, both the input and the target of training.
+        history: ratings by all users, which are input and target of the training.
         seed: seed of the initial weights.
         source: name of the data, saved with the model.
 
@@ -43,7 +43,7 @@ class DenseAutoencoder(SavedModel):
         self.register_buffer("_cells", history.scaled(), persistent=False)
         count = len(history.items)
         sizes = [count, *HIDDEN, count]
-        # Drawn on the CPU, where the generator is, whatever torch's default device is.
+        # The generator is on the CPU, which need not be torch's default device.
         generator = torch.Generator("cpu").manual_seed(seed)
 
         def draw(*shape: int) -> torch.nn.Parameter:
@@ -59,16 +59,16 @@ class DenseAutoencoder(SavedModel):
         return self.score(self.encode(rows), self.vectors(0, len(self.history.items)))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return 1 and the last hidden layer of users, ``[n, 11]``."""
+        """Return the last hidden layer of users with a 1 in front, ``[n, 11]``."""
         return self._encode(self._matrix(rows))
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return bias and weights of the items from begin to end, ``[m, 11]``."""
+        """Return bias and output weights of items ``[begin, end)``, ``[m, 11]``."""
         bias, weight = self.biases[-1], self.weights[-1]
         return torch.cat([bias[None, begin:end], weight[:, begin:end]]).T
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Return scaled ratings ``[n, m]`` from codes of `encode` and vectors of `vectors`."""
+        """Predict scaled ratings ``[n, m]`` from the results of `encode` and `vectors`."""
         return torch.sigmoid(codes @ vectors.T)
 
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
@@ -78,16 +78,16 @@ class DenseAutoencoder(SavedModel):
         return torch.nn.functional.mse_loss(found, matrix, reduction="none").mean(1)
 
     def optimizers(self, lr: float = 0.03) -> list[torch.optim.Optimizer]:
-        """Return TensorFlow's RMSProp: decay 0.9, accumulator from 1, eps 1e-10 inside the root."""
+        """Return RMSProp as in TensorFlow: decay 0.9, accumulator from 1, eps 1e-10 in the root."""
         return [RMSProp(self.parameters(), lr=lr, form="tensorflow")]
 
     def content(self) -> dict[str, Any]:
-        """Return the model, its history and the name of its data."""
+        """Return the weights, the history and the name of the data, to be saved."""
         return {"source": self.source, "model": self.state_dict()}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> DenseAutoencoder:
-        """Rebuild a model from the content of its file."""
+        """Rebuild a model from the result of `content`."""
         of_history = {
             name.removeprefix("history."): value
             for name, value in state["model"].items()

@@ -1,4 +1,4 @@
-"""An autoencoder recommender whose inputs and outputs stay sparse."""
+"""An autoencoder that recommends items, with sparse inputs and outputs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Autoencoder(SavedModel):
         h = \tanh(W_1 \tanh(\sum_{j \in N} w_j e_j / |w| + b_0) + b_1), \quad
         s_i = h \cdot v_i + c_i
 
-    N are the items that the user has rated, :math:`w_j` in [0.2, 1] the ratings, :math:`e_j` the
-    vector of an item as input, and :math:`v_i, c_i` vector and bias of an item to be scored.
+    N is the set of items that the user has rated, :math:`w_j` in [0.2, 1] the ratings, :math:`e_j`
+    the vector of an item as input, and :math:`v_i, c_i` vector and bias of an item to be scored.
     Vectors are looked up by the items' ids, so each item takes memory on one rank only, and no
     ``[users, items]`` matrix is made.
 
@@ -39,16 +39,16 @@ class Autoencoder(SavedModel):
     filtering", WWW 2018, for Mult-DAE, and Jean et al., ACL 2015, for the sampled softmax.
 
     Args:
-        history: what users have rated, both the input and the target of training.
-        dim: elements of h, e and v, >= 1.
+        history: ratings by all users, which are input and target of the training.
+        dim: number of elements of h, e and v, >= 1.
         layers: number of dense layers (W, b), >= 0.
         dropout: fraction of the bag that is dropped in training, in [0, 1).
-        negatives: items drawn for each step, >= 1; repeats count once.
+        negatives: number of items to draw for each step, >= 1; duplicates count once.
         seed: seed of the initial vectors and of all draws.
         source: name of the data, saved with the model.
 
     Raises:
-        TypeError, ValueError: an argument out of range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Shape:
         - rows: int64 ``[n]``, indices into ``history.users``. Losses: float32 ``[n]``.
@@ -88,10 +88,10 @@ class Autoencoder(SavedModel):
         self.history = history
         self.dropout = dropout
         self.negatives = negatives
-        # Number of draws so far; a buffer, so that a resumed run does not repeat earlier draws.
+        # Number of draws so far. It is a buffer, so that a resumed run does not repeat draws.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_weights", history.weights(), persistent=False)
-        # Drawn on the CPU, where the generator is, whatever torch's default device is.
+        # The generator is on the CPU, which need not be torch's default device.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
         self._noise = seeds[0]
@@ -111,21 +111,21 @@ class Autoencoder(SavedModel):
         self.hidden = torch.nn.ModuleList([_linear(dim, generator) for _ in range(layers)])
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return codes (1, h) of this rank's users, ``[n, 1 + dim]``; a collective."""
+        """Return the codes (1, h) of this rank's users, ``[n, 1 + dim]``; a collective."""
         entries, offsets, _ = self.history(rows)
         keys = self.history.items[self.history.columns[entries]]
         return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return vectors (c, v) of the items from begin to end, ``[m, 1 + dim]``; a collective."""
+        """Return (c, v) of items ``[begin, end)``, ``[m, 1 + dim]``; a collective."""
         return self._table("scored").vectors(self.history.items[begin:end])
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Return scores s ``[n, m]`` from codes of `encode` and vectors of `vectors`."""
+        """Compute scores s ``[n, m]`` from the results of `encode` and `vectors`."""
         return codes @ vectors.T
 
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the masked loss of each user, ``[n]``; each call makes new draws.
+        """Compute the masked loss of each user, ``[n]``, with new random draws in each call.
 
         A collective: each rank passes its part of a batch, which may be empty.
         """
@@ -145,18 +145,18 @@ class Autoencoder(SavedModel):
         chance = 1 - (1 - 1 / len(history.items)) ** self.negatives
         unrated = unrated - math.log(chance)
         place = torch.searchsorted(others, columns).clamp(max=len(others) - 1)
-        twice = others[place] == columns  # drawn, but rated by this user
+        twice = others[place] == columns  # drawn items that the user has rated
         unrated = unrated.index_put((row[twice], place[twice]), unrated.new_tensor(-math.inf))
         mean = _sum(weights * rated, row, len(rows)) / _sum(weights, row, len(rows))
         return _logsumexp(rated, row, unrated) - mean
 
     def optimizers(self, lr: float = 5e-3) -> list[torch.optim.Optimizer]:
-        """Return `LazyAdam` for the tables and Adam for the dense part."""
+        """Return two optimizers: `LazyAdam` for the tables and Adam for the dense part."""
         sparse, dense = split_embedding_variable_from_others(self)
         return [LazyAdam(sparse, lr=lr), torch.optim.Adam(dense, lr=lr)]
 
     def content(self) -> dict[str, Any]:
-        """Return the model and its history."""
+        """Return the model's arguments, weights and history, to be saved."""
         return {
             "settings": self._settings,
             "steps": int(self.steps),
@@ -167,7 +167,7 @@ class Autoencoder(SavedModel):
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Autoencoder:
-        """Rebuild a model from the content of its file."""
+        """Rebuild a model from the result of `content`."""
         model = cls(RatedItems.restored(state["history"]), **state["settings"])
         model.steps.fill_(state["steps"])
         with torch.no_grad():
@@ -183,7 +183,7 @@ class Autoencoder(SavedModel):
     def _look_up(
         self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor, scored: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes (1, h) of bags, and vectors (c, v) of the items to be scored."""
+        """Look up the codes (1, h) of bags, and (c, v) of the items to be scored."""
         one_each = torch.arange(len(scored) + 1, device=scored.device)
         bags = {"rated": (keys, offsets), "scored": (scored, one_each)}
         found = self.embeddings(bags, {"rated": weights})
@@ -193,9 +193,9 @@ class Autoencoder(SavedModel):
         return torch.nn.functional.pad(codes, (1, 0), value=1.0), found["scored"][:, 0]
 
     def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a bool mask of entries that stay in their bag, and sorted columns of other items."""
-        # Hashes instead of a generator: they are equal on all ranks, whatever a rank's share of a
-        # batch.
+        """Draw a bool mask of entries to keep in their bags, and sorted columns of negatives."""
+        # Use hashes instead of a generator: they are the same on all ranks, whatever a rank's
+        # share of a batch.
         seed = (self._noise + 2 * int(self.steps)) % 2**63
         self.steps += 1
         kept = ops.hash_integers(entries, seed) >= int((self.dropout - 0.5) * 2**64)
@@ -205,10 +205,10 @@ class Autoencoder(SavedModel):
 
 
 def _share(items: int) -> int:
-    """Return the number of rows for a rank's part of the items.
+    """Return the table capacity that each rank needs for its part of the items.
 
-    A hash spreads the items over the ranks. The result is six standard deviations above the mean; a
-    rank gets more items with a probability of about 10^-9.
+    A hash spreads the items over the ranks. The result is six standard deviations above the mean;
+    the probability that a rank gets more items is about 10^-9.
     """
     mean = items / (dist.get_world_size() if dist.is_initialized() else 1)
     return min(items, math.ceil(mean + 6 * math.sqrt(mean)))
@@ -228,7 +228,7 @@ def _sum(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _logsumexp(ragged: torch.Tensor, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return each row's logsumexp over block ``[n, m]`` and its elements of ragged ``[e]``."""
+    """Return the logsumexp of each row over block ``[n, m]`` and ragged ``[e]`` together."""
     top = block.detach().amax(1).scatter_reduce(0, row, ragged.detach(), "amax")
     total = (block - top[:, None]).exp().sum(1)
     return total.index_add(0, row, (ragged - top[row]).exp()).log() + top

@@ -1,4 +1,4 @@
-"""Items that each user has rated, as bags for an embedding layer."""
+"""The items that each user has rated, as bags for an embedding layer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 
 from ...datasets import Ratings
 
-# Weight of the lowest rating; the highest has 1, an item without a rating 0.
+# Weight of the lowest rating. The highest rating has weight 1, a missing rating 0.
 LEAST_WEIGHT = 0.2
 
 
 class RatedItems(torch.nn.Module):
-    """The items of each user with their ratings; each of several ranks holds those of all users.
+    """The items that each user has rated, with the ratings; every rank holds all users.
 
-    Users and items are numbered in rising order of their ids. If a user has rated an item several
+    Users and items are indexed in ascending order of ids. If a user has rated an item several
     times, the latest rating counts.
 
     Args:
-        train: the known ratings, at least one; never those that are to be predicted.
+        train: the known ratings, at least one; must not contain ratings to be predicted.
     """
 
     users: torch.Tensor  # int64 [u], sorted, distinct
     items: torch.Tensor  # int64 [i], sorted, distinct
     starts: torch.Tensor  # int64 [u + 1]: user i has entries starts[i] : starts[i + 1]
-    columns: torch.Tensor  # int64 [n], rising within a user: entry k is of items[columns[k]]
+    columns: torch.Tensor  # int64 [n], ascending within a user: entry k is of items[columns[k]]
     ratings: torch.Tensor  # float32 [n]
 
     def __init__(self, train: Ratings) -> None:
@@ -34,7 +34,7 @@ class RatedItems(torch.nn.Module):
         items, column = train.items.unique(return_inverse=True)
         cells, cell = (row * len(items) + column).unique(return_inverse=True)
         by_time = train.timestamps.argsort(stable=True)
-        # Latest rating of each cell; with plain indexing, any rating of a cell might win.
+        # Index of each cell's latest rating; with plain indexing, any rating of a cell might win.
         latest = torch.zeros_like(cells)
         place = torch.arange(len(by_time), device=cell.device)
         latest.scatter_reduce_(0, cell[by_time], place, "amax")
@@ -46,15 +46,15 @@ class RatedItems(torch.nn.Module):
         self.register_buffer("ratings", train.ratings[by_time[latest]])
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Find the entries of some users.
+        """Return the bags of users.
 
         Args:
-            rows: int64 ``[n]``, numbers of users.
+            rows: indices of users, int64 ``[n]``.
 
         Returns:
-            All int64: ``entries [e]``, indices into `columns` and `ratings`; ``offsets [n + 1]``:
-            ``entries[offsets[i]:offsets[i + 1]]`` belong to rows[i]; and ``bag [e]``, this i for
-            each entry.
+            ``(entries, offsets, bag)``, all int64. ``entries [e]`` are indices into `columns` and
+            `ratings`; ``entries[offsets[i]:offsets[i + 1]]`` belong to rows[i]. ``bag [e]`` is the
+            index i for each entry.
         """
         starts = self.starts[rows]
         counts = self.starts[rows + 1] - starts
@@ -64,9 +64,9 @@ class RatedItems(torch.nn.Module):
         return place + (starts - offsets[:-1])[bag], offsets, bag
 
     def scaled(self) -> torch.Tensor:
-        """Return ratings scaled to [0, 1], float32 ``[n]``; the lowest of all becomes 0.
+        """Return all ratings, scaled linearly so that the range is [0, 1], float32 ``[n]``.
 
-        If all ratings are equal, they become 1.
+        If all ratings are equal, the results are 1.
         """
         low, high = self.ratings.aminmax()
         if low == high:
@@ -74,12 +74,12 @@ class RatedItems(torch.nn.Module):
         return (self.ratings - low) / (high - low)
 
     def weights(self) -> torch.Tensor:
-        """Return ratings scaled to [0.2, 1], float32 ``[n]``; a missing one would be 0."""
+        """Return all ratings scaled to [0.2, 1], float32 ``[n]``; 0 is for missing ratings."""
         return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
 
     @classmethod
     def restored(cls, state: Mapping[str, torch.Tensor]) -> RatedItems:
-        """Rebuild an object from its ``state_dict``."""
+        """Rebuild the object from its ``state_dict``."""
         one = torch.zeros(1)
         history = cls(Ratings(one.long(), one.long(), one, one))
         for name in history.state_dict():

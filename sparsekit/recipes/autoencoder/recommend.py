@@ -1,4 +1,4 @@
-"""``sparsekit recommend``: writes the best items of each user, as scored by a trained model."""
+"""``sparsekit recommend``: writes the items that a trained model scores highest for each user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOVIELENS = "MovieLens-100K"
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit recommend`` to the parser."""
     parser = commands.add_parser(
         "recommend",
         help="write the best items of each user to a file",
@@ -59,7 +59,7 @@ def _recommend(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.model}: {why(error, args.model)}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # A larger k would leave places empty.
+    # There are no more than this number of items to recommend.
     best = recommend(model, min(args.k, len(model.history.items)))
     with writing("--out", args.out):
         best.write(args.out)
@@ -70,7 +70,7 @@ def _recommend(args: argparse.Namespace) -> int:
 
 
 def _titles(source: str) -> dict[int, str]:
-    """Return titles of items; none if the data has none or they cannot be downloaded."""
+    """Return item -> title; empty if the data has no titles or they cannot be downloaded."""
     if source != MOVIELENS:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Finds the best items for each user among those that the user has not rated."""
+"""Recommends to each user the best items that the user has not rated."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .dense_model import DenseAutoencoder
 from .model import Autoencoder
 from .rated_items import RatedItems
 
-# Largest numbers of users and items that are scored at a time.
+# Largest numbers of users and items to score at a time.
 USERS = 256
 ITEMS = 4096
 
 
 class Recommender(Protocol):
-    """A model that recommends: `Autoencoder` or `DenseAutoencoder`."""
+    """A model that can recommend items: `Autoencoder` or `DenseAutoencoder`."""
 
     history: RatedItems
     source: str
     training: bool
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return codes of users."""
+        """Return the codes of users, ``[n, width]``."""
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return vectors of items."""
+        """Return the vectors of items ``[begin, end)``, ``[end - begin, width]``."""
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Return scores ``[users, items]``."""
+        """Compute the scores ``[users, items]`` from codes and vectors."""
 
     def train(self, mode: bool = True) -> torch.nn.Module:
-        """Switch between training and evaluation."""
+        """Switch between training and evaluation mode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +50,10 @@ class Recommendations:
     """The best items of each user, best first.
 
     Attributes:
-        users: int64 ``[u]``, rising.
-        items: int64 ``[u, k]``.
-        scores: floating ``[u, k]``, falling; -inf where a user has fewer than k items left.
+        users: ids of the users, int64 ``[u]``, in ascending order.
+        items: ids of the items, int64 ``[u, k]``.
+        scores: floating ``[u, k]``, in descending order; -inf where fewer than k items are left to
+            recommend.
     """
 
     users: torch.Tensor
@@ -63,7 +64,7 @@ class Recommendations:
         return int(self.scores.isfinite().sum())
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
-        """Yield user, item and score, with users rising and each user's scores falling."""
+        """Yield user, item and score, ordered by user, then by descending score."""
         columns = self.users.tolist(), self.items.tolist(), self.scores.tolist()
         for user, items, scores in zip(*columns, strict=True):
             for item, score in zip(items, scores, strict=True):
@@ -71,10 +72,10 @@ class Recommendations:
                     yield user, item, score
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write lines of user, item and score, with tabs between them and no header.
+        """Write lines of user, item and score, separated by tabs, without a header.
 
         Raises:
-            OSError: the file cannot be written; an existing one is left unchanged.
+            OSError: the file cannot be written; an existing file is left unchanged.
         """
         with replacing(path) as part, part.open("w", encoding="utf-8") as file:
             for user, item, score in self.rows():
@@ -84,17 +85,17 @@ class Recommendations:
         """Compare the recommendations with later ratings.
 
         Returns:
-            ``(hits, relevant)``, as `sparsekit.train.metrics.precision_at_k` takes them: bool ``[u,
-            k]``, whether the user has rated the item in test; and int64 ``[u]``, the number of
-            distinct items that the user has rated in test, including those that nobody rated
-            before.
+            ``(hits, relevant)`` for `sparsekit.train.metrics.precision_at_k`. ``hits``, bool ``[u,
+            k]``, is true if the user has rated the item in test. ``relevant``, int64 ``[u]``, is
+            the number of distinct items that the user has rated in test, including items without
+            an earlier rating.
         """
         row = torch.searchsorted(self.users, test.users).clamp(max=len(self.users) - 1)
         known = self.users[row] == test.users
         found = torch.cat([test.items[known], self.items.reshape(-1)])
         items, number = found.unique(return_inverse=True)
         of_test, of_best = number.split([int(known.sum()), self.items.numel()])
-        # Encode a pair of user and item as one number.
+        # Encode each pair of user and item as one integer.
         wanted = (row[known] * len(items) + of_test).unique()
         first = torch.arange(len(self.users), device=row.device)[:, None] * len(items)
         hits = torch.isin(first + of_best.view_as(self.items), wanted)
@@ -107,8 +108,8 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
     """Find the k items that the model scores highest for each user of its history.
 
     Candidates are the items of the history that the user has not rated. At most 256 x 4096 scores
-    are in memory at a time. A collective: each rank handles a part of the users, and all return the
-    whole result.
+    are in memory at a time. A collective: each rank computes a part of the users, and all ranks
+    return the whole result.
 
     Raises:
         TypeError, ValueError: k is not an int in [1, 2^20].
@@ -119,7 +120,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
         rank, ranks = dist.get_rank(), dist.get_world_size()
     device = model.history.users.device
     mine = torch.arange(users, device=device).tensor_split(ranks)[rank]
-    # All ranks have equally many parts, since all must make the same number of lookups.
+    # All ranks have the same number of parts, since all must make the same number of lookups.
     parts = mine.tensor_split(math.ceil(math.ceil(users / ranks) / USERS))
     training = model.training
     model.train(False)
@@ -138,9 +139,9 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
 
 
 def popular(history: RatedItems, k: int = 10) -> Recommendations:
-    """Return the baseline: the items that most users have rated, on a tie the lowest id."""
+    """Recommend the items with the most ratings, as a baseline; ties go to the lowest id."""
     counts = torch.bincount(history.columns, minlength=len(history.items))
-    # Score items by their place in this order, so that no two scores are equal.
+    # Score items by their position in this order, so that no two scores are equal.
     order = counts.argsort(descending=True, stable=True)
     scores = torch.empty(len(order), dtype=torch.float64, device=order.device)
     scores[order] = -torch.arange(len(order), dtype=torch.float64, device=order.device)
@@ -156,10 +157,10 @@ def popular(history: RatedItems, k: int = 10) -> Recommendations:
 
 
 def load_recommender(path: str | os.PathLike[str]) -> Recommender:
-    """Read an `Autoencoder` or a `DenseAutoencoder` that was saved.
+    """Load a saved `Autoencoder` or `DenseAutoencoder`.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file does not contain such a model.
         OSError: the file cannot be read.
     """
     state = saved.read(path, Autoencoder.FORMAT, DenseAutoencoder.FORMAT)
@@ -174,12 +175,12 @@ def _best(
     k: int,
     scorer: Callable[[int, int], Callable[[int], torch.Tensor]],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return columns and scores ``[n, k]`` for each part of the users, scoring piece by piece.
+    """Return columns and scores, ``[n, k]`` each, for each part of the users; score by pieces.
 
     Args:
-        history: ratings whose items are left out.
-        parts: int64 ``[n]`` each, numbers of users.
-        k: items for each user.
+        history: the ratings; items that a user has rated are left out.
+        parts: indices of users, int64 ``[n]`` in each part.
+        k: number of items for each user.
         scorer: ``scorer(begin, end)(i)`` returns the scores ``[n, end - begin]`` of parts[i].
     """
     device = history.users.device
@@ -196,7 +197,7 @@ def _best(
             scores = _without_rated(history, rows, scores_of(i), begin, end)
             columns = torch.arange(begin, end, device=device).expand_as(scores)
             columns = torch.cat([best[i][0], columns], 1)
-            # Stable, so that on a tie the lowest id comes first, whatever the pieces are.
+            # Stable, so that ties go to the lowest id, whatever the pieces are.
             scores, place = torch.sort(
                 torch.cat([best[i][1], scores], 1), dim=1, descending=True, stable=True
             )
@@ -207,7 +208,7 @@ def _best(
 def _without_rated(
     history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """Return scores ``[n, end - begin]`` with -inf for items that the user has rated."""
+    """Set scores ``[n, end - begin]`` of items that the user has rated to -inf."""
     entries, _, row = history(rows)
     column = history.columns[entries]
     here = (begin <= column) & (column < end)

@@ -10,7 +10,7 @@ from .config import RunConfig
 
 
 def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
-    """Read the first batch of each reader; from then on readers treat wrong labels as malformed.
+    """Read the first batch of each reader, and make readers treat invalid labels as malformed.
 
     Args:
         config: settings of the run.
@@ -18,10 +18,10 @@ def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
 
     Raises:
         UsageError: files have no rows, or validation files cannot decide when to stop.
-        DataFormatError: a malformed row.
+        DataFormatError: a row is malformed.
     """
     for name, reader in readers.items():
-        # A loss accepts labels between 0 and 1 as well, an AUC does not.
+        # A loss also accepts labels between 0 and 1; an AUC does not.
         reader.limit_labels(0, 1, between=name == "train")
         if next(iter(reader), None) is None:
             raise UsageError(f"data.{name}: no rows in {', '.join(getattr(config.data, name))}")

@@ -39,11 +39,11 @@ from .config import (
 from .trained import MODELS, scores
 
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-NUMBER_BUCKETS = 32  # buckets for each numeric column of the census
+NUMBER_BUCKETS = 32  # number of buckets for each numeric column of the census
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
-    """Add the commands."""
+    """Add ``sparsekit train dlrm`` and ``sparsekit train deepfm`` to the parser."""
     for name, title in (("dlrm", "DLRM-DCNv2"), ("deepfm", "DeepFM")):
         settings = list(names(RunConfig(MODELS[name][1]())))
         train = models.add_parser(
@@ -98,14 +98,14 @@ def _train(args: argparse.Namespace) -> int:
         print(training.as_yaml(config), end="")
         return 0
     trained.check_new(args)
-    # Stored by name, so that a resumed run fails if a setting in the config file has changed.
+    # Store settings by name, so that a resumed run fails if the config file has changed.
     settings = {n: functools.reduce(getattr, n.split("."), config) for n in names(config)}
     vars(args).update(settings)
     return ranks.train(args, _load, _fit_and_report)
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    """Return the defaults, overridden by the file and then by flags."""
+    """Return the default settings, overridden by the config file and then by flags."""
     config = RunConfig(MODELS[args.model][1]())
     try:
         if args.config is not None:
@@ -157,7 +157,7 @@ def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) 
 def _write_adult(
     data: tuple[Adult, Adult], config: RunConfig, folder: Path
 ) -> tuple[RunConfig, QuantileBuckets]:
-    """Write the people to CSV files, which are then read like a user's own."""
+    """Write the census to CSV files, to be read like files of a user."""
     train, test = data
     parts = {"train": train, "test": test}
     if config.trainer.patience is not None:
@@ -290,7 +290,7 @@ def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, fl
     for name, reader in tested.items():
         found = [(scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]
         probabilities, labels = (gather(torch.cat(each)) for each in zip(*found, strict=True))
-        if not probabilities.isfinite().all():  # the last loss was computed before the last update
+        if not probabilities.isfinite().all():  # the last update may have diverged
             raise DivergedError(
                 "a probability is not finite: training has diverged in its last step"
             )

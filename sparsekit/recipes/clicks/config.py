@@ -15,7 +15,7 @@ OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": Row
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Data files; without any, the Adult census data is used."""
+    """Data files and how to read them; without files, the Adult census data is used."""
 
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class DataConfig:
     label: str = "label"
     dense: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
-    separator: str | None = None  # text between the values of a bag
+    separator: str | None = None  # separates the values of a bag
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class DeepFMConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of the optimizers: one for the tables, by name, and Adam for the dense part."""
+    """Settings of the optimizers: the tables' optimizer, by name, and Adam for the dense part."""
 
     name: str = "lazy_adam"
     lr: float = 0.002
     dense_lr: float = 0.001
-    lr_scale: float = 1.0  # factor for both rates, for larger batches
+    lr_scale: float = 1.0  # factor for lr and dense_lr, for larger batches
     warmup_steps: int = 0
 
 
@@ -64,19 +64,19 @@ class TrainerConfig:
     """Settings of `Trainer`."""
 
     epochs: int = 3
-    # Rounded up to a multiple of the number of ranks.
+    # It is rounded up to a multiple of the number of ranks.
     global_batch_size: int = field(default=1024, metadata={"also": "batch_size"})
     accumulate: int = 1
     clip_norm: float | None = None
     bfloat16: bool = False
-    patience: int | None = None  # epochs to wait for a better validation AUC
+    patience: int | None = None  # number of epochs to wait for a better validation AUC
     log_every: int = 20  # an epoch of the Adult census data has 39 steps
     tensorboard: bool = False
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run."""
+    """All settings of a training run."""
 
     model: Any
     data: DataConfig = field(default_factory=DataConfig)
@@ -85,7 +85,7 @@ class RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise UsageError for settings with which training is impossible."""
+    """Raise UsageError for settings that do not allow training."""
     data, trainer = config.data, config.trainer
     for name, value, choices in (
         ("data.format", data.format, tuple(FORMATS)),

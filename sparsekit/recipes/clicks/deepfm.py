@@ -18,15 +18,15 @@ class DeepFM(torch.nn.Module):
             + \tfrac{1}{2} \sum_k \left[ (\sum_f v_{fk})^2 - \sum_f v_{fk}^2 \right]
             + \mathrm{deep}(x, v)
 
-    x are the numbers, w_f and v_f the weight and the vector of feature f; those of a bag are the
-    sums over its keys. Source: Guo et al., "DeepFM", IJCAI 2017. One lookup returns both: the first
-    element of a row is w_f.
+    x are the numbers; w_f and v_f are the weight and the vector of feature f, summed over the keys
+    of the bag. One lookup returns w_f and v_f: w_f is the first element of a row. Source: Guo et
+    al., "DeepFM", IJCAI 2017.
 
     Args:
         features: names of the categorical features; batches may have more.
         dense: number of dense inputs of a sample.
-        rows: rows of each table on each rank; or name -> rows.
-        dim: elements of a vector v.
+        rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
+        dim: number of elements of a vector v.
         deep: widths of the stack's layers, except the last, which is 1.
         seed: seed of the initial weights.
     """
@@ -55,7 +55,7 @@ class DeepFM(torch.nn.Module):
 
         Args:
             dense: float32 ``[n, dense]``.
-            sparse: bags of keys of each feature.
+            sparse: bags of keys of all features.
         """
         rows = self.embeddings(sparse).view(-1, *self._shape)
         weights, vectors = rows[:, :, 0], rows[:, :, 1:]
@@ -65,5 +65,5 @@ class DeepFM(torch.nn.Module):
         return first + squares.sum(1) / 2 + deep
 
     def prefetch(self, batch: Batch) -> None:
-        """Begin to send the keys of the next batch; called by `Trainer`."""
+        """Start to send the keys of the next batch; called by `Trainer`."""
         self.embeddings.prefetch(batch.sparse)

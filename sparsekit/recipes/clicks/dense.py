@@ -1,4 +1,4 @@
-"""Parts that models of clicks share: tables for named features, stacks of layers."""
+"""Parts that the click models share: tables for named features, stacks of layers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...nn import DistributedEmbedding, EmbeddingGroup, Uniform
 def tables(
     features: Sequence[str], rows: int | Mapping[str, int], dim: int, seed: int
 ) -> EmbeddingGroup:
-    """Return a group of hash tables, one per feature; sums each bag to ``[n, features * dim]``.
+    """Make a group of hash tables, one per feature; its output is ``[n, features * dim]``.
 
     Args:
         features: names of the features, in the order of the output.
-        rows: rows of each table on each rank; or name -> rows.
-        dim: elements of a vector.
+        rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
+        dim: number of elements of a vector.
         seed: seed of the initial vectors, uniform in +-0.01: DLRM's +-(1 / rows) ** 0.5 for 10,000
             rows.
     """
-    # Drawn on the CPU, where the generator is, whatever torch's default device is.
+    # The generator is on the CPU, which need not be torch's default device.
     generator = torch.Generator("cpu").manual_seed(seed)
     seeds = torch.randint(2**62, (len(features),), generator=generator, device="cpu").tolist()
     layers = {
@@ -41,7 +41,7 @@ def tables(
 
 
 def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool) -> torch.nn.Module:
-    """Return linear layers from widths[0] to widths[-1] columns, with a ReLU between each two.
+    """Make a stack of linear layers with ReLU in between; widths lists the layers' sizes.
 
     Weights are drawn from N(0, 2 / (inputs + outputs)), biases are zero.
 
@@ -60,6 +60,6 @@ def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool)
 
 
 def draw(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with normal numbers, drawn on the CPU so that they are the same for each device."""
+    """Fill a weight with normal numbers, drawn on the CPU so that all devices get the same."""
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)

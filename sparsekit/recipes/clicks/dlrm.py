@@ -1,4 +1,4 @@
-"""DLRM with the cross network of DCN-V2: a model of clicks."""
+"""DLRM with the cross network of DCN-V2, a click model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class LowRankCross(torch.nn.Module):
     Source: Wang et al., "DCN V2", WWW 2021, section 3.2, low rank.
 
     Args:
-        width: columns of x.
+        width: number of columns of x.
         layers: number of layers.
-        rank: rows of V.
-        generator: draws the initial weights from N(0, 2 / (width + rank)).
+        rank: number of rows of V.
+        generator: generator for the initial weights, which are from N(0, 2 / (width + rank)).
     """
 
     def __init__(self, width: int, layers: int, rank: int, generator: torch.Generator) -> None:
@@ -55,11 +55,11 @@ class DLRM(torch.nn.Module):
     Args:
         features: names of the categorical features; batches may have more.
         dense: number of dense inputs of a sample.
-        rows: rows of each table on each rank; or name -> rows.
-        dim: elements of a vector.
+        rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
+        dim: number of elements of a vector.
         bottom: widths of the bottom stack's layers, except the last, which is dim.
         top: widths of the top stack's layers, except the last, which is 1.
-        cross_layers: layers of the cross network.
+        cross_layers: number of layers of the cross network.
         cross_rank: rank of the cross network's matrices.
         seed: seed of the initial weights.
 
@@ -95,7 +95,7 @@ class DLRM(torch.nn.Module):
 
         Args:
             dense: float32 ``[n, dense]``.
-            sparse: bags of keys of each feature.
+            sparse: bags of keys of all features.
         """
         vectors = self.embeddings(sparse)
         if self.bottom is not None:
@@ -103,5 +103,5 @@ class DLRM(torch.nn.Module):
         return self.top(self.cross(vectors))[:, 0]
 
     def prefetch(self, batch: Batch) -> None:
-        """Begin to send the keys of the next batch; called by `Trainer`."""
+        """Start to send the keys of the next batch; called by `Trainer`."""
         self.embeddings.prefetch(batch.sparse)

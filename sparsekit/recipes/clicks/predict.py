@@ -1,4 +1,4 @@
-"""``sparsekit predict``: writes the probabilities of clicks by a trained model."""
+"""``sparsekit predict``: predicts the probabilities of clicks with a trained model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH = 4096
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit predict`` to the parser."""
     parser = commands.add_parser(
         "predict",
         help="write a probability for each row of a file",

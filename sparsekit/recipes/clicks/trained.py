@@ -1,4 +1,4 @@
-"""Saves a trained click model in a folder, with all that prediction on other files needs."""
+"""Saves a trained click model in a folder, with all that is needed to predict on new files."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .dlrm import DLRM
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 FORMAT = "sparsekit clicks 1"
 _MODEL = "model"
-# File beside the model, with the entries below. A folder of checkpoints has run.json, the options
-# of its run: another name keeps the two from overwriting one another.
+# Name of the file, in the model's folder, with the entries below. It must not be run.json, which
+# in a folder of checkpoints has the options of the run.
 _NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
 
 def scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return scores ``[n]`` of a batch, whose sigmoid is the probability of a click."""
-    # The logarithm, since numbers are counts and amounts, some of them in millions.
+    """Compute the scores ``[n]`` of a batch; their sigmoid is the probability of a click."""
+    # Take the logarithm, since numbers are counts and amounts, some of them in the millions.
     return model(batch.dense.clamp(min=0).log1p(), batch.sparse)
 
 
@@ -60,14 +60,15 @@ def save(
     columns: Columns,
     buckets: QuantileBuckets | None,
 ) -> None:
-    """Write the model and how its files are read; a collective.
+    """Write the model, and a note on how to read files for it; a collective.
 
     Args:
         args: arguments of the command: model, seed and ``--save``.
         model: the trained model.
         config: settings of the run.
-        columns: columns that the model was trained on.
-        buckets: buckets that make the columns named "NAME bucket", which files lack; or None.
+        columns: columns on which the model was trained.
+        buckets: buckets from which to compute the columns "NAME bucket", which are not in the
+            files; or None.
     """
     folder = Path(args.run_folder)
     run = {
@@ -88,10 +89,10 @@ def save(
 
 
 def read(folder: str) -> dict[str, Any]:
-    """Return the note that `save` has written beside the model.
+    """Read the note that `save` has written in the model's folder.
 
     Raises:
-        UsageError: the folder holds something else, or cannot be read.
+        UsageError: the folder does not contain such a note, or cannot be read.
     """
     try:
         run = json.loads((Path(folder) / _NOTE).read_text())
@@ -108,13 +109,13 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
-    """Return the model in evaluation mode; a collective.
+    """Load the model, in evaluation mode; a collective.
 
     Raises:
         CheckpointError: the model is damaged.
     """
-    # Room for all rows on each rank: with fewer ranks than in training, each owns more. None are
-    # added.
+    # Capacity for all rows on each rank: with fewer ranks than in training, each owns more.
+    # Prediction adds no rows.
     tables = read_manifest(_model(folder)).tables.values()
     rows = {table.layer: max(1, table.size) for table in tables}
     kind, _ = MODELS[run["model"]]
@@ -126,7 +127,7 @@ def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
 
 
 def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader:
-    """Return a reader like that of training, but in file order and without labels."""
+    """Make a reader as for training, but without labels and in the order of the files."""
     sparse = {name: Keys(**keys) for name, keys in run["sparse"].items()}
     how: dict[str, Any] = {"dense": run["dense"], "sparse": sparse}
     form = FORMATS[run["format"]]
@@ -138,7 +139,7 @@ def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader
 
 
 def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
-    """Copy a CSV file, and add the columns of buckets that the model was trained on.
+    """Copy a CSV file, and add the columns of buckets on which the model was trained.
 
     Raises:
         DataFormatError, ValueError: a column is missing, or a row is malformed.

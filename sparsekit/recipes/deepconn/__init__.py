@@ -1,1 +1,1 @@
-"""Predicts ratings from text."""
+"""Predicts ratings from reviews."""

@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn``: predicts ratings from text, with whole or split layers."""
+"""``sparsekit train deepconn``: predicts ratings from text, on one rank or with layers on two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVALUATION_BATCH = 256
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Pairs for training and for testing, and the documents of both."""
+    """Pairs of user and item for training and for testing, with their documents."""
 
     train: Ratings
     test: Ratings
@@ -43,7 +43,7 @@ class Data:
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit train deepconn`` to the parser."""
     train = training.add(
         models,
         "deepconn",
@@ -151,7 +151,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         (data.train.users, data.train.items, data.train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only shown; nothing is chosen by them.
+        # Test metrics are only reported, not used to choose anything.
         evaluate=lambda _: {"test RMSE": math.sqrt(_test_mse(model, data))},
         resume=args.resume,
     )
@@ -159,10 +159,10 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 
 
 def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
-    """Train layers that are on different ranks, on the same batches as `Trainer` makes.
+    """Train a model whose layers are on two ranks, with the same batches as `Trainer`.
 
-    `Trainer` gives each rank its part of a batch and averages the gradients of layers that all
-    ranks have; here both ranks have the whole batch, and each has its own layers.
+    `Trainer` gives each rank a part of a batch, and averages the gradients of layers that all ranks
+    have. Here both ranks get the whole batch, and each has its own layers.
     """
     optimizer = model.optimizer(args.lr)
     generator = torch.Generator("cpu").manual_seed(args.seed)
@@ -191,7 +191,7 @@ def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 
 @torch.no_grad()
 def _test_mse(model: DeepCoNN, data: Data) -> float:
-    """Return the MSE of the test part; with placement single each rank computes its part of it."""
+    """Return the MSE of the test part; with placement single, ranks share the predictions."""
     model.eval()
     squares = 0.0
     parts = world_size() if model.placement == "single" else 1
@@ -202,7 +202,7 @@ def _test_mse(model: DeepCoNN, data: Data) -> float:
         squares += losses.sum(dtype=torch.float64).item()
     model.train()
     mse = (sum_over_ranks([squares])[0] if parts > 1 else squares) / len(data.test)
-    if not math.isfinite(mse):  # the last loss was computed before the last update
+    if not math.isfinite(mse):  # the last update may have diverged
         raise DivergedError(f"the test MSE is {mse}: training has diverged in its last step")
     return mse
 

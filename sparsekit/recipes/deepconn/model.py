@@ -1,4 +1,4 @@
-"""DeepCoNN: predicts ratings from the texts of a user and the texts about an item."""
+"""DeepCoNN: predicts ratings from the reviews by a user and the reviews of an item."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ...optim import Adam
 
 PLACEMENTS = ("single", "split", "alternating")
 TOWERS = ("user", "item")
-WIDTH, POOL = 3, 2  # words that a filter spans, and neighbours of which pooling keeps the maximum
+WIDTH, POOL = 3, 2  # sizes in words: of filters, of pooling windows
 
 
 class DeepCoNN(torch.nn.Module):
-    r"""A model of two towers of text; a rating is the dot product of their vectors.
+    r"""A model with two text towers; a rating is the dot product of the towers' vectors.
 
     Source: Zheng, Noroozi and Yu, "Joint Deep Modeling of Users and Items Using Reviews for
     Recommendation", WSDM 2017. A tower is words ``[n, length]`` -> vectors of words -> convolution
-    over 3 words, tanh -> maximum of 2 neighbours -> dense, relu: ``[n, hidden]``. The vectors of
-    words are one table for both towers. Word 0 is padding: its vector is zeros and stays so.
+    over 3 words, tanh -> maximum of 2 neighbours -> dense, relu: ``[n, hidden]``. Both towers use
+    the same table of words. Word 0 is padding: its vector is always zeros.
 
     Args:
-        words: number of words, padding included; see `sparsekit.datasets.reviews.Vocabulary`.
-        length: words of a document, at least 4.
-        dim: elements of a word's vector.
-        filters: filters of the convolution.
-        hidden: elements of a document's vector.
-        placement: which rank holds which layers.
+        words: number of words, including padding; see `sparsekit.datasets.reviews.Vocabulary`.
+        length: number of words of a document, at least 4.
+        dim: number of elements of a word's vector.
+        filters: number of filters of the convolution.
+        hidden: number of elements of a document's vector.
+        placement: how layers are placed on ranks.
 
             - ``"single"``: all layers on each rank. With several ranks, each has a part of the
               batch and of the table, as in other models.
@@ -41,7 +41,8 @@ class DeepCoNN(torch.nn.Module):
         seed: seed of the initial weights, which are the same for any placement.
 
     Raises:
-        TypeError, ValueError: a bad argument, or split or alternating without 2 ranks.
+        TypeError, ValueError: an argument is invalid, or placement is split or alternating and
+            there are not 2 ranks.
 
     Example:
         >>> model = DeepCoNN(words=100, length=8)
@@ -76,13 +77,13 @@ class DeepCoNN(torch.nn.Module):
             padding_idx=0,
             use_hashtable=False,
             embedding_initializer=Uniform(-0.5, 0.5),
-            # With single, each rank has a part of the batch and computes the mean over that part.
+            # With placement single, each rank has a part of the batch and averages over that part.
             gradient_reduction="mean" if placement == "single" else "sum",
             seed=seed,
             name="words",
         )
         self.flat = filters * (length - WIDTH + 1 - POOL + 1)
-        # Every rank draws all layers, so that initial weights do not depend on the placement.
+        # Every rank draws the weights of all layers, so that they do not depend on the placement.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             convolutions = {tower: torch.nn.Conv1d(dim, filters, WIDTH) for tower in TOWERS}
@@ -96,7 +97,7 @@ class DeepCoNN(torch.nn.Module):
         self._rank = rank
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Return ratings float32 ``[n]`` of documents int64 ``[n, length]``.
+        """Predict ratings, float32 ``[n]``, from two batches of documents, int64 ``[n, length]``.
 
         Unless the placement is single, both ranks must pass the same documents, and both get the
         result.
@@ -132,11 +133,11 @@ class DeepCoNN(torch.nn.Module):
     def losses(
         self, users: torch.Tensor, items: torch.Tensor, ratings: torch.Tensor
     ) -> torch.Tensor:
-        """Return squared errors, ``[n]``; arguments as for `forward`, and ratings ``[n]``."""
+        """Return the squared errors ``[n]`` of predictions, given the true ratings ``[n]``."""
         return (self(users, items) - ratings).square()
 
     def optimizer(self, lr: float = 1e-4) -> torch.optim.Optimizer:
-        """Return Adam for the weights that this rank holds."""
+        """Return an Adam optimizer for the weights on this rank."""
         return Adam(self.parameters(), lr=lr)
 
     def _features(self, tower: str, vectors: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Predicts how users rate items, and compares with two baselines."""
+"""Predicts how users rate items, and compares the predictions with two baselines."""

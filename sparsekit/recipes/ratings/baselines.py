@@ -9,26 +9,26 @@ import torch
 
 from ...datasets import Ratings
 
-# Candidates for the damping; on MovieLens-100K the best ones lie well inside this range.
+# Candidates for the damping; on MovieLens-100K the best values lie well inside this range.
 DAMPINGS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 SWEEPS = 30
 
 
 def rmse(predictions: torch.Tensor, ratings: torch.Tensor) -> float:
-    """Return the root of the mean squared error of two tensors ``[n]``, computed in float64."""
+    """Return the root mean squared error between two tensors ``[n]``, computed in float64."""
     return (predictions.double() - ratings.double()).square().mean().sqrt().item()
 
 
 @dataclass(frozen=True, eq=False)
 class BiasBaseline:
-    """The model rating = mean + user bias + item bias; an unknown user or item has bias 0.
+    """Predicts rating = mean + user bias + item bias; an unknown user or item has bias 0.
 
     Attributes:
         mean: mean of all training ratings.
-        low, high: the range of ratings, to which predictions are clamped.
-        user_ids, item_ids: int64, sorted, distinct: ``[u]`` and ``[i]``.
+        low, high: range of the training ratings, to which predictions are clamped.
+        user_ids, item_ids: int64 ``[u]`` and ``[i]``, sorted and distinct.
         user_bias, item_bias: float64 ``[u]`` and ``[i]``.
-        damping: damping of users and of items with which the biases were fitted.
+        damping: damping of users and damping of items used to fit the biases.
     """
 
     mean: float
@@ -41,7 +41,7 @@ class BiasBaseline:
     damping: tuple[float, float]
 
     def predict(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Predict ratings float64 ``[n]`` for ids int64 ``[n]``."""
+        """Predict ratings, float64 ``[n]``, for pairs of ids, int64 ``[n]`` each."""
         prediction = self.mean + _find(self.user_ids, self.user_bias, users)
         return (prediction + _find(self.item_ids, self.item_bias, items)).clamp(self.low, self.high)
 
@@ -52,15 +52,15 @@ def _find(ids: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor) -> torc
 
 
 def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None) -> BiasBaseline:
-    """Fit the biases by least squares, with ``damping * bias^2`` added for each bias.
+    """Fit the biases by least squares with a penalty, ``damping * bias^2`` for each bias.
 
-    A bias is then the mean of its residuals and of ``damping`` additional zeros.
+    Each bias is then the mean of its residuals and ``damping`` additional zeros.
 
     Args:
-        train: at least one rating.
-        damping: one value for users and one for items. None chooses the pair that does best on the
-            latest fifth of each user's ratings in train after a fit on the others, and then fits on
-            all of train.
+        train: the training ratings, at least one.
+        damping: damping of users and damping of items. With None, the pair is chosen that gives
+            the lowest error on the latest fifth of each user's ratings in train, after a fit on
+            the rest; the biases are then fitted on all of train.
     """
     if damping is None:
         damping = _choose_damping(train)

@@ -24,8 +24,8 @@ from ...train import Trainer
 from .baselines import fit_bias_baseline, rmse
 from .model import RatingModel
 
-# Epochs, size and learning rates were chosen on the latest fifth of each user's training ratings,
-# not on the test part.
+# The number of epochs, the model's size and the learning rates were chosen on the latest fifth of
+# each user's training ratings, not on the test part.
 DEFAULT_EPOCHS = 20
 DENSE_LR = 1e-3
 TEST_FRACTION = 0.2
@@ -33,7 +33,7 @@ EVALUATION_BATCH = 8192
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit train ratings`` to the parser."""
     train = training.add(
         models,
         "ratings",
@@ -100,7 +100,7 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
 
 
 def load_ratings(args: argparse.Namespace) -> tuple[Ratings, Ratings]:
-    """Read ``--data`` and split it into the train and the test part."""
+    """Read the ratings in ``--data``, and split them into train and test part."""
     data = args.data
     with training.reading("--data", data):
         ratings = movielens_100k(data)
@@ -130,7 +130,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         (train.users, train.items, train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only shown; nothing is chosen by them.
+        # Test metrics are only reported, not used to choose anything.
         evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
         resume=args.resume,
     )
@@ -138,14 +138,14 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
 
 
 def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
-    """Return the test RMSE; each rank predicts its share, as all must make equally many lookups."""
+    """Return the test RMSE; ranks share the work, as all must make the same number of lookups."""
     squares = 0.0
     columns = (test.users, test.items, test.ratings)
     for batch in zip(*(column.split(EVALUATION_BATCH) for column in columns), strict=True):
         users, items, ratings = (c.tensor_split(world_size())[rank()] for c in batch)
         squares += (model(users, items).double() - ratings.double()).square().sum().item()
     result = math.sqrt(sum_over_ranks([squares])[0] / len(test))
-    if not math.isfinite(result):  # the last loss was computed before the last update
+    if not math.isfinite(result):  # the last update may have diverged
         raise DivergedError(f"the test RMSE is {result}: training has diverged in its last step")
     return result
 

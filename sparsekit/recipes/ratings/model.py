@@ -1,4 +1,4 @@
-"""A rating model over raw ids."""
+"""A model that predicts ratings from the raw ids of users and items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...tables.hash_table import HashTable
 from .. import saved
 from ..saved import SavedModel
 
-# Biases and vectors start small, so that the first predictions are near the mean.
+# Initial biases and vectors are small, so that the first predictions are near the mean.
 INITIAL = Uniform(-0.05, 0.05)
 # Chosen on the latest fifth of each user's training ratings in MovieLens-100K.
 L2_VECTORS = 0.15
@@ -22,16 +22,16 @@ L2_BIASES = 0.01
 
 
 class UserHistory(torch.nn.Module):
-    """The latest items of each user as bags for an embedding layer.
+    """The latest items that each user has rated, as bags for an embedding layer.
 
     Args:
-        train: the known ratings; never those that are to be predicted.
+        train: the known ratings; must not contain ratings to be predicted.
         max_items: largest number of items in a bag.
     """
 
     users: torch.Tensor  # int64 [u], sorted, distinct
     starts: torch.Tensor  # int64 [u + 1]: user i has items[starts[i] : starts[i + 1]]
-    items: torch.Tensor  # int64, by user, the earliest first
+    items: torch.Tensor  # int64 [n], ordered by user, then by time
 
     def __init__(self, train: Ratings, max_items: int = 32) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class UserHistory(torch.nn.Module):
     def forward(
         self, users: torch.Tensor, without: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather the bag of each user, without one item.
+        """Return the bags of users, each without one item.
 
         Args:
-            users: int64 ``[n]``. An unknown user has an empty bag.
-            without: int64 ``[n]``, the item whose rating is to be predicted. In training it is
-                in the history, and its presence there would give away that it was rated.
+            users: ids of users, int64 ``[n]``. An unknown user has an empty bag.
+            without: for each bag, the item whose rating is to be predicted, int64 ``[n]``. In
+                training it is in the history, which would give away that the user has rated it.
 
         Returns:
             ``(values, offsets [n + 1])``, both int64.
@@ -66,7 +66,7 @@ class UserHistory(torch.nn.Module):
 
 
 class RatingModel(SavedModel):
-    r"""SVD++: matrix factorisation with biases and the history of the user.
+    r"""SVD++: matrix factorisation with biases and the user's history.
 
     .. math::
         r_{ui} = \mu + b_u + b_i + q_i \cdot (p_u + W |N|^{-1/2} \sum_{j \in N} y_j)
@@ -74,12 +74,12 @@ class RatingModel(SavedModel):
     N is the history of u without i; mu and W are the dense part. Source: Koren, "Factorization
     meets the neighborhood", KDD 2008, where W is the identity.
 
-    Ids go into hash tables as they are; nothing counts or renumbers them beforehand.
+    Hash tables take the raw ids, which need not be counted or renumbered beforehand.
 
     Args:
-        train: gives the history, the mean and the range of ratings.
-        dim: elements of p, q and y.
-        capacity: rows of each table, on each rank.
+        train: training ratings, which determine the history, the mean and the range of ratings.
+        dim: number of elements of p, q and y.
+        capacity: number of rows of each table on each rank.
         history_size: largest number of items in a history.
         seed: seed of the initial vectors.
     """
@@ -102,7 +102,7 @@ class RatingModel(SavedModel):
             "history_size": history_size,
             "seed": seed,
         }
-        # Drawn on the CPU, where the generator is, whatever torch's default device is.
+        # The generator is on the CPU, which need not be torch's default device.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
 
@@ -118,8 +118,8 @@ class RatingModel(SavedModel):
                 name=name,
             )
 
-        # The first element of a user's and an item's vector is its bias, so that one lookup returns
-        # both.
+        # The first element of the vector of a user or item is the bias, so that one lookup returns
+        # bias and vector.
         layers = [
             layer("user", seeds[0], 1 + dim),
             layer("item", seeds[1], 1 + dim),
@@ -133,13 +133,13 @@ class RatingModel(SavedModel):
         self.low, self.high = (bound.item() for bound in train.ratings.aminmax())
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Predict ratings, float32 ``[n]``, of ids int64 ``[n]``; clamped to the range in train."""
+        """Predict ratings, float32 ``[n]``, for pairs of ids; clamp them to the range in train."""
         return self._score(users, items)[0].clamp(self.low, self.high)
 
     def losses(
         self, users: torch.Tensor, items: torch.Tensor, ratings: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the squared errors and penalties that training minimises.
+        """Compute the squared errors and penalties to be minimised in training.
 
         Returns:
             ``(squared errors [n], penalties [n])``. A sample's penalty is the sum of squares of the
@@ -150,12 +150,12 @@ class RatingModel(SavedModel):
         return (scores - ratings).square(), penalty
 
     def table_sizes(self) -> dict[str, int]:
-        """Count the rows in use of each table, on this rank."""
+        """Return name -> number of rows in use on this rank, of each table."""
         tables = {name: layer.table for name, layer in self.embeddings.layers.items()}
         return {name: len(table) for name, table in tables.items() if isinstance(table, HashTable)}
 
     def content(self) -> dict[str, Any]:
-        """Return the model, without its training ratings."""
+        """Return the model's arguments and weights, without the training ratings, to be saved."""
         tables = {name: saved.all_items(self._layer(name)) for name in self.embeddings.layers}
         return {
             "settings": self._settings,
@@ -168,17 +168,17 @@ class RatingModel(SavedModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
-        """Read a model that `save` has written, onto the CPU; a collective.
+        """Load a model that `save` has written, on the CPU; a collective.
 
         Args:
-            path: the file.
-            capacity: rows of each table, on each rank; None means as many as the saved model had,
-                or more if its rows were on several ranks.
+            path: path of the file.
+            capacity: number of rows of each table on each rank; None means as many as in the saved
+                model, or more if its rows were on several ranks.
 
         Raises:
-            ValueError: the file holds something else.
+            ValueError: the file does not contain such a model.
             OSError: the file cannot be read.
-            TableFullError: the rows do not fit.
+            TableFullError: the saved rows exceed the capacity.
         """
         state = saved.read(path, cls.FORMAT)
         most = max(len(keys) for keys, _ in state["tables"].values())

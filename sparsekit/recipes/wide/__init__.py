@@ -1,1 +1,1 @@
-"""A wide network on hashed features."""
+"""Predicts incomes with a wide network on hashed features."""

@@ -19,20 +19,20 @@ from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from .model import LOSSES, OPTIMIZERS, WideModel, select_rows
 
-# The split does not depend on --seed: otherwise settings would be tested on data that chose them.
+# The split must not depend on --seed: settings would be tested on data used to choose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-# Loss, epochs, batch size, buckets and lengths were chosen on a fifth of the train part, not on the
-# test part.
+# Loss, number of epochs, batch size, buckets and lengths were chosen on a fifth of the train part,
+# not on the test part.
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
 NUMBER_BUCKETS = 32
-# Far more than the values of any column (a category has 42 at most), so that few collide.
+# Far more than the number of values of any column (at most 42), so that few values collide.
 FEATURE_LENGTH = 1000
 EVALUATION_BATCH = 8192
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
-    """Add the command."""
+    """Add ``sparsekit train wide`` to the parser."""
     train = training.add(
         models,
         "wide",
@@ -107,7 +107,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         (torch.arange(len(train)), train.labels),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only shown; nothing is chosen by them.
+        # Test metrics are only reported, not used to choose anything.
         evaluate=lambda _: _evaluate(model, of_test, test.labels),
         resume=args.resume,
     )
@@ -121,12 +121,12 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
 
 
 def _evaluate(model: WideModel, matrix: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Return test metrics; each rank predicts its share, as all must make equally many lookups."""
+    """Return test metrics; ranks share the work, as all must make the same number of lookups."""
     parts = torch.arange(len(labels)).split(EVALUATION_BATCH)
     mine = [part.tensor_split(world_size())[rank()] for part in parts]
     found = [model.probabilities(select_rows(matrix, part)) for part in mine]
     probabilities, truth = gather(torch.cat(found)), gather(labels[torch.cat(mine)])
-    if not probabilities.isfinite().all():  # the last loss was computed before the last update
+    if not probabilities.isfinite().all():  # the last update may have diverged
         raise DivergedError("a probability is not finite: training has diverged in its last step")
     return {
         "test AUC": auc(probabilities, truth),

@@ -1,4 +1,4 @@
-"""A wide network on a huge sparse matrix of hashed features."""
+"""A wide network, whose input is a huge sparse matrix of hashed features."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class WideModel(SavedModel):
     r"""Two linear layers on hashed categories: ``[n, width]`` -> ``int(width ** 0.3)`` -> 1.
 
     The first layer is the table of a `DistributedEmbedding`: the columns of a row's nonzeros are
-    its keys, the entries their weights, so no dense ``[n, width]`` matrix is ever made, and on
-    several ranks column c is on rank ``c % world_size``.
+    the keys of a bag, and the entries are their weights. So no dense ``[n, width]`` matrix is ever
+    made. With several ranks, column c is on rank ``c % world_size``.
 
     Args:
         encoder: defines the features, and the columns of their values.
-        buckets: buckets of the numeric features; a bucket's number is hashed in place of its
-            values. None hashes all features as categories.
+        buckets: buckets of the numeric features; the index of a value's bucket is hashed instead
+            of the value. None hashes all features as categories.
         loss: ``"bce"``, the binary cross entropy of the score's sigmoid, or ``"mse"``, the squared
             error of the score itself.
         seed: seed of the initial weights.
@@ -65,7 +65,7 @@ class WideModel(SavedModel):
             raise ValueError(f"WideModel: buckets has {strangers}, which encoder lacks")
         self.loss = loss
         self.dim = int(encoder.width**0.3)
-        # Drawn on the CPU, where the generator is, whatever torch's default device is.
+        # The generator is on the CPU, which need not be torch's default device.
         generator = torch.Generator("cpu").manual_seed(seed)
         of_embedding = torch.randint(2**62, (1,), generator=generator, device="cpu").item()
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -85,20 +85,20 @@ class WideModel(SavedModel):
             self.head.bias.zero_()
 
     def encode(self, columns: Any) -> torch.Tensor:
-        """Encode rows of raw values as a matrix: torch CSR, float32 ``[n, width]``.
+        """Encode rows of raw values as a torch CSR matrix, float32 ``[n, width]``.
 
         Args:
-            columns: name -> n values of each feature, as `SplitHashEncoder.encode` takes them, or
-                `QuantileBuckets` if the feature is numeric.
+            columns: name -> n values of each feature, in the form that `SplitHashEncoder.encode`
+                takes, or `QuantileBuckets` for a numeric feature.
         """
         return self.encoder.encode(_Features(columns, self.buckets(columns)))
 
     def forward(self, matrix: Any) -> torch.Tensor:
-        """Return scores, float32 ``[n]``, of a CSR matrix ``[n, width]`` of torch or scipy."""
+        """Compute scores, float32 ``[n]``, from a CSR matrix ``[n, width]`` of torch or scipy."""
         return self.head(self.embedding(matrix)[:, 0])[:, 0]
 
     def losses(self, matrix: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, float32 ``[n]``; labels are floating, 0 or 1, ``[n]``."""
+        """Compute the loss of each sample, float32 ``[n]``; labels ``[n]`` are floating, 0 or 1."""
         scores = self(matrix)
         if self.loss == "mse":
             return (scores - labels).square()
@@ -107,7 +107,7 @@ class WideModel(SavedModel):
         )
 
     def probabilities(self, matrix: Any) -> torch.Tensor:
-        """Return probabilities of label 1, float32 ``[n]``: sigmoid, with mse the clamped score."""
+        """Return probabilities of label 1, float32 ``[n]``; for mse, clamped scores."""
         scores = self(matrix)
         return scores.clamp(0, 1) if self.loss == "mse" else scores.sigmoid()
 
@@ -115,18 +115,18 @@ class WideModel(SavedModel):
         """Make the optimizer: `Adam` with lr 0.002, or `Ftrl` with lr 0.2 and l1 = l2 = 1.0.
 
         Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These values suit
-        gradients of the sum over a batch; the loss is the mean, so they are divided by batch_size
-        (the accumulator by its square), which gives the same weights.
+        gradients of the sum over a batch. The loss is the mean, so l1 and l2 are divided by
+        batch_size, and the accumulator by its square, which gives the same weights.
 
-        Only the table has penalties. If the head had them as well, small batches could make all
-        weights of both zero in the first steps, where all gradients are zero too.
+        Only the table has penalties. With penalties on the head as well, small batches could make
+        all weights of table and head zero in the first steps, where all gradients are zero, too.
 
         Args:
             name: ``"adam"`` or ``"ftrl"``.
-            batch_size: samples in a step, of all ranks together.
+            batch_size: number of samples in a step, of all ranks together.
 
         Raises:
-            TypeError, ValueError: name is unknown, or batch_size is no integer >= 1.
+            TypeError, ValueError: name is unknown, or batch_size is not an integer >= 1.
         """
         check_choice("WideModel", "name", name, OPTIMIZERS)
         n = check_int("WideModel", "batch_size", batch_size, 1, 2**31 - 1)
@@ -139,12 +139,12 @@ class WideModel(SavedModel):
         return Ftrl(groups, lr=0.2, initial_accumulator_value=0.1 / n**2)
 
     def weights(self) -> torch.Tensor:
-        """Return the vectors of all columns, ``[width, dim]``; a collective."""
+        """Return the first layer's weights for all columns, ``[width, dim]``; a collective."""
         columns = torch.arange(self.encoder.width, device=self.head.weight.device)
         return self.embedding.vectors(columns)
 
     def content(self) -> dict[str, Any]:
-        """Return the model and its encoder."""
+        """Return the model's arguments and weights, and its encoder, to be saved."""
         encoder = self.encoder
         return {
             "lengths": encoder.feature_lengths,
@@ -163,16 +163,16 @@ class WideModel(SavedModel):
     def load(
         cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
     ) -> WideModel:
-        """Read a model that `save` has written, onto the CPU; a collective.
+        """Load a model that `save` has written, on the CPU; a collective.
 
         Args:
-            path: the file.
-            feature_lengths: lengths that the model must have, or None to accept any. With other
-                lengths the weights would belong to other columns.
+            path: path of the file.
+            feature_lengths: lengths that the model must have, since with other lengths the weights
+                would belong to other columns; None to accept any lengths.
 
         Raises:
-            ValueError: the file holds something else, or its features differ from feature_lengths
-                in name, order or length.
+            ValueError: the file does not contain such a model, or its features differ from
+                feature_lengths in name, order or length.
             OSError: the file cannot be read.
         """
         state = saved.read(path, cls.FORMAT)
@@ -181,7 +181,7 @@ class WideModel(SavedModel):
         encoder = SplitHashEncoder(state["lengths"], **state["encoder"])
         model = cls(encoder, QuantileBuckets(state["edges"]), loss=state["loss"])
         keys, vectors = state["table"]
-        # Tables on ranks are rounded up to equal sizes, so there may be more rows than columns.
+        # The ranks' tables are rounded up to equal sizes, so there may be more rows than columns.
         columns = keys < encoder.width
         model.embedding.assign(keys[columns], vectors[columns])
         model.head.load_state_dict(state["head"])
@@ -189,7 +189,7 @@ class WideModel(SavedModel):
 
 
 class _Features:
-    """Columns with the numeric ones replaced by their buckets."""
+    """Columns of features, with numeric columns replaced by their buckets."""
 
     def __init__(self, columns: Any, buckets: dict[str, torch.Tensor]) -> None:
         self.columns = columns
@@ -200,9 +200,9 @@ class _Features:
 
 
 def select_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the given rows, int64 ``[k]``, of a torch CSR matrix; they may repeat, in any order.
+    """Select rows, int64 ``[k]``, of a torch CSR matrix; they may repeat and be in any order.
 
-    torch has no selection of CSR rows that keeps the result sparse.
+    torch has no function that selects CSR rows and returns a sparse result.
     """
     starts, columns, entries = matrix.crow_indices(), matrix.col_indices(), matrix.values()
     counts = (starts[1:] - starts[:-1])[rows]
