@@ -9,6 +9,7 @@ import torch
 
 import sparsekit
 from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, TableFullError
+from sparsekit.lookup.explain import explain_refusal
 
 from .bags import KeyedJagged, flat
 
@@ -416,3 +417,14 @@ def test_a_layer_without_a_name_is_called_by_its_size():
         sparsekit.EmbeddingBag(3, 5, on_full="grow")
     assert re.match(r"name='Embedding_\d+', capacity=2, ", layer.extra_repr())
     assert sparsekit.Embedding(2, 4, name="a (b)").name == "a (b)"
+
+
+def test_threads_that_insert_at_a_time_are_told_into_which_layers():
+    refusal = RuntimeError("group_find_or_insert_: another thread is inserting into this table")
+    layers = [sparsekit.Embedding(2, 4, name=name) for name in ("users", "movies")]
+    with pytest.raises(RuntimeError, match=r"^users, movies: group_find.* another thread"):
+        explain_refusal(refusal, [], layers)
+    other = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as raised:
+        explain_refusal(other, [], [])
+    assert raised.value is other
