@@ -76,7 +76,7 @@ class Content(io.RawIOBase):
             raise
 
     def _check(self, head: bytes) -> None:
-        """Raise DataFormatError if the first bytes are not those of a text."""
+        """Raise DataFormatError if the first bytes show that the file is not text."""
         name = next((name for mark, name in _NAMES.items() if head.startswith(mark)), None)
         if head[_TAR] == b"ustar":
             name = "a tar archive; unpack it"
@@ -102,7 +102,7 @@ class Content(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes into a buffer, and return their number; 0 at the end.
+        """Read bytes into a buffer, and return the number of bytes read; 0 at the end of the file.
 
         Raises:
             DataFormatError: a compressed file is truncated or damaged.
@@ -138,8 +138,8 @@ def open_content(path: str | os.PathLike[str]) -> io.BufferedReader:
 
     Raises:
         OSError: the file cannot be opened.
-        DataFormatError: the first bytes are not those of a text, or it is neither a file nor a
-            pipe.
+        DataFormatError: the first bytes show that the file is not text, or the path is neither a
+            file nor a pipe.
     """
     return io.BufferedReader(Content(path))
 

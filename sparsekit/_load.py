@@ -66,7 +66,7 @@ def _warn_of_less(engine: str) -> None:
 
 
 def _other_copy() -> str | None:
-    """Return the path of another copy's library of ops, if this process has loaded one."""
+    """Return the path of another sparsekit's ops library, if this process has loaded one."""
     ours = str(_LIB / _OPS)
     paths = [p for p in torch.ops.loaded_libraries if Path(p).name == _OPS and p != ours]
     return paths[0] if paths else None

@@ -99,8 +99,8 @@ class Exchange:
         # Size in bytes of the largest part that each rank may send here, at first that of a
         # handshake.
         self._most = [8 * _BLOCK] * self.world_size
-        # True if parts must have exactly the expected size; a part of another size then shows only
-        # as a timeout.
+        # True if parts must have exactly the expected size; a part of another size then causes a
+        # timeout instead of an error message.
         self.exact = self.transport.exact or device.type != "cpu"
         # Carries errors between ranks; made when the first one occurs.
         self._teller: TorchTransport | None = None
@@ -193,8 +193,8 @@ class Exchange:
             splits: number of bytes to send to each rank, multiples of 8, or of the item size if
                 wider.
             sizes: number of bytes to receive from each rank, the same multiples.
-            words: number of int64 words behind the head of each part, to be read with the head;
-                those of the other ranks are `words` in the result.
+            words: number of int64 words after the head of each part that are read together with the
+                head; the result has the words of the other ranks in `words`.
 
         Returns:
             A function that waits for the parts of the other ranks, and returns the parts of all

@@ -157,7 +157,8 @@ class _Meeting:
         self._listener = self._socket(socket.socket(socket.AF_UNIX))
         # The kernel chooses a name that is in no folder and disappears with the process.
         self._listener.bind("")
-        # The queue has places for all ranks before any is accepted, and for unrelated processes.
+        # The queue must hold the connections of all ranks at once, and a few of unrelated
+        # processes.
         self._listener.listen(self.world_size + _STRANGERS)
         return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
 

@@ -1,4 +1,4 @@
-"""An exchange's own stream of a device, ordered with the current stream by events.
+"""A separate stream for the work of an exchange, ordered with the current stream by events.
 
 Collectives run on this stream, and so does everything that a lookup does ahead. The stream waits
 for work that is already queued on the current stream, not for later work; taking a result makes the
@@ -55,8 +55,8 @@ class OwnStream(NoStream):
         self._device = device
         self._cuda = cuda
         self.stream = cuda.Stream(device)
-        # Streams that use tensors made on this one. torch returns memory to the stream on which it
-        # was allocated, where later work of this stream may reuse it.
+        # Streams that use tensors made on this stream. torch returns memory to the stream on which
+        # it was allocated, where later work of this stream may reuse it.
         self._users: set[Any] = set()
 
     @contextlib.contextmanager
@@ -80,8 +80,8 @@ class OwnStream(NoStream):
             arguments: arguments of launch, which may read and write tensors among them.
 
         Returns:
-            A function that waits for the other ranks, and makes the stream that is current then
-            wait for the result.
+            A function that waits for the other ranks, and makes the stream that is current at that
+            time wait for the result.
         """
         with self.ahead():
             wait = launch(*arguments)

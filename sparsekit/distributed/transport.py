@@ -16,7 +16,7 @@ class OutOfResources(Unavailable):
 
 
 class Transport(ABC):
-    """The one collective that an exchange needs, over all ranks of a group.
+    """Carries out the all-to-all collective of an exchange, over all ranks of a group.
 
     Ranks start the same collectives in the same order; each rank may wait for them in any order.
     """

@@ -131,7 +131,7 @@ class Watch(threading.Thread):
             # A device that cannot answer is out of order, and a rank may be waiting for it.
             return _said_by(error)
         if deadline != self._deadline:
-            return None  # another launch was made meanwhile
+            return None  # another launch has begun meanwhile
         return f"an exchange {_late(self._seconds)}"
 
     def _end(self) -> None:

@@ -1,7 +1,8 @@
 """Defines the layout of messages between ranks.
 
 A message has a part for each rank. A part begins with a head: the hash of the plan, and 1 for an
-error. Behind it come arrays of rows, or the pieces of tables, as a `Layout` places them.
+error. The head is followed by arrays of rows, or by a piece for each table as described by a
+`Layout`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALIGNMENT = 16
 class Parts(NamedTuple):
     """Parts to send to all ranks, or received from them, as byte ranges of one buffer."""
 
-    data: torch.Tensor  # uint8, may hold other data as well
+    data: torch.Tensor  # uint8, the buffer that contains all parts
     begins: list[int]  # byte offset of each rank's part, including its head
     words: np.ndarray = np.empty((0, 0), np.int64)  # shape [world_size - 1, n]; see `Exchange.send`
 
@@ -47,7 +48,7 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
     words = data.view(torch.int64)
     places = [(begin // 8 + word, value) for begin in begins for word, value in enumerate(head)]
     if data.is_cpu:
-        of_host = words.numpy()  # NumPy takes a tenth of the time
+        of_host = words.numpy()  # ten times as fast as torch
         for place, value in places:
             of_host[place] = value
         return
@@ -181,7 +182,7 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class RaggedBags(NamedTuple):
-    """Bags of one table that are sent whole."""
+    """Bags of one table, in the form in which the route by bag sends them."""
 
     counts: torch.Tensor  # int64 [bags], number of keys in each bag
     keys: torch.Tensor  # int64 [n]

@@ -33,7 +33,7 @@ def _close() -> None:
 
 
 class _Settings:
-    """Settings made by `init`."""
+    """The settings of `init`."""
 
     seed = 0
     process_group: dist.ProcessGroup | None = None
@@ -74,16 +74,16 @@ def init(
     Args:
         global_batch_size: accepted for compatibility with SOK, and not used.
         seed: changes the initial vectors of all layers that have a name and no seed. Initially 0.
-        process_group: the ranks over which tables are sharded; None, as at first, means
+        process_group: the ranks over which tables are sharded; None, the initial setting, means
             torch.distributed's default group, or one process if that has not been initialised.
         timeout: seconds, or a timedelta, after which a rank that waits for another rank raises.
             Initially 5 minutes.
         backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
-            on one host. ``"auto"`` takes one of the last two if all ranks have it.
-        wire_dtype: ``torch.bfloat16`` rounds vectors and gradients on their way between ranks, for
-            layers without a wire_dtype of their own; sums are still computed in float32. None, as
-            at first, rounds nothing. See `DistributedEmbedding`.
+            on one host. ``"auto"`` uses one of the last two if it is available on all ranks.
+        wire_dtype: ``torch.bfloat16`` rounds vectors and gradients that ranks exchange, for layers
+            without a wire_dtype of their own; sums are still computed in float32. None, the initial
+            setting, means no rounding. See `DistributedEmbedding`.
 
     Raises:
         TypeError, ValueError: a seed that is not a 64-bit integer, a timeout that is not positive,

@@ -46,9 +46,9 @@ class SplitHashEncoder:
     """Encode rows of categorical features as rows of a sparse matrix, by hashing, without fitting.
 
     The rule, for a value of a feature that has up to L values: ``h = xxh64(value, salt)``
-    (`sparsekit.hashing.xxh64`, for which 3 and "3" are one value, as are None and ""). The feature
-    has ``bucket = max(32, 4 * ceil(sqrt(L)))`` columns, and features lie side by side in the order
-    of `feature_lengths`.
+    (`sparsekit.hashing.xxh64`, for which 3 and "3" are the same value, as are None and ""). The
+    feature has ``bucket = max(32, 4 * ceil(sqrt(L)))`` columns, and features lie side by side in
+    the order of `feature_lengths`.
 
     - ``splits=4``: the bucket is four blocks of ``w = bucket / 4`` columns. The 1 of block k is at
       ``((h >> (48 - 16 * k)) & 0xFFFF) % w``, so two values share a code only if all four agree.

@@ -215,7 +215,7 @@ class _WayBack:
     def gradients(
         self, grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Send gradients to the owners; return those received here as `exchange_rows` does."""
+        """Send gradients to the owners, and return the gradients received; see `exchange_rows`."""
 
         def write(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             for client, columns, rows in zip(self.clients, self.plan.columns, memory, strict=True):

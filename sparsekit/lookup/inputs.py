@@ -33,7 +33,7 @@ class Bags:
     weights: torch.Tensor | None  # shape [n]
     slot_major: bool = False
     slots: int | None = None  # number of slots, if the form of the input tells it
-    order: torch.Tensor | None = None  # position of each value in the input; None: from start on
+    order: torch.Tensor | None = None  # input position of each value; None: start, start + 1, ...
     start: int = 0  # position of the first value in the input if order is None
     count: int = field(init=False)  # number of bags; -1 if offsets is empty
     # Number of keys in every bag, if the form of the input implies it: then offsets need no check.

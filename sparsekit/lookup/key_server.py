@@ -61,7 +61,7 @@ class KeyServer:
         return run_into(self._plan, asked, memory)
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the features of `answer`, moved to parts at these byte offsets."""
+        """Return the features that `answer` has used, adapted to parts at other byte offsets."""
         begins = self._vectors.begins(of_parts)
         features = []
         each = zip(self._plan.batches, self._plan.columns, self._features, strict=True)

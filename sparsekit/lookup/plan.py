@@ -229,7 +229,7 @@ class LookupPlan:
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
         self.fits_alone = False
-        # Weak, since an exchange ends with its group.
+        # Weak, so that an exchange is freed together with its group.
         self._fits: ref[Exchange] | None = None
 
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
@@ -250,7 +250,7 @@ class LookupPlan:
         """Return the facts that all ranks must agree on before a lookup.
 
         Raises:
-            RuntimeError: a table has been overwritten by that of another rank.
+            RuntimeError: a table has been overwritten by the table of another rank.
             ValueError: an entry of a table's owners is not a rank.
         """
         # Everything that may have changed, in a form that is quick to compare.

@@ -31,8 +31,8 @@ class RowOptimizer(torch.optim.Optimizer):
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 parameters
     are float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
-    shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, a rank updates its shard;
-    states have the shape of the shard.
+    shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, each rank updates its own
+    shard, and states have the shape of the shard.
 
     One call updates all parameters of a group that share a dtype, a device, and the kind of
     gradient (sparse or dense); it checks all of them before it changes any.
@@ -354,7 +354,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state like torch.optim.Optimizer, with the keys of tables.
 
-        The states of a table's rows come with the keys of the rows, ``keys`` int64 ``[n]``.
+        The state of a table's weight also has ``keys``, int64 ``[n]``: the key of each row.
         """
         packed = super().state_dict()
         states = packed["state"]
@@ -369,9 +369,9 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, possibly from torch's optimizer of the same name or from another device.
 
-        States of bfloat16 parameters stay float32. Settings become those that were saved, as in
-        torch, including mode, form and bias correction. The table of an embedding layer with a hash
-        table may have had another capacity: rows that the state lacks begin like new ones.
+        States of bfloat16 parameters stay float32. Settings are replaced by the saved settings, as
+        in torch, including mode, form and bias correction. The table of an embedding layer with a
+        hash table may have had another capacity: rows that the state lacks start like new rows.
 
         Raises:
             ValueError: the state is of another optimizer, has other shapes, has more rows than the

@@ -252,7 +252,7 @@ class EmbeddingTable(TableTensors):
             gradients: whether the lookup will have a backward.
 
         Raises:
-            RuntimeError: the table has been overwritten by that of another rank.
+            RuntimeError: the table has been overwritten by the table of another rank.
             ValueError: an entry of owners is not a rank.
         """
         if shard != [self.rank, self.world_size]:

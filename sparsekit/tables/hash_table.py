@@ -70,10 +70,10 @@ class HashTable(torch.nn.Module):
     The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
     ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with places for 5 keys),
     ``hash_seed`` int64 ``[1]``, a random number without which the buckets cannot be read, and
-    ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may find at the
-    same time; while one inserts, no other may use the table. ``load_state_dict`` takes the state of
-    a table of any capacity whose keys fit; it refuses a damaged state and leaves the table
-    unchanged.
+    ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may call `find` at
+    the same time; while one thread inserts, no other thread may use the table. ``load_state_dict``
+    takes the state of a table of any capacity whose keys fit; it refuses a damaged state and leaves
+    the table unchanged.
 
     Args:
         capacity: largest number of keys, in [1, 2^31 - 1]; the table holds exactly this number.
@@ -84,7 +84,7 @@ class HashTable(torch.nn.Module):
 
     Raises:
         TypeError: capacity is not an int, or load_factor is not a number.
-        ValueError: one of them is out of range.
+        ValueError: capacity or load_factor is out of range.
 
     Example:
         >>> table = HashTable(capacity=1000)
@@ -97,7 +97,7 @@ class HashTable(torch.nn.Module):
     buckets: torch.Tensor
     hash_seed: torch.Tensor
     size: torch.Tensor
-    # A layer sets its own; see `EmbeddingTable`.
+    # An embedding layer replaces this; see `EmbeddingTable`.
     rows_of = RowsOf()
 
     def __init__(
@@ -122,7 +122,7 @@ class HashTable(torch.nn.Module):
         self.register_buffer("buckets", prefer_huge_pages(buckets))
         for word in ("hash_seed", "size"):
             self.register_buffer(word, torch.empty(1, dtype=torch.int64, device=device))
-        # If processes share the memory, only this one may insert keys.
+        # If several processes share the table's memory, only this process may insert keys.
         self._maker = os.getpid()
         self.clear_()
 
@@ -190,7 +190,7 @@ class HashTable(torch.nn.Module):
         Raises:
             TableFullError: there are more new keys than free rows; the table is unchanged.
             RuntimeError: another thread is inserting into this table.
-            TypeError, ValueError: keys is not such a tensor, or is on another device.
+            TypeError, ValueError: keys has a wrong type or dtype, or is on another device.
         """
         self._check_keys(keys)
         if keys.dim() == 1:

@@ -58,7 +58,7 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if op is not _aten.detach.default:  # detach comes from `t.data`
+        if op is not _aten.detach.default:  # `t.data` calls detach
             self.calls.append((op, args, kwargs or {}))
         return op(*args, **(kwargs or {}))
 

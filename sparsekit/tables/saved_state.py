@@ -1,4 +1,4 @@
-"""Loads saved states: all entries of a module are checked, then one call takes them over.
+"""Loads saved states: all entries of a module are checked, then a single call loads them all.
 
 Python handles signals between calls, so an interruption leaves a module either unchanged or loaded.
 """

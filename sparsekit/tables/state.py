@@ -57,7 +57,7 @@ class TableTensors(torch.nn.Module, Sharded):
     initializer: Initializer
 
     def process_exchange(self) -> Exchange | None:
-        """Return the exchange with the other ranks, or None if there are none."""
+        """Return the exchange with the other ranks; None without other ranks."""
         raise NotImplementedError
 
     def sharded_state(self) -> Iterable[str]:

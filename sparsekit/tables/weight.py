@@ -190,7 +190,7 @@ Update = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def deliver_gradients(
     updates: Sequence[Update], shards_of: Sequence[str | None]
 ) -> list[torch.Tensor | None]:
-    """Return the coalesced sparse gradient of each weight; None if its optimizer takes it here.
+    """Return the coalesced sparse gradient of each weight; None if its optimizer applies it here.
 
     Args:
         updates: one for each weight, with rows in ascending order.
@@ -252,7 +252,7 @@ def _mark(weight: torch.Tensor) -> None:
 
 
 def _mark_coalesced(weight: torch.Tensor) -> None:
-    """Restore the coalesced flag, which autograd drops when it takes over a gradient uncopied."""
+    """Restore the coalesced flag, which autograd drops when it takes a gradient without a copy."""
     grad = weight.grad
     on_its_way = getattr(weight, "_on_its_way", None)
     if on_its_way is not None:
