@@ -330,7 +330,11 @@ def test_what_scaling_measures_is_what_was_asked(tmp_path, monkeypatch, capsys):
     assert "no prediction: no two of these worlds had a core for each thread" in output
 
 
-@pytest.mark.parametrize("ranks", ["2", "0,1", "x", "1,2000"])
+def test_worlds_are_sorted_and_may_have_1024_ranks():
+    assert scaling._numbers("1024,1,2,1") == (1, 2, 1024)
+
+
+@pytest.mark.parametrize("ranks", ["2", "0,1", "x", "1,1025"])
 def test_wrong_worlds(capsys, ranks):
     with pytest.raises(SystemExit) as end:
         cli.main([*SCALING, "--ranks", ranks])

@@ -142,6 +142,10 @@ def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
 
 def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
     monkeypatch.setattr(ratings_module._Ids, "BLOCK", 3)
+    sizes = []
+    monkeypatch.setattr(
+        ratings_module, "xxh64", lambda texts: sizes.append(len(texts)) or hashing.xxh64(texts)
+    )
     texts = [
         "anna",
         "5",
@@ -162,6 +166,7 @@ def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
     ratings = read_ratings(write(tmp_path, HEADER + rows))
     expected = hashing.xxh64(texts)
     expected[1] = 5
+    assert max(sizes) == 3  # texts in memory at a time
     assert torch.equal(ratings.users, expected)
     assert ratings.users[0].item() == XXH64_OF_ANNA
     assert torch.equal(ratings.items, hashing.xxh64([f"b {text}" for text in texts]))

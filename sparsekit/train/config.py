@@ -49,14 +49,9 @@ def to_yaml(config: Any) -> str:
     """
     yaml = needed("yaml", "YAML")
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
-        return list(value) if isinstance(value, tuple) else value
-
     if isinstance(config, Mapping):  # one line for each entry
-        return yaml.safe_dump(plain(dict(config)), sort_keys=False)
-    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, default_flow_style=None)
+        return yaml.safe_dump(dict(config), sort_keys=False)
+    return yaml.safe_dump(asdict(config), sort_keys=False, default_flow_style=None)
 
 
 def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:

@@ -25,15 +25,16 @@ def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
         assert batch.sparse.values().tolist() == [xxh("x"), xxh("y" * 100_000), xxh("z")]
 
 
-def test_a_long_line_with_a_return_where_it_is_cut(tmp_path):
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_long_line_with_a_return_where_it_is_cut(tmp_path, compress):
     # Cut right after "\r", the line would seem to have exactly the allowed size.
-    path = write(tmp_path / "x", "a,b\n1," + "y" * 97 + "\r" + "z" * 100_000 + "\n", True)
+    path = write(tmp_path / "x", "a,b\n1," + "y" * 97 + "\r" + "z" * 100_000 + "\n", compress)
     for block_bytes in (50, 104, 105, 106):
         settings = {"dense": ["a"], "max_line_bytes": 99, "block_bytes": block_bytes}
         with pytest.raises(DataFormatError, match="too long a line"):
             list(CsvReader(path, 10, **settings))
     whole = "a,b\n1," + "y" * 97 + "\r"
-    path = write(tmp_path / "y", whole + "z" * (200 - len(whole)) + "\n2,x\n", True)
+    path = write(tmp_path / "y", whole + "z" * (200 - len(whole)) + "\n2,x\n", compress)
     for block_bytes in range(1, 120):
         reader = CsvReader(path, 10, sparse=["b"], max_line_bytes=99, block_bytes=block_bytes)
         with pytest.raises(DataFormatError, match="too long a line"):

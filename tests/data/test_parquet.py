@@ -1,6 +1,7 @@
 import itertools
 import math
 import os
+import sys
 from datetime import date
 from decimal import Decimal
 
@@ -310,6 +311,15 @@ def test_columns_in_several_pieces_or_none():
     for kind in (pa.int64(), pa.string(), pa.list_(pa.int64())):
         values, lengths = arrow_columns.bags(pa.chunked_array([], kind), Keys())
         assert (values.tolist(), lengths.tolist()) == ([], [])
+
+
+def test_without_its_package_the_reader_says_what_is_missing(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.parquet", {"a": range(3)})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ImportError, match=r"^ParquetReader needs pyarrow: pip install '.*\[data\]'"
+    ):
+        ParquetReader(path, 5, label="a")
 
 
 @pytest.mark.parametrize("more", [-1, 1])

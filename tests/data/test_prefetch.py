@@ -163,6 +163,16 @@ def test_the_state_behind_an_error_is_that_of_the_last_batch():
     assert ahead.state_dict() == {"place": 4}
 
 
+def test_the_state_behind_an_error_of_the_first_batch_is_the_sources_own():
+    def broken(source):
+        raise ValueError("broken")
+
+    ahead = Prefetcher(type("Broken", (Source,), {"__iter__": broken})())
+    with pytest.raises(ValueError, match="broken"):
+        list(ahead)
+    assert ahead.state_dict() == {"place": 0}
+
+
 def test_a_source_is_not_begun_for_an_iteration_that_was_left():
     """The iteration ended while its thread waited; workers would be started in vain."""
     source = type("Begun", (), {"__iter__": lambda _: pytest.fail("it is begun")})()

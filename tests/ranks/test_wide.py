@@ -82,13 +82,14 @@ def test_a_model_is_saved_by_ranks_for_any_number_of_them(ranks, tmp_path, optim
 
 def gather_some(rank, lengths):
     own = torch.arange(lengths[rank]) + 100 * rank
-    return gather(own), gather(own.double() / 3)
+    return gather(own), gather(own.double() / 3), gather(torch.stack([own, -own], 1))
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 2), (0, 0, 0), (1, 4, 4)])
 def test_gather_keeps_the_order_of_ranks_and_takes_uneven_shares(ranks, lengths):
     results = ranks(gather_some, lengths)
     expected = [100 * rank + i for rank in range(len(results)) for i in range(lengths[rank])]
-    for whole, floats in results:
+    for whole, floats, pairs in results:
         assert whole.tolist() == expected
+        assert pairs.tolist() == [[value, -value] for value in expected]
         assert floats.tolist() == [value / 3 for value in expected]
