@@ -1,4 +1,4 @@
-// Finds the texts of an Arrow array, and which of its items are valid.
+// Reads the texts of an Arrow array, and the bitmap of its valid items.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,8 @@
 
 namespace sparsekit {
 
-// Returns an empty text in place of text i, which is outside of its array's memory; reports
-// i to `bad`. Kept out of the
-// loops that call it, which have no register to spare.
+// Reports to `bad` that text i is outside of its array's memory, and returns an empty text. Not
+// inlined, since the loops that call it have no register to spare.
 #if defined(__GNUC__)
 __attribute__((cold, noinline))
 #endif
@@ -25,7 +24,7 @@ inline std::string_view outside(cpu::FirstBad* bad, int64_t i) {
 // The types below return text i of an array.
 template <class Offset>
 struct OffsetTexts {
-  using Size = std::make_unsigned_t<Offset>;  // unsigned, so a negative one is beyond any end
+  using Size = std::make_unsigned_t<Offset>;  // negative offsets become huge
 
   const Offset* offsets;
   const char* data;
@@ -47,7 +46,7 @@ struct FixedTexts {
 };
 
 // Views of 16 bytes each: the length, then the text itself if it has at most 12 bytes, otherwise
-// its first four bytes, the number of the buffer and the offset in the buffer.
+// its first four bytes, the index of the buffer and the offset in the buffer.
 struct ViewTexts {
   const char* views;
   const void* const* data;
@@ -68,7 +67,7 @@ struct ViewTexts {
   }
 };
 
-// The validity bitmap of an array, read from an offset on. Without a bitmap, all items are valid.
+// The validity bitmap of an array, from an offset on. Without a bitmap, all items are valid.
 struct Validity {
   const uint8_t* bits;
   int64_t offset;

@@ -1,4 +1,4 @@
-// The parts of the module that are built on pybind11, each in a .cpp of its own.
+// Functions that add parts to the module; each is in the .cpp file of its name.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@ void add_delimited_text(pybind11::module_& module);  // TextField, TextFormat, T
 void add_shared_memory(pybind11::module_& module);   // SharedMemoryCommunicator
 void add_nccl_communicator(pybind11::module_& module);  // NcclCommunicator
 
-// Returns the version of the nccl.h that this was built with.
+// Returns the version of the nccl.h used for the build.
 const char* nccl_version();
 
 }  // namespace sparsekit

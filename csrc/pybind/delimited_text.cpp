@@ -44,7 +44,7 @@ FieldKind kind_of(const std::string& name) {
 struct BoundField {
   static constexpr int64_t kLabel = -1;
   Field field;
-  int64_t column = 0;  // index among the dense numbers, or kLabel; used if the kind is kFloat
+  int64_t column = 0;  // index of the dense column, or kLabel; only for fields of kind kFloat
 };
 
 struct BoundFormat {
@@ -81,7 +81,7 @@ const char* checked_text(const py::buffer_info& text, int64_t position) {
   return static_cast<const char*>(text.ptr);
 }
 
-// The lines of a text, which must not change while this exists.
+// The lines of a text, which must not change during the lifetime of this object.
 class TextLines {
  public:
   TextLines(const py::buffer& text, int64_t stop, const std::string& delimiter,
@@ -97,7 +97,7 @@ class TextLines {
   int64_t end() const { return found_.end; }
   bool unclosed() const { return found_.unclosed; }
 
-  // Returns where line i begins.
+  // Returns the offset of line i in the text.
   int64_t begin_of(size_t i) const { return found_.lines.at(i).begin; }
 
   py::bytes line(size_t i) const {
@@ -138,7 +138,7 @@ class TextLines {
     for (const MalformedRow& fault : malformed) {
       faults.append(py::make_tuple(fault.row, fault.field, malformed_reason(fault.why)));
     }
-    // A malformed row may have more keys than its count says.
+    // Do not fill the arrays: a malformed row may have more keys than were counted.
     if (!malformed.empty()) return py::make_tuple(faults);
     py::buffer values = numpy_empty(keys.offsets.back(), "int64");
     py::buffer offsets = numpy_empty(keys.offsets.size(), "int64");

@@ -18,10 +18,10 @@ namespace {
 struct Work {
   uint64_t seed;
   int num_threads;
-  int64_t missing;  // code of "", which nulls get
+  int64_t missing;  // code for nulls: the code of ""
 };
 
-// codes[i] = code(i) for all valid items; nulls get the code of "".
+// Sets codes[i] = code(i) for valid items, and the code of "" for nulls.
 template <class Code>
 void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int64_t* codes) {
   const Validity valid = validity_of(array);
@@ -35,7 +35,7 @@ void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int
   });
 }
 
-// codes[i] = code of texts(i) for all valid items; nulls get the code of "".
+// Sets codes[i] to the code of texts(i) for valid items, and to the code of "" for nulls.
 template <class Texts>
 void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& work,
                       int64_t* codes) {
@@ -51,7 +51,7 @@ void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& w
   });
 }
 
-// Calls visit with a null pointer to the integer type of a format; returns false if it is not one.
+// Calls visit with a null pointer to a format's integer type; returns false for other formats.
 template <class Visit>
 bool with_integer(std::string_view format, const Visit& visit) {
   const auto is = [&](const char* name, const auto* type) {
@@ -95,8 +95,8 @@ bool is_known(const ArrowSchema& type) {
   return is_integer(type.format) || format.substr(0, 2) == "w:";
 }
 
-// Returns why an array is unreadable before its items are looked at, or null. The interface does
-// not tell the sizes of buffers, except those of views.
+// Returns the reason why an array cannot be read, or null; does not check its items. The interface
+// gives no sizes of buffers, except for views.
 const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   if (array.length < 0 || array.offset < 0 || array.offset > kMost / 16 - array.length - 1) {
@@ -104,7 +104,7 @@ const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   }
   if (type.dictionary != nullptr && array.dictionary == nullptr) return "it has no dictionary";
   const std::string_view format = type.format;
-  if (format == "n" || array.length == 0) return nullptr;  // the array may have no buffers
+  if (format == "n" || array.length == 0) return nullptr;  // such an array may have no buffers
   const bool has_views = format[0] == 'v';
   const bool has_offsets = !has_views && std::strchr("uUzZ", format[0]) != nullptr;
   const int64_t expected = has_offsets || has_views ? 3 : 2;
@@ -131,7 +131,7 @@ const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
 
 constexpr int64_t kAllGood = -1;
 
-// The first item whose text is outside of the array's memory, or kAllGood.
+// Returns the first item whose text is outside of the array's memory, or kAllGood.
 template <class Offset>
 int64_t hash_offset_texts(const ArrowArray& array, const Work& work, int64_t* codes) {
   const Offset* offsets = buffer_of<Offset>(array, 1) + array.offset;
@@ -152,7 +152,7 @@ int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
   return bad.position();
 }
 
-// Hashes an array without a dictionary. Returns the same as hash_offset_texts.
+// Hashes an array without a dictionary. Returns the first bad item as hash_offset_texts does.
 int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
                          int64_t* codes) {
   if (array.length == 0) return kAllGood;
@@ -199,7 +199,7 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
   cpu::FirstBad bad;
   split(array.length, work.num_threads, [=, &bad](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto index = static_cast<uint64_t>(indices[i]);  // a negative one becomes huge
+      const auto index = static_cast<uint64_t>(indices[i]);  // negative indices become huge
       if (!valid(i)) {
         codes[i] = missing;
       } else if (index < count) {
@@ -215,11 +215,11 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
 constexpr const char* kNoEntry = "names an entry that its dictionary does not have";
 constexpr const char* kOutside = "is outside of its column's memory: malformed offsets or views";
 
-// An item that cannot be hashed, and the reason; `position` is kAllGood if there is none.
+// An item that cannot be hashed, and the reason; `position` is kAllGood if all items are good.
 struct Fault {
   int64_t position = kAllGood;
   const char* reason = nullptr;
-  int64_t entry = kAllGood;  // the dictionary's entry that cannot be hashed, if any
+  int64_t entry = kAllGood;  // the item's entry in the dictionary, if that is to blame
 };
 
 Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
@@ -242,7 +242,7 @@ Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, co
   return {bad, kNoEntry};
 }
 
-// Hashes a chunk. Returns the first item that cannot be hashed. May throw bad_alloc.
+// Hashes a chunk. Returns the first item that cannot be hashed, if any. May throw bad_alloc.
 Fault hash_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
                  Entries* entries, int64_t* codes) {
   if (type.dictionary != nullptr) {
@@ -262,7 +262,7 @@ bool check_type(const ArrowSchema& type) {
   return false;
 }
 
-// Returns whether a chunk that begins at values[first] can be read; if not, sets a Python error.
+// Returns whether a chunk can be read; if not, sets a Python error, which names values[first].
 bool check_array(const ArrowSchema& type, const ArrowArray& array, int64_t first) {
   const char* flaw = flaw_of(type, array);
   if (flaw == nullptr && array.length > std::numeric_limits<int64_t>::max() - first) {

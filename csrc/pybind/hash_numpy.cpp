@@ -13,7 +13,7 @@
 namespace sparsekit {
 namespace {
 
-// Returns the length of a text of `size` characters without trailing zeros, which numpy takes for
+// Returns the length of a text of `size` characters without trailing zeros, which are numpy's
 // padding.
 template <class Character>
 Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
@@ -26,10 +26,10 @@ Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   return size;
 }
 
-// Hashes the UTF-8 form of a text. Returns false if a code point is not a character.
+// Hashes the UTF-8 encoding of a text. Returns false if a code point is not a character.
 bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_t seed,
                   int64_t* code) {
-  // Most texts are ASCII, and compilers vectorize this loop.
+  // Check for ASCII first: most texts are, and compilers vectorize this loop.
   uint32_t bits = 0;
   for (Py_ssize_t k = 0; k < length; ++k) {
     bits |= text[k];
@@ -44,9 +44,8 @@ bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_
   return true;
 }
 
-// A part of numpy's C API, which is a table of functions with fixed indices. Only these three are
-// used, so numpy's headers are not needed to build this; numpy has these functions since 2.0, as it
-// has StringDType.
+// The three functions that we use of numpy's C API, which is a table with fixed indices. So no
+// numpy headers are needed for the build. numpy has had them, like StringDType, since 2.0.
 struct NumpyStrings {
   struct Text {
     size_t size;

@@ -1,4 +1,4 @@
-// Shared by the hashing of Python objects, of Arrow columns and of numpy's texts.
+// Functions shared by the hashing of Python objects, Arrow columns and numpy strings.
 #pragma once
 
 #include <Python.h>
@@ -23,19 +23,19 @@ struct DropReference {
 };
 using Reference = std::unique_ptr<PyObject, DropReference>;
 
-// Minimum number of values per thread; for fewer, a thread costs more than it saves.
+// Minimum number of values per thread; with fewer, starting a thread costs more than it saves.
 constexpr Py_ssize_t kGrain = 32768;
 
-// Number of values that a thread takes at a time.
+// Number of values in a chunk.
 constexpr int64_t kChunk = 8192;
 
-// The range [0, n), handed out in chunks to threads as they ask, so that a thread which starts late
-// or is delayed gets fewer.
+// Distributes the range [0, n) to threads in chunks, on demand, so that a thread that starts late
+// or is delayed gets fewer chunks.
 class Chunks {
  public:
   Chunks(int64_t n, int64_t chunk) : n_(n), chunk_(chunk) {}
 
-  // Returns whether there is another chunk.
+  // Takes the next chunk; returns false if there is none left.
   bool next(int64_t* begin, int64_t* end) {
     *begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
     *end = std::min(*begin + chunk_, n_);
@@ -59,7 +59,7 @@ void share(Py_ssize_t n, int num_threads, const Work& work) {
       others.emplace_back([&] { work(chunks); });
     }
   } catch (const std::exception&) {
-    // Without memory or another thread, the threads that exist do all the work.
+    // If no more threads can be started, the existing ones do all the work.
   }
   work(chunks);
   for (auto& other : others) other.join();
@@ -82,8 +82,8 @@ int64_t code_of_integer(Integer value, uint64_t seed) {
   return static_cast<int64_t>(hash_decimal(static_cast<Wide>(value), seed));
 }
 
-// Calls body(), which must not throw, while other Python threads may run. Taking the GIL back may
-// end the thread when Python ends, so it must not happen in a destructor.
+// Calls body(), which must not throw, without the GIL. Taking the GIL back may end the thread while
+// Python exits, so it must not happen in a destructor.
 template <class Body>
 void without_gil(const Body& body) {
   PyThreadState* const state = PyEval_SaveThread();

@@ -1,4 +1,4 @@
-// sparsekit/hashing/values.py states the rules of hashing for users.
+// sparsekit/hashing/values.py describes for users how values are hashed.
 #include "hash_values.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace sparsekit {
 namespace {
 
-// The functions below return false or null after setting an error, so that callers can pass it on.
+// The functions below set a Python error and return false or null for callers to pass on.
 
 bool refuse_type(PyObject* item, Py_ssize_t position) {
   PyErr_Format(PyExc_TypeError, "values[%zd] is of type %s; expected str, bytes, int or None",
@@ -20,8 +20,8 @@ bool refuse_type(PyObject* item, Py_ssize_t position) {
   return false;
 }
 
-// Replaces a ValueError by one that names the position, with the old one as its cause. Other errors
-// (lack of memory, an interrupt) stay.
+// Replaces a ValueError with one that names the position and has the original as its cause. Keeps
+// other errors (lack of memory, an interrupt).
 bool refuse_value(Py_ssize_t position, const char* what) {
   if (!PyErr_ExceptionMatches(PyExc_ValueError)) return false;
   PyObject *type, *cause, *error, *traceback;
@@ -34,12 +34,12 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
   PyException_SetContext(error, Py_NewRef(cause));
-  PyException_SetCause(error, cause);  // takes the reference over
+  PyException_SetCause(error, cause);  // takes over the reference
   PyErr_Restore(type, error, traceback);
   return false;
 }
 
-// Texts with characters beyond ASCII are encoded on the stack, up to this many characters.
+// Longest text, in characters, with characters beyond ASCII that is encoded on the stack.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {
@@ -51,14 +51,14 @@ bool is_ready(PyObject* text) {
 #endif
 }
 
-// A hasher of items that need neither Python code nor new objects. It only reads memory, so any
-// thread may use one while one thread holds the GIL.
+// Hashes items for which neither Python code nor new objects are needed. It only reads memory, so
+// several threads may each use one while a single thread holds the GIL.
 class PlainItems {
  public:
   PlainItems(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes), hasher_(seed, codes) {}
 
-  // Hashes the items in [begin, end) up to the first that needs more, and returns the index of that
-  // item, or `end`. codes[i] may be written only by the next flush.
+  // Hashes the items in [begin, end) up to the first that it cannot hash, and returns the index of
+  // that item, or `end`. codes[i] may not be written before the next flush.
   Py_ssize_t add_all(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end) {
     // Objects are scattered over the heap, so prefetch them.
     const auto ask_for = [=](Py_ssize_t i) {
@@ -75,10 +75,10 @@ class PlainItems {
     return end;
   }
 
-  // Adds one item; returns false if it needs more.
+  // Adds one item; returns false if it needs Python code or new objects.
   bool add(PyObject* item, Py_ssize_t place) {
     if (PyUnicode_Check(item)) {
-      // ASCII text is its own UTF-8.
+      // ASCII text is valid UTF-8 as it is.
       if (!PyUnicode_IS_COMPACT_ASCII(item)) return add_encoded(item, place);
       hasher_.add(static_cast<const char*>(PyUnicode_DATA(item)),
                   static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place);
@@ -130,7 +130,7 @@ class PlainItems {
     if (end == nullptr) return false;
     const auto length = static_cast<size_t>(end - text);
     hasher_.add(text, length, place);
-    // A longer text has been hashed at once, so its memory is free again.
+    // A longer text has been hashed immediately, so its memory can be reused.
     if (length < kTooLong) num_encoded_ += length;
     return true;
   }
@@ -139,7 +139,7 @@ class PlainItems {
   int64_t* const codes_;
   TextHasher hasher_;
   size_t num_encoded_ = 0;
-  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // texts that wait in hasher_
+  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // texts waiting in hasher_
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
@@ -178,8 +178,8 @@ PyObject* to_int(PyObject* item, Py_ssize_t position) {
   return nullptr;
 }
 
-// Makes a tuple of the `size` items of a list. Returns null, with an error, if the list has another
-// size by now: making a tuple can trigger garbage collection, and a finalizer may do anything.
+// Makes a tuple of the `size` items of a list. Sets an error and returns null if the size of the
+// list has changed: making a tuple can trigger garbage collection, which may run finalizers.
 PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   PyObject* tuple = PyTuple_New(size);
   if (tuple == nullptr) return nullptr;
@@ -194,7 +194,7 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// Hashes all items from `first` on, the first item that PlainItems could not hash.
+// Hashes all items from `first` on, which is the first item that PlainItems could not hash.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   PlainItems plain(seed, codes);
@@ -233,8 +233,7 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
 }  // namespace
 
 PyObject* sequence_items(PyObject* values) {
-  // Sets and dicts can be iterated too, but the order of their items, and so of codes, has no
-  // meaning.
+  // Refuse sets and dicts: they can be iterated, but in an order that has no meaning.
   if (PySequence_Check(values)) return PySequence_Fast(values, "values must be a sequence");
   return PyErr_Format(PyExc_TypeError, "values must be a sequence, such as a list; got %s",
                       Py_TYPE(values)->tp_name);
@@ -243,8 +242,8 @@ PyObject* sequence_items(PyObject* values) {
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes) {
   PyObject* const* slots = PySequence_Fast_ITEMS(items);
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
-  cpu::FirstBad bad;  // items that need more
-  // This thread keeps the GIL and waits, so no object changes while the other threads read.
+  cpu::FirstBad bad;  // items that PlainItems cannot hash
+  // This thread keeps the GIL while others read, so no object can change.
   share(n, num_threads, [=, &bad](Chunks& chunks) {
     PlainItems plain(seed, codes);
     for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) {

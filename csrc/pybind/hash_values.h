@@ -1,6 +1,6 @@
-// Bulk hashing of Python objects, and of columns whose texts are in their own memory, Arrow's and
-// numpy's, without Python objects for their items. It uses the plain Python C API: pybind11's
-// headers take seconds to compile at the optimization level that these loops need.
+// Bulk hashing of sequences of Python objects, and of Arrow and numpy columns, for whose items no
+// Python objects are made. It uses the plain Python C API: pybind11's headers take seconds to
+// compile at the optimization level that these loops need.
 #pragma once
 
 #include <Python.h>
@@ -14,11 +14,11 @@ namespace sparsekit {
 // Call these functions with the GIL held and num_threads >= 1. On failure they set a Python error
 // and return null or false.
 
-// Returns the items of a sequence as a list or a tuple, which is `values` itself if it is one
-// already. Returns a new reference.
+// Converts a sequence to a list or tuple; returns `values` itself if it is one already. Returns a
+// new reference.
 PyObject* sequence_items(PyObject* values);
 
-// codes[i] = code of items[i], for the list or tuple `items` of str, bytes, int and None.
+// Sets codes[i] to the code of items[i], for a list or tuple of str, bytes, int and None.
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes);
 
 // Structs of the Arrow C data interface and C stream interface, whose layout is fixed
@@ -64,35 +64,36 @@ class ArrowColumn {
   ArrowColumn(const ArrowColumn&) = delete;
   ArrowColumn& operator=(const ArrowColumn&) = delete;
 
-  // Opens the array in the capsules of __arrow_c_array__, which must outlive this object.
+  // Opens the array in two capsules from __arrow_c_array__, which must outlive this object.
   bool open_array(PyObject* schema, PyObject* array);
-  // Takes all chunks from the capsule of __arrow_c_stream__.
+  // Opens all chunks of the stream in a capsule from __arrow_c_stream__, and takes them over.
   bool open_stream(PyObject* stream);
 
   int64_t length() const;
 
-  // codes[i] = code of item i, for i in [0, length()); nulls count as "". Releases the GIL.
+  // Sets codes[i] to the code of item i, for i in [0, length()); nulls count as "". Releases the
+  // GIL.
   bool hash(uint64_t seed, int num_threads, int64_t* codes) const;
 
  private:
   const ArrowSchema* type_ = nullptr;
   ArrowSchema own_type_{};
-  std::vector<ArrowArray> chunks_;  // `release` is null if a capsule owns the chunk
+  std::vector<ArrowArray> chunks_;  // `release` is null in a chunk that a capsule owns
 };
 
-// codes[i] = code of the `size` bytes at texts + i * size, without trailing zeros. Releases the
-// GIL, as does hash_fixed_unicode.
+// Sets codes[i] to the code of the `size` bytes at texts + i * size, without trailing zeros.
+// Releases the GIL, as does hash_fixed_unicode.
 bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                       int num_threads, int64_t* codes);
 
-// codes[i] = code of the UTF-8 form of the `size` code points at texts + i * size, without trailing
-// zeros. Sets a ValueError with the first position that has no UTF-8 form.
+// Sets codes[i] to the code of the UTF-8 encoding of the `size` code points at texts + i * size,
+// without trailing zeros. Sets a ValueError that names the first text without a UTF-8 encoding.
 bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                         int num_threads, int64_t* codes);
 
-// codes[i] = code of the packed string at texts + i * stride, of an array of numpy's StringDType
-// `dtype`; `missing` replaces missing strings. Keeps the GIL: other threads that access the
-// strings' memory wait for its lock while they hold the GIL.
+// Sets codes[i] to the code of the packed string at texts + i * stride, in an array of numpy's
+// StringDType `dtype`; `missing` is the code of missing strings. Keeps the GIL: other threads hold
+// it while they wait for the lock on the strings' memory.
 bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
                         std::string_view missing, uint64_t seed, int num_threads, int64_t* codes);
 

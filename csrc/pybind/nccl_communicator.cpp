@@ -18,10 +18,10 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// How long an abort waits for a call of another thread that it has stopped.
+// Limit on the time that abort() waits for another thread's call to stop.
 constexpr std::chrono::seconds kPatience{10};
 
-// A communicator whose errors are known to all threads. One thread at a time sends; meanwhile
+// A communicator whose errors all threads can see. Only one thread at a time may send; meanwhile
 // others may check for errors, and abort the call.
 class NcclCommunicator {
  public:
@@ -39,8 +39,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // destroy() was not called, so other ranks may not be about to disconnect either; do not wait for
-  // them.
+  // Do not wait for other ranks: without a call of destroy(), they need not be about to disconnect.
   ~NcclCommunicator() { nccl::abort(communicator_); }
 
   void all_to_all(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
@@ -63,7 +62,7 @@ class NcclCommunicator {
     lock.lock();
     calling_ = false;
     returned_.notify_all();
-    // If another thread has aborted meanwhile, present() throws its reason, which says more.
+    // If another thread has aborted meanwhile, present() throws that reason, which says more.
     present();
     if (failure.empty()) return;
     lock.unlock();
@@ -80,7 +79,7 @@ class NcclCommunicator {
     } catch (const std::exception& error) {
       failure = error.what();
     }
-    abort(failure);  // does nothing if the communicator is gone already
+    abort(failure);  // does nothing if the communicator is already gone
     throw std::runtime_error(failure);
   }
 
@@ -120,7 +119,7 @@ class NcclCommunicator {
     }
   }
 
-  // present() and take() are called with state_ locked.
+  // Call present() and take() with state_ locked.
   ncclComm* present() const {
     if (communicator_ == nullptr) {
       throw std::runtime_error("sparsekit: the NCCL communicator is no more: " + gone_);
@@ -149,7 +148,7 @@ const char* nccl_version() {
 }
 
 void add_nccl_communicator(py::module_& module) {
-  // Release the GIL while a call waits: other threads are how a rank learns of errors.
+  // Release the GIL while a call waits, as other threads of this rank check for errors.
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<NcclCommunicator>(module, "NcclCommunicator",
                                "A communicator of libnccl on the current CUDA device.")

@@ -27,8 +27,8 @@ class SharedMemoryCommunicator {
       : communicator_(rank, world_size, std::make_shared<Segment>(file, world_size), sockets,
                       seconds) {}
 
-  // `keep` owns the memory of the collective; it is kept alive until the collective is completed,
-  // even if no one waits for it.
+  // `keep` owns the memory of the collective. It is kept alive until the collective is completed,
+  // even without a call of wait.
   uint64_t begin(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
                  const std::vector<int64_t>& receive_bytes, py::object keep) {
     let_go();
@@ -66,7 +66,7 @@ class SharedMemoryCommunicator {
   void let_go() {
     const uint64_t completed = communicator_.completed();
     while (!kept_.empty() && kept_.front().first < completed) {
-      const py::object last = std::move(kept_.front().second);  // its end may run Python code
+      const py::object last = std::move(kept_.front().second);  // destroying it may run Python code
       kept_.pop_front();
     }
   }

@@ -17,14 +17,14 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Bytes copied at a time: the other side can read one piece while the next one is copied.
+// Number of bytes to copy at a time: the receiver can read one piece while the next is copied.
 constexpr uint64_t kPiece = 1 << 17;
-// Longest sleep of a rank before it checks that the other ranks are still there.
+// Longest sleep of a rank before it checks that the other ranks are still alive.
 constexpr milliseconds kSlice{100};
-// How long to spin before sleeping, in case another rank is about to ring: a sleep takes longer.
+// Time to spin before sleeping, in case another rank is about to ring: a sleep takes longer.
 constexpr microseconds kSpin{5};
 constexpr size_t kLongestReason = 500;
-constexpr double kForever = 1e9;  // in seconds; a clock can still count it in nanoseconds
+constexpr double kForever = 1e9;  // in seconds; it does not overflow in nanoseconds
 
 void pause() {
 #if defined(__x86_64__)
@@ -67,7 +67,7 @@ Communicator::Communicator(int rank, int world_size, std::shared_ptr<Segment> se
       seconds_(seconds),
       segment_(std::move(segment)),
       sockets_(world_size, -1) {
-  // Each rank begins with the next one, so that not all begin with the same one.
+  // Each rank begins with the rank after it, so that not all begin with the same rank.
   for (int other = rank + 1; other < rank + world_size; ++other) {
     const int peer = other % world_size;
     peers_.push_back({peer, segment_->writer(rank, peer), segment_->reader(peer, rank)});
@@ -104,7 +104,7 @@ uint64_t Communicator::begin(const char* send, const std::vector<int64_t>& send_
       receive += room;
     }
     begun_.push_back(std::move(parts));
-    // Only send: receiving would keep the caller from its other work.
+    // Only send: receiving would delay the caller.
     for (Peer& peer : peers_) send_some(peer, Segment::ring_bytes(world_size_));
   } catch (const std::exception& error) {
     hang_up(error.what());
@@ -125,7 +125,7 @@ bool Communicator::work_on(uint64_t number, Clock::time_point deadline) {
       const uint32_t rings = bell.rings();
       bool any = advance();
       if (!any && in_vain) {
-        // The rank may have sent something between our look and its end.
+        // The rank may have sent data after we polled and before it left.
         const std::string gone = who_is_gone(number);
         if (!gone.empty() && !(any = advance())) throw std::runtime_error(gone);
       }
@@ -150,7 +150,7 @@ Clock::time_point Communicator::deadline() const {
 }
 
 void Communicator::close(const std::string& reason) {
-  if (getpid() != owner_) {  // a thread that does not exist in this process may hold the lock
+  if (getpid() != owner_) {  // after a fork, a thread that does not exist here may hold the lock
     close_sockets(nullptr);
     return;
   }
@@ -167,7 +167,7 @@ void Communicator::check_usable() const {
   }
 }
 
-// Sends and receives a piece with each rank; returns whether any bytes moved.
+// Exchanges a piece with each rank; returns whether any bytes were sent or received.
 bool Communicator::advance() {
   bool any = false;
   for (Peer& peer : peers_) {
@@ -241,7 +241,7 @@ void Communicator::forget_completed() {
   for (; first_ < done; ++first_) begun_.pop_front();
 }
 
-// Returns a message about a rank that is gone and still needed for this collective, or "".
+// Returns a message about a rank that has left and is needed for this collective, or "".
 std::string Communicator::who_is_gone(uint64_t number) {
   for (const Peer& peer : peers_) {
     if (peer.sending > number && peer.receiving > number) continue;

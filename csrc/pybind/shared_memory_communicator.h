@@ -1,4 +1,4 @@
-// All-to-all of bytes between the processes of one host. Independent of Python.
+// All-to-all exchange of bytes between processes on one host. Independent of Python.
 #pragma once
 
 #include <atomic>
@@ -18,47 +18,48 @@ using Clock = std::chrono::steady_clock;
 
 // The collectives of one rank.
 //
-// Each rank sends each other rank a stream of messages, one per collective, in order; a message is
-// a word with its size and then its bytes. So a rank knows by counting to which collective a byte
-// belongs. Each call works on all collectives that have begun: a rank that waits for the second one
-// also reads the bytes of the first, so ranks cannot wait for each other in a circle.
+// Each rank sends to each other rank a stream of messages, one per collective, in order. A message
+// is a word with its size, then its bytes. So a rank finds by counting which collective a byte
+// belongs to. Each call makes progress on all collectives that have begun: a rank that waits for
+// the second one also reads the bytes of the first, so there can be no deadlock.
 //
-// A connected socket to each other rank tells only that the rank has left: the kernel closes it
-// when a process dies, and a rank that gives up sends its reason first.
+// A connected socket to each other rank serves only to detect that the rank has left: the kernel
+// closes it when a process dies, and a rank that gives up sends the reason first.
 //
 // At most one thread at a time may be in a call.
 class Communicator {
  public:
-  // `sockets` has one for each rank; the element of this rank is ignored. The caller keeps them.
+  // `sockets` has a descriptor for each rank; this rank's own is ignored. The caller keeps
+  // ownership.
   Communicator(int rank, int world_size, std::shared_ptr<Segment> segment,
                const std::vector<int>& sockets, double seconds);
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
   ~Communicator();
 
-  // Begins a collective and returns its number. Both arrays hold the part of rank 0 first, and must
-  // stay valid until completed() is above the number. A rank may send less than the receiver has
-  // room for.
+  // Begins a collective and returns its number. `send` and `receive` have the parts of all ranks in
+  // order, and must stay valid until completed() is above the number. A rank may send fewer bytes
+  // than the receiver has reserved.
   uint64_t begin(const char* send, const std::vector<int64_t>& send_bytes, char* receive,
                  const std::vector<int64_t>& receive_bytes);
 
-  // Works for a moment on all collectives that have begun; returns sooner at a signal. Returns
-  // whether this collective is completed. Throws if it cannot be completed, or is not at the
+  // Works for a short time on all collectives that have begun; returns early at a signal. Returns
+  // whether this collective is completed. Throws if it cannot be completed, or has not been by the
   // deadline.
   bool work_on(uint64_t number, Clock::time_point deadline);
 
-  // Returns the number of completed collectives; those below this number are done.
+  // Returns the number of completed collectives: all with a smaller number are completed.
   uint64_t completed() const { return first_.load(); }
 
-  // Returns the deadline for work_on of a wait that begins now.
+  // Returns the deadline to pass to work_on() for a wait that begins now.
   Clock::time_point deadline() const;
 
-  // Leaves, and tells the other ranks the reason; they will not receive what they have not received
-  // yet. In a forked process, which takes no part, this only closes its sockets.
+  // Leaves the exchange and sends the other ranks the reason. Data that they have not yet received
+  // is lost. In a forked process, which is not a rank, only closes the sockets.
   void close(const std::string& reason);
 
  private:
-  struct Part {  // the part of a collective for one rank
+  struct Part {  // data exchanged with one rank in a collective
     const char* send;
     uint64_t send_bytes;
     char* receive;
@@ -68,7 +69,7 @@ class Communicator {
     int rank;
     RingWriter out;
     RingReader in;
-    uint64_t sending = 0;  // the collective whose part is being sent
+    uint64_t sending = 0;  // number of the collective whose data is being sent
     bool announced = false;
     uint64_t sent = 0;
     uint64_t receiving = 0;
@@ -92,13 +93,13 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
-  const int owner_;  // process id
+  const int owner_;  // id of the process that made this object
   const double seconds_;
   std::mutex mutex_;
   std::shared_ptr<Segment> segment_;
   std::vector<int> sockets_;
   std::vector<Peer> peers_;
-  // The collectives from number first_ on.
+  // The collectives with numbers from first_ on, each with one part per rank.
   std::deque<std::vector<Part>> begun_;
   std::atomic<uint64_t> first_{0};
   std::string gone_;

@@ -24,8 +24,8 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
-// A segment holds bells, the states of rings, and their bytes; each of these begins at a multiple
-// of kPage.
+// A segment has three areas: the bells, the states of rings, and the bytes of rings. Each area
+// begins at a multiple of kPage.
 constexpr uint64_t kPage = 4096;
 
 constexpr uint64_t pages(uint64_t size) {
@@ -43,7 +43,7 @@ uint64_t rings_begin(uint64_t world_size) {
 }  // namespace
 
 void Bell::ring() {
-  // Both are sequentially consistent with the accesses in sleep(): either we see that the rank
+  // These accesses and those in sleep() are sequentially consistent: either we see that the rank
   // sleeps, or the futex does not let it sleep, since the word has changed.
   rings_.fetch_add(1);
   if (asleep_.load() != 0) futex(&rings_, FUTEX_WAKE, INT_MAX, nullptr);
@@ -67,7 +67,7 @@ Segment::Segment(int file, int world_size) : world_size_(world_size), owner_(get
   if (seals < 0 || fstat(file, &status) != 0) {
     throw std::system_error(errno, std::generic_category(), "looking at shared memory");
   }
-  // A process that touches its mapping beyond the end of the file is killed.
+  // Accessing a mapping beyond the end of its file would kill the process.
   if ((seals & F_SEAL_SHRINK) == 0 || static_cast<uint64_t>(status.st_size) != size) {
     throw std::runtime_error("the shared memory is not what this rank expects");
   }
@@ -80,7 +80,7 @@ Segment::Segment(int file, int world_size) : world_size_(world_size), owner_(get
 }
 
 Segment::~Segment() {
-  // A forked process does not have the mapping, and may have something else at this address.
+  // A forked process does not have the mapping, and may have other memory at this address.
   if (getpid() == owner_) munmap(begin_, total_bytes(world_size_));
 }
 

@@ -1,8 +1,8 @@
-// The memory that the ranks of a group share: a bell for each rank and a ring for each pair.
+// Memory shared by the ranks of a group: a bell for each rank, and a ring for each pair of ranks.
 //
 // A ring is a stream of bytes from one process to another. Neither side trusts the other: each
-// keeps its own position in private memory and checks the position that it reads, so even if
-// another process overwrites positions, no byte beyond the ring is touched.
+// keeps its own position in private memory and checks the position that it reads, so no byte
+// outside the ring is accessed even if another process overwrites positions.
 #pragma once
 
 #include <algorithm>
@@ -14,25 +14,25 @@
 
 namespace sparsekit::shared_memory {
 
-// Positions are multiples of this, so the word in front of a message is never split.
+// Positions are multiples of this many bytes, so the word in front of a message is never split.
 constexpr uint64_t kGrain = 8;
-// Two cache lines, since processors fetch them in pairs.
+// Size in bytes of two cache lines, since processors fetch them in pairs.
 constexpr size_t kLine = 128;
 
 constexpr uint64_t padded(uint64_t size) {
   return (size + kGrain - 1) / kGrain * kGrain;
 }
 
-// The state of a ring, without its bytes. All zeros is an empty ring.
+// The state of a ring, without its bytes. A ring whose state is all zeros is empty.
 struct RingState {
-  alignas(kLine) std::atomic<uint64_t> written;  // bytes written so far
+  alignas(kLine) std::atomic<uint64_t> written;  // number of bytes written so far
   alignas(kLine) std::atomic<uint64_t> read;
-  std::atomic<uint32_t> full;  // set while the writer waits for room
+  std::atomic<uint32_t> full;  // set while the writer waits for free bytes
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "else a lock would be in this process");
 
-// Returns the bytes between two positions; throws if they are further apart than a ring, which
-// happens only if one has been overwritten.
+// Returns the number of bytes between two positions; throws if it exceeds the capacity, which
+// happens only if a position has been overwritten.
 inline uint64_t distance(uint64_t from, uint64_t to, uint64_t capacity) {
   const uint64_t size = to - from;
   if (size > capacity || size % kGrain != 0) {
@@ -47,15 +47,14 @@ class RingWriter {
   RingWriter(RingState* state, char* bytes, uint64_t capacity)
       : state_(state), bytes_(bytes), capacity_(capacity) {}
 
-  // Returns the number of bytes that can be put. If it is 0, the reader will see that we wait for
-  // room.
+  // Returns the number of bytes that can be written. If it is 0, the reader will see that we wait.
   uint64_t room() {
     if (const uint64_t free = free_bytes()) return free;
     state_->full.store(1);
     return free_bytes();
   }
 
-  // Writes at most room() bytes, and their padding.
+  // Writes `size` bytes, at most room(), and padding.
   void put(const void* data, uint64_t size) {
     if (size == 0) return;
     const uint64_t begin = written_ % capacity_;
@@ -65,11 +64,11 @@ class RingWriter {
     written_ += padded(size);
   }
 
-  // Shows the reader what has been put.
+  // Makes the bytes written so far visible to the reader.
   void publish() { state_->written.store(written_); }
 
  private:
-  // Sequentially consistent with `full`: either we see the room or the reader sees that we wait.
+  // Sequentially consistent with `full`: either we see free bytes or the reader sees that we wait.
   uint64_t free_bytes() const {
     return capacity_ - distance(state_->read.load(), written_, capacity_);
   }
@@ -87,7 +86,7 @@ class RingReader {
 
   uint64_t available() const { return distance(read_, state_->written.load(), capacity_); }
 
-  // Reads at most available() bytes, and skips their padding.
+  // Reads `size` bytes, at most available(), and skips the padding.
   void take(void* data, uint64_t size) {
     if (size == 0) return;
     const uint64_t begin = read_ % capacity_;
@@ -101,7 +100,7 @@ class RingReader {
   bool publish() {
     state_->read.store(read_);
     if (state_->full.load() == 0) return false;
-    // Clear it before the writer is woken, as the writer may find the ring full once more.
+    // Clear it before waking the writer, which may find the ring full once more.
     state_->full.store(0);
     return true;
   }
@@ -113,17 +112,17 @@ class RingReader {
   uint64_t read_ = 0;
 };
 
-// A rank sleeps until another one rings its bell. A bell consists only of words, one of them a
-// futex, so there is no lock that a dying process could leave locked.
+// A rank sleeps until another rank rings its bell. A bell has only words, one of them a futex, so
+// there is no lock that a dying process could leave locked.
 class Bell {
  public:
   // Read this before looking for work; see sleep().
   uint32_t rings() const { return rings_.load(); }
 
-  // Wakes the rank if it sleeps.
+  // Wakes the owner of the bell if it sleeps.
   void ring();
 
-  // Waits for a ring since rings() was `rings`, at most for this time. Returns false at a signal.
+  // Waits, at most for this time, until rings() differs from `rings`. Returns false at a signal.
   bool sleep(uint32_t rings, std::chrono::nanoseconds at_most);
 
  private:
@@ -144,8 +143,8 @@ class Segment {
   RingWriter writer(int from, int to) const;
   RingReader reader(int from, int to) const;
 
-  // Returns the bytes of a ring: the largest power of two up to 1 MiB with which all rings together
-  // take at most 64 MiB, but at least 4 KiB.
+  // Returns the size of a ring in bytes: the largest power of two up to 1 MiB with which all rings
+  // together take at most 64 MiB, but at least 4 KiB.
   static uint64_t ring_bytes(int world_size);
   // Returns the size of the shared file in bytes.
   static uint64_t total_bytes(int world_size);
@@ -155,7 +154,7 @@ class Segment {
   char* bytes(int from, int to) const;
 
   int world_size_;
-  int owner_;  // process id
+  int owner_;  // id of the process that made the mapping
   char* begin_;
 };
 

@@ -9,7 +9,7 @@
 
 namespace sparsekit {
 
-// Writes up to 4 bytes and returns their end; null if the code point is not a character.
+// Writes up to 4 bytes and returns their end, or null if the code point is not a character.
 inline char* put_utf8(uint32_t point, char* out) {
   const auto put = [&](uint32_t byte) { *out++ = static_cast<char>(byte); };
   const auto put_rest = [&](int shift) { put(0x80 | (point >> shift & 0x3F)); };
@@ -33,16 +33,16 @@ inline char* put_utf8(uint32_t point, char* out) {
   return out;
 }
 
-// Writes the UTF-8 form to `out`, which must have room for 4 bytes per code point, and returns its
-// end; null if a code point is not a character.
+// Writes the UTF-8 encoding to `out`, a buffer of at least 4 bytes per code point, and returns its
+// end, or null if a code point is not a character.
 template <class Point>
 char* put_utf8(const Point* text, size_t size, char* out) {
   for (size_t k = 0; k < size && out != nullptr; ++k) out = put_utf8(text[k], out);
   return out;
 }
 
-// Stores in little-endian order, like xxh64_steps::load64(). If written byte by byte, gcc would not
-// make it one store.
+// Stores a word in little-endian order, like xxh64_steps::load64(). Written byte by byte, it would
+// not become a single store with gcc.
 inline void store64(uint64_t word, char* out) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
   word = __builtin_bswap64(word);
@@ -50,8 +50,8 @@ inline void store64(uint64_t word, char* out) {
   std::memcpy(out, &word, 8);
 }
 
-// Encodes the first `count` bytes of a little-endian word of Latin-1; the other bytes must be zero.
-// Writes up to 8 bytes beyond the end that it returns.
+// Encodes the first `count` bytes of a little-endian word of Latin-1 as UTF-8; the other bytes must
+// be zero. Writes up to 8 bytes beyond the end that it returns.
 inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
   while (const uint64_t beyond_ascii = word & 0x8080808080808080u) {
     const auto before = static_cast<size_t>(__builtin_ctzll(beyond_ascii)) / 8;
@@ -67,7 +67,8 @@ inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
   return out + count;
 }
 
-// Encodes Latin-1, in which every byte is a character. `out` must have room for 8 more bytes.
+// Encodes Latin-1, in which every byte is a character, as UTF-8. `out` must have 8 bytes
+// more than the result.
 inline char* put_utf8(const uint8_t* text, size_t size, char* out) {
   for (; size >= 8; size -= 8, text += 8) {
     out = put_latin1_word(xxh64_steps::load64(text), 8, out);
