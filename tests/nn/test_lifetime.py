@@ -237,3 +237,11 @@ def test_a_trace_is_refused():
     with pytest.raises(NotImplementedError, match=r"traced: torch\.jit\.trace"):
         torch.jit.trace(layer, torch.arange(5).view(5, 1, 1))
     assert len(layer.table) == 0
+
+
+def test_the_address_of_a_gradient_is_forgotten_with_it():
+    """Memory that is used again may hold a gradient that is not coalesced."""
+    layer = single()
+    for _ in range(2):
+        layer((torch.tensor([3, 5]), torch.arange(3))).sum().backward()
+        assert layer.weight._on_its_way is None
