@@ -137,8 +137,11 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
         dist.all_gather_object(ranks, (own, moved))
     profile.ops, profile.ranks = _ops(ranks), len(ranks)
     if trace is not None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        _export(profiler, Path(trace), rank)
+        path, rank = Path(trace), dist.get_rank() if dist.is_initialized() else 0
+        if rank:
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        path.touch()  # raises here: torch would only log that a write failed
+        profiler.export_chrome_trace(str(path))
 
 
 def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]]]) -> list[Op]:
@@ -157,10 +160,3 @@ def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]
         for name in {*sums, *moved}
     ]
     return sorted(found, key=lambda op: (-op.seconds, op.name))
-
-
-def _export(profiler: torch.profiler.profile, path: Path, rank: int) -> None:
-    if rank:
-        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    path.touch()  # raises here: torch would only log that a write failed
-    profiler.export_chrome_trace(str(path))
