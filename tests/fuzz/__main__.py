@@ -1,4 +1,4 @@
-"""Runs cases for some seconds in a child process, and reports a case that kills or stops it."""
+"""Runs cases in a child process for some seconds, and reports a case that kills or hangs it."""
 
 import argparse
 import faulthandler
@@ -13,11 +13,11 @@ import traceback
 
 # Seconds after which a case counts as hanging; the slowest take seconds, under a sanitizer.
 PATIENCE = 120
-REPORTED = 3  # exit status of a child that has printed its report; a sanitizer's is 1
+REPORTED = 3  # exit status of a child that has printed its report; a sanitizer exits with 1
 
 
 class Progress:
-    """Number of the case under way, in memory shared with the parent process."""
+    """Number of the current case, in memory shared with the parent process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8)
@@ -49,7 +49,7 @@ def reproduction(options: argparse.Namespace, number: int) -> str:
 
 
 def work(options: argparse.Namespace, progress: Progress) -> int:
-    """Run cases until time is up or one fails; returns the exit status."""
+    """Run cases until time is up or a case fails; return the exit status."""
     from . import cases  # imports torch, which the parent does not need
 
     names = options.op or list(cases.OPS)
@@ -81,7 +81,7 @@ def work(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def watch(child: int, options: argparse.Namespace, progress: Progress) -> int:
-    """Wait for the child; name the case that killed it, and end a child that hangs."""
+    """Wait for the child, report the case that killed it, and end the child if it hangs."""
     seen, since = -1, time.monotonic()
     while True:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -9,7 +9,7 @@ from conftest import KEY_DTYPES, ROW_DTYPES, TOLERANCE, same_bits
 
 # Errors that a call with bad arguments may raise. TableFullError is a RuntimeError.
 DOCUMENTED = (ValueError, TypeError, IndexError, RuntimeError)
-SHOWN = 64  # elements of a tensor that a report prints in full
+SHOWN = 64  # largest number of elements of a tensor that a report prints in full
 
 
 class Mismatch(AssertionError):
@@ -17,7 +17,7 @@ class Mismatch(AssertionError):
 
 
 class Case:
-    """Source of draws that depend only on seed and number, so that a case can be repeated."""
+    """Source of random draws that depend only on the seed and the case's number."""
 
     def __init__(self, seed: int, number: int, backend: str) -> None:
         self.random = random.Random(f"{seed} {number}")
@@ -42,11 +42,11 @@ class Case:
         return min(most, self.any_of(few, some, some, many))
 
     def most(self, cpu: int, simt: int) -> int:
-        """Return the larger of two limits on the CPU, where kernels are fast."""
+        """Return the limit for the device: the CPU's may be larger, since its kernels are fast."""
         return cpu if self.backend == "cpu" else simt
 
     def dim(self, n: int = 1) -> int:
-        """Draw the dim of n rows; many rows get a small one."""
+        """Draw the dim of n rows; for many rows it is small."""
         least_wide = self.any_of(0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 64, 100, 128, 132, 256)
         dim = self.any_of(least_wide, self.random.randrange(301))
         return dim if n * dim <= 200_000 else self.any_of(1, 2, 3, 4, 8, 9, 16)
@@ -62,7 +62,7 @@ class Case:
         return self.any_of(*KEY_DTYPES)
 
     def keys(self, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """Draw keys of one kind: equal, distinct, few, skewed, extreme, or alike in their bits."""
+        """Draw keys of one kind: equal, distinct, few, skewed, extreme, or with similar bits."""
         limits = torch.iinfo(dtype)
         kind = self.any_of("equal", "distinct", "few", "zipf", "extreme", "random", "stride")
         if kind == "equal":
@@ -85,7 +85,7 @@ class Case:
         return anything.to(dtype)
 
     def floats(self, *shape: int, dtype: torch.dtype, kind: str = "any") -> torch.Tensor:
-        """Draw normal numbers, or whole ones, whose sums are exact in any order."""
+        """Draw normally distributed numbers, or whole numbers, whose sums are always exact."""
         if kind == "whole":
             draws = torch.randint(-8, 9, shape, generator=self.generator)
         else:
@@ -93,7 +93,7 @@ class Case:
         return draws.to(dtype)
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same values, possibly in another layout."""
+        """Return a tensor with the same values, possibly with another memory layout."""
         kind = self.any_of("plain", "plain", "plain", "offset", "step", "turned", "wide")
         if kind == "offset":
             ahead = self.any_of(1, 2, 3, 5)
@@ -116,7 +116,7 @@ class Case:
     # Calls
 
     def call(self, function, *args, changes=(), **keywords):
-        """Call with recorded arguments; those that are not in `changes` must keep their bits."""
+        """Record and make a call; arguments that are not in `changes` must keep their bits."""
         self.note(**{described(function): [args, keywords]})
         changed = {id(tensor) for tensor in _tensors(changes)}
         kept = [t for t in _tensors([args, keywords]) if id(t) not in changed]
@@ -127,7 +127,7 @@ class Case:
         return result
 
     def refused(self, errors, function, *args, changes=(), **keywords) -> None:
-        """Call with bad arguments: one of the errors must be raised, and nothing changed.
+        """Call with invalid arguments: one of the errors must be raised, and nothing may change.
 
         `changes` are arguments that the call may change nevertheless.
         """
@@ -150,7 +150,7 @@ class Case:
 
     @contextlib.contextmanager
     def _threads(self):
-        """Use the case's number of threads; the reference uses one, as more would only wait."""
+        """Run with the case's number of threads; the reference runs with one thread."""
         torch.set_num_threads(self.threads)
         try:
             yield

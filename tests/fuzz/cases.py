@@ -11,7 +11,7 @@ OPS = keys.OPS | rows.OPS | groups.OPS | updates.OPS | layers.OPS | refusals.OPS
 
 
 def run(name: str, case: Case) -> None:
-    """Run a case; raises what it raises, in particular `Mismatch`."""
+    """Run a case. Its errors, in particular `Mismatch`, propagate."""
     mode = simt.SimtMode() if case.backend == "simt" else contextlib.nullcontext()
     with mode:
         OPS[name](case)

@@ -1,4 +1,4 @@
-"""The ops on many tables: random groups, checked by the functions of their suites."""
+"""The ops on many tables: random groups, checked by the functions of tests/ops."""
 
 import torch
 
@@ -19,14 +19,14 @@ def _group(case: Case) -> Group:
 
 
 def group_find(case: Case) -> None:
-    """Check the rows of keys before and after they are inserted."""
+    """Check the rows found for keys before and after the keys are inserted."""
     group = _group(case)
     with case._threads():
         find.check(group)
 
 
 def group_bucketize(case: Case) -> None:
-    """Check keys by owner, and the rows of the vectors that come back."""
+    """Check the keys sorted by owner, and the rows at which their vectors are received."""
     group, world_size = _group(case), case.any_of(1, 2, 3, 8, 100, 2048)
     distinct = case.maybe(0.7)
     seed = case.random.getrandbits(40)

@@ -18,7 +18,7 @@ def _state(table):
 
 
 def hash_table(case: Case) -> None:
-    """Insert batches into one table, some of them refused, and compare with a dict."""
+    """Insert batches into a table, which may refuse some of them, and compare it with a dict."""
     most = case.most(6000, 1500)
     table = HashTable(
         1 + case.size(most), load_factor=case.any_of(0.05, 0.3, 0.6, 0.95, 1.0), name="fuzzed"
@@ -58,7 +58,7 @@ def hash_table(case: Case) -> None:
 
 
 def _unique_by_numpy(keys):
-    """Return the reference's results, fast enough for many keys."""
+    """Return the reference's results, computed by numpy to be fast enough for many keys."""
     distinct, first, inverse, counts = np.unique(
         keys, return_index=True, return_inverse=True, return_counts=True
     )
@@ -82,7 +82,7 @@ def unique(case: Case) -> None:
 
 
 def unique_padded(case: Case) -> None:
-    """Check the first num_keys of keys; memory after the distinct ones is undefined."""
+    """Check unique of the first num_keys keys; memory after the distinct keys is unspecified."""
     keys = case.placed(case.keys(case.size(case.most(5000, 2000)), case.key_dtype()))
     n = case.any_of(0, len(keys), case.random.randint(0, len(keys)))
     op = torch.ops.sparsekit.unique_padded.default

@@ -1,4 +1,4 @@
-"""Layers under their optimizers for some steps, compared with a dict of keys and dense tensors."""
+"""Layers trained for some steps, compared with a model made of a dict and dense tensors."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ from ..reference import ops as reference
 from .case import Case
 
 _ADAM = {"lr": 0.1, "eps": 1e-2}
-# Class and settings; rule, its settings, initial values of the states; whether all rows move.
+# Class and its settings; rule, its settings and initial states; whether a step moves all rows.
 OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "sgd", [0.1, 0, 0.01, 0], [], False),
     "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "sgd", [0.1, 0.9, 0, 0], [0], False),
@@ -119,7 +119,7 @@ class Model:
         self.weight[list(rows)] = self.initial(new)
 
     def vectors(self, keys: list[int]) -> torch.Tensor:
-        """Return the vectors of keys in the table, and initial vectors of others."""
+        """Return the vectors of keys; a key that is not in the table has its initial vector."""
         found = self.weight[[self.row.get(key, 0) for key in keys]]
         absent = [i for i, key in enumerate(keys) if key not in self.row]
         found[absent] = self.initial([keys[i] for i in absent])
@@ -169,7 +169,7 @@ class Input:
 
 
 def _layer(case: Case, name: str):
-    """Draw a layer of either kind."""
+    """Draw a layer that pools or one that does not."""
     arguments = {
         "max_vocabulary_size_per_gpu": case.any_of(20, 60, 300),
         "embedding_vec_size": case.any_of(1, 3, 4, 8, 17),
@@ -226,7 +226,7 @@ def _input(case: Case, layer, unseen: bool = False) -> Input:
     if samples == 0:  # torch has no jagged tensor without rows
         usable = ["values_offsets", "coo", "csr", "dense"]
     if weights is not None:
-        usable = [f for f in usable if f != "uncoalesced_coo"]  # has its own order of weights
+        usable = [f for f in usable if f != "uncoalesced_coo"]  # keeps its weights in another order
     form = case.any_of(*usable)
     case.note(form=form, bags=bags, weights=weights)
     with warnings.catch_warnings():
@@ -236,7 +236,7 @@ def _input(case: Case, layer, unseen: bool = False) -> Input:
 
 
 def _expected(layer, given: Input, vectors: torch.Tensor) -> torch.Tensor:
-    """Return the output for given vectors of all keys, in order."""
+    """Return the output expected for the input, given the vectors of its keys in order."""
     offsets = torch.tensor([0, *map(len, given.bags)]).cumsum(0)
     pooled = reference.embedding_bag(
         vectors,
@@ -281,7 +281,7 @@ def _call(case, group, inputs) -> dict[str, torch.Tensor]:
 
 
 def _train(case, group, optimizer, models) -> None:
-    """Take a step; at times in evaluation, where unseen keys are not inserted and do not learn."""
+    """Take a step, sometimes in evaluation mode, where unseen keys get no row and do not learn."""
     learns = case.maybe(0.9)
     group.train(learns)
     inputs = {name: _input(case, model.layer, not learns) for name, model in models.items()}
@@ -310,7 +310,7 @@ def _train(case, group, optimizer, models) -> None:
 
 
 def _refuse(case, group, inputs, models, full) -> None:
-    """Give tables more new keys than rows: these stay unchanged, while others may keep new keys."""
+    """Overfill some tables: they must stay unchanged, while the others may keep their new keys."""
     before = [buffer.clone() for name in full for buffer in group.layers[name].buffers()]
     try:
         _call(case, group, inputs)

@@ -1,4 +1,4 @@
-"""Calls with one bad argument raise an error of the right kind and change nothing."""
+"""Calls with one invalid argument raise an error of the right type and change nothing."""
 
 import torch
 
@@ -104,7 +104,7 @@ def refused_op(case: Case) -> None:
         if argument == "sample_weights":
             arguments[argument] = tensor.to(torch.int64)
     elif kind == "dimensions":
-        # A single number and a table's keys may have any shape.
+        # `step` and the keys of a hash table may have any shape.
         if argument == "step" or function in (hash_table.find, hash_table.find_or_insert):
             return
         arguments[argument] = tensor.unsqueeze(case.any_of(0, -1))
@@ -141,7 +141,7 @@ def refused_op(case: Case) -> None:
 
 
 def refused_lookup(case: Case) -> None:
-    """Bad input of a layer in training inserts none of its keys."""
+    """Invalid input to a layer in training inserts none of the input's keys."""
     layer = forms.make_layer(case.any_of("sum", "mean", "sqrtn"), padding_key=forms.PADDING)
     if case.maybe(0.2):
         layer = forms.make_layer(use_hashtable=False, embedding_initializer=nn.Constant(1.0))

@@ -90,7 +90,7 @@ def _ids(case, n, num_segments) -> torch.Tensor:
 
 
 def _lengths(case) -> list[int]:
-    """Draw the bags' numbers of keys: mostly few, at times more than a part or a chunk holds."""
+    """Draw the lengths of bags: mostly short, sometimes longer than a part or a chunk."""
     bags = case.size(case.most(600, 200))
     kind = case.any_of("short", "short", "empty", "one", "long", "very long")
     lengths = [case.random.randrange(12) for _ in range(bags)]
@@ -143,14 +143,14 @@ def embedding_bag(case: Case) -> None:
 
 
 def _sample_weights(case, n, dtype) -> torch.Tensor:
-    """Draw weights for which no sum is nearly zero by rounding; it may be exactly zero."""
+    """Draw weights whose sums may be exactly zero, but never nearly zero through rounding."""
     if case.maybe(0.3):
         return case.floats(n, dtype=dtype, kind="whole").sign()
     return (torch.rand(n, generator=case.generator, dtype=torch.float64) + 0.5).to(dtype)
 
 
 def _pooled_in_double(weight, rows, offsets, combiner, sample_weights, upstream):
-    """Return bags and gradients by the formulas, each with the magnitude of its terms."""
+    """Compute bags and gradients in float64; return each with the magnitude of its terms."""
     weight, g = weight.double(), upstream.double()
     bags = len(offsets) - 1
     bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())

@@ -1,4 +1,4 @@
-"""The optimizers' ops: a step of each rule, and steps that late rows have missed."""
+"""The optimizers' ops: a step of each rule, and the catch-up of late rows."""
 
 import torch
 
@@ -11,7 +11,7 @@ from .case import Case, Mismatch
 
 
 def _table(case, name, num_rows, dim, dtype):
-    """Draw a weight and states as after some steps; states lie together, apart or with gaps."""
+    """Draw a weight and states as after some steps; states are interleaved, separate or strided."""
     rule, _, count = CASES[name]
     wide = accumulate_dtype(dtype)
     weight = case.floats(num_rows, dim, dtype=dtype)
@@ -29,7 +29,7 @@ def _table(case, name, num_rows, dim, dtype):
 
 
 def _settings(case, name):
-    """Return a rule's settings from the suites, with other rates and decays."""
+    """Return a rule's settings from tests/ops, with other rates and decays."""
     rule, settings, count = CASES[name]
     settings = [float(value) for value in settings]
     settings[0] *= case.any_of(0.0, 0.1, 1.0)
@@ -129,7 +129,7 @@ def _check_update(case: Case, table, before, rule, settings, keywords) -> None:
             rounded, rounded_states, row_step_before, rows, grad, step_before, rule, settings,
             **keywords,
         )  # fmt: skip
-        # A different last bit of the float32 value may turn the rounding of one in thousands.
+        # A different last bit in float32 may change the rounding of one value in thousands.
         differ = int((weight != rounded).sum())
         if differ > 2 + weight.numel() // 100:
             raise Mismatch(f"{differ} of {weight.numel()} weights are rounded another way")

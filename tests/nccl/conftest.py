@@ -1,4 +1,4 @@
-"""The stand-in for libnccl, compiled once, and one process with it per file of tests."""
+"""Fixtures: the stand-in for libnccl, compiled once, and a process per test file that loads it."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from .fake import BUILT, in_process_of_its_own
 
 
 def compiled(folder, *options):
-    """Compile the stand-in as a library."""
+    """Compile the stand-in for libnccl; return the library's path."""
     if not BUILT:
         pytest.skip("a build without NCCL")
     if shutil.which("g++") is None:
@@ -29,7 +29,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fake(library):
-    """Return a function that calls another one in a process whose libnccl is fake_nccl.cpp."""
+    """Return ``call(function, ...)``, which runs a function in a process with fake_nccl.cpp."""
     with in_process_of_its_own(library) as call:
         call.library = library
         yield call
@@ -37,7 +37,7 @@ def fake(library):
 
 @pytest.fixture(scope="module")
 def old_fake(tmp_path_factory):
-    """Return the same with a library from before NCCL 2.28.7."""
+    """Return the same as `fake`, but with the functions of an NCCL before 2.28.7."""
     library = compiled(tmp_path_factory.mktemp("nccl"), "-DWITHOUT_REVOKE")
     with in_process_of_its_own(library) as call:
         yield call

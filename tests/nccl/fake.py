@@ -1,4 +1,4 @@
-"""Shared by the tests of the native exchange: a process whose libnccl is a stand-in.
+"""Helpers for tests of the native exchange, run in a process whose libnccl is a stand-in.
 
 The process must load the stand-in before any real libnccl.
 """
@@ -44,7 +44,7 @@ def the_fake():
 
 
 def calls():
-    """Return the calls since the last query."""
+    """Return the NCCL calls made since the last query."""
     return the_fake().fake_calls().decode().split("\n")[:-1]
 
 
@@ -53,7 +53,7 @@ def one_rank(device=CPU, timeout=LONG):
 
 
 def on_threads(world_size, function, cuda=lambda: None):
-    """Return the result of function(transport) on each rank, with threads as ranks.
+    """Run function(transport) on each rank, with threads as ranks; return the results.
 
     Args:
         world_size: number of ranks.
@@ -83,6 +83,6 @@ def on_threads(world_size, function, cuda=lambda: None):
 
 
 def launch(watch):
-    """Launch a collective that is under way from now on."""
+    """Make `watch` believe that a collective has just been launched."""
     with watch.launch():
         pass

@@ -22,7 +22,7 @@ namespace {
 enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5 };
 constexpr int kUint8 = 1;
 
-struct Config {  // the part of ncclConfig_t that all versions share
+struct Config {  // the fields of ncclConfig_t that all versions share
   size_t size;
   unsigned magic, version;
   int blocking;
@@ -32,7 +32,7 @@ struct Id {
   char bytes[128];
 };
 
-std::mutex mutex;  // guards everything below
+std::mutex mutex;  // guards all members below
 std::condition_variable changed;
 std::string calls;
 std::map<std::string, int> failures;
@@ -63,7 +63,7 @@ struct ncclComm {
   int rank, world_size;
   int state = kSuccess;
   bool stopped = false;
-  int groups = 0;  // threads in ncclGroupEnd
+  int groups = 0;  // number of threads in ncclGroupEnd
 };
 
 namespace {

@@ -1,4 +1,4 @@
-"""A stand-in for the streams of torch.cuda, over tensors in host memory, that finds races.
+"""A race-detecting stand-in for the streams of torch.cuda, over tensors in host memory.
 
 All ops run at once in the order of the host. An op that reads or writes memory which an op of
 another stream has written or read before, without an event between the two, is recorded as a race.
@@ -18,7 +18,7 @@ class Stream:
     def __init__(self, streams: "Streams", name: str) -> None:
         self.streams, self.name = streams, name
         self.cuda_stream = next(streams.numbers)
-        # Number of ops of each stream that must end before the next op on this one.
+        # Number of ops of each stream that must end before the next op on this stream.
         self.behind: dict[Stream, int] = {self: 0}
 
     def record_event(self) -> "Event":
@@ -51,8 +51,8 @@ class Streams:
     """Stand-in for `sparsekit.distributed.streams.Cuda`; each rank has one.
 
     Attributes:
-        log: actions of streams, in the order of the host.
-        ops: the ops of torch, and the stream of each.
+        log: actions of streams, in the order in which the host issued them.
+        ops: the torch ops, each with its stream.
         races: pairs of ops that may run in another order.
         kept: memory that must not be reused before its stream has ended.
         memory: memory used by ops, by address.
@@ -92,7 +92,7 @@ class Streams:
         self.kept.add((tensor.untyped_storage().data_ptr(), stream))
 
     def op(self, name: str, stream: Stream, read: list[Any], written: list[Any]) -> None:
-        """Record an op on a stream and its races; tensors stand for their memory."""
+        """Record an op on a stream, and the races that it causes on the memory of its tensors."""
         stream.behind[stream] += 1
         self.ops.append((name, stream.name))
         now = name, stream, stream.behind[stream]
@@ -146,7 +146,7 @@ class Noted(TorchDispatchMode):
 
 
 def _dense(values: Any) -> list[torch.Tensor]:
-    """Return all tensors in a value; a sparse one counts as its two parts."""
+    """Return all tensors in a value; a sparse tensor gives its indices and its values."""
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
     return [
         part
@@ -156,7 +156,7 @@ def _dense(values: Any) -> list[torch.Tensor]:
 
 
 def note_collectives(transport: Any, streams: Streams) -> list[torch.Tensor]:
-    """Tell streams about a transport's collectives; returns a list that collects their tensors."""
+    """Record a transport's collectives in `streams`; return a list that collects their tensors."""
     begin = transport.begin_all_to_all
     used = []
 

@@ -21,7 +21,7 @@ on_gpu = [
 
 @pytest.fixture
 def on_device():
-    # A device's name without a number, as users may write it.
+    # A device name without an index, as users may write it.
     transport = one_rank(torch.device("cuda"))
     yield transport
     transport.close()
@@ -90,7 +90,7 @@ class TestDevice:
         assert ahead.sum().item() == 3000
 
     def test_prefetch_beside_a_busy_stream(self, on_device, monkeypatch):
-        """Prefetch works with keys made late and memory of batches reused as soon as it is free."""
+        """Prefetch is correct even if keys are computed late and freed memory is reused at once."""
         exchange = Exchange(None, on_device.device, on_device)
         monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: exchange)
         group, twin = (
@@ -116,7 +116,7 @@ class TestDevice:
             inputs, following = following, batch(seed + 1)
             outputs = group(inputs)
             group.prefetch(following)
-            torch.cuda._sleep(20_000_000)  # stands for the dense part
+            torch.cuda._sleep(20_000_000)  # simulates the work of the dense part
             sum(out.square().sum() for out in outputs.values()).backward()
             expected = twin(inputs)
             for name, out in outputs.items():

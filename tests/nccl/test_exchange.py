@@ -53,12 +53,12 @@ def message_of_init(rank):
 
 
 def splits_of(rank, world_size):
-    """Return the sizes that a rank sends: nothing to some ranks, and much to rank 1."""
+    """Return the sizes that a rank sends: nothing to some ranks, and the most to rank 1."""
     return [(rank * 3 + other * 5) % 4 * (100 if other == 1 else 1) for other in range(world_size)]
 
 
 def all_to_all(transport, seed=0):
-    """Compare the received arrays with those that each rank must have sent, for each dtype."""
+    """Check that the arrays received are those that each rank has sent, for each dtype."""
     size = transport.world_size
     sizes = [splits_of(rank, size) for rank in range(size)]
     for dtype in DTYPES:
@@ -113,7 +113,7 @@ def test_an_exchange_is_one_group(fake):
 
 
 def test_ranks_connect_when_they_are_made(fake):
-    """Each rank sends to each, since the first message between two ranks waits for both."""
+    """Making a transport sends messages between all ranks: the first between two waits for both."""
     calls = fake(warm_up_of, 3)
     assert calls.count("ncclGroupEnd") == 3
     for rank in range(3):
@@ -158,7 +158,7 @@ def test_an_exchange_has_it_as_its_transport(fake):
 
 
 def step_of_a_layer(transport):
-    """A step whose keys and vectors go through the transport equals one without it."""
+    """A step that sends keys and vectors through the transport equals a step without it."""
     results = []
     for exchange in (None, Exchange(None, transport.device, transport)):
         before, embedding_table.exchange_of = (

@@ -1,4 +1,4 @@
-"""The native exchange over a stand-in for libnccl: calls fail, or ranks do not come."""
+"""The native exchange over a stand-in for libnccl: calls fail, or ranks are missing."""
 
 import gc
 import os
@@ -142,7 +142,7 @@ def kernel_that_does_not_end(rank):
     communicator = new_communicator()
     asked = []
     watch = Watch(communicator, 0.1, lambda: asked.append(time.monotonic()) or len(asked) < 3)
-    for _ in range(2):  # these two end in time
+    for _ in range(2):  # these two collectives end in time
         launch(watch)
         if not watch.is_alive():
             watch.start()
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come(fake, function):
 
 
 def abort_during_a_call(rank):
-    """The other rank never calls, and a third thread ends the wait."""
+    """The other rank never makes its call, and a third thread aborts the wait."""
     unique_id = _pybind.NcclCommunicator.unique_id()
     other = threading.Thread(target=nccl.NcclTransport, args=(1, 2, unique_id, CPU, LONG))
     other.start()
@@ -188,7 +188,7 @@ def abort_during_a_call(rank):
     begin = time.monotonic()
     while "ncclGroupEnd" not in (said := calls()) and time.monotonic() < begin + 30:
         time.sleep(0.01)
-    transport.communicator.check()  # does not wait for the call
+    transport.communicator.check()  # does not wait for the call in the other thread
     assert blocked.is_alive()
     transport.communicator.abort("no longer wanted")
     blocked.join(30)

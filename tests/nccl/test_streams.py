@@ -1,4 +1,4 @@
-"""Collectives of a step run on the right stream after the right events, and the host rarely waits.
+"""Collectives of a step wait for the right events on the right stream; the host rarely waits.
 
 Two ranks are threads of one process, over the stand-ins for libnccl and for torch.cuda's streams.
 """
@@ -95,7 +95,7 @@ def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None):
     return on_threads(2, of_rank, Streams)
 
 
-# The order of events in a step.
+# The order of events in a step
 
 
 def log_of_a_step(rank, tables):
@@ -178,7 +178,7 @@ def log_of_prefetch(rank, tables):
 @pytest.mark.parametrize("tables", [1, 26])
 def test_prefetch_works_on_the_own_stream(fake, tables):
     for log, ops, races in fake(log_of_prefetch, tables):
-        # Keys have come; then vectors, two collectives of the next batch, and gradients.
+        # Keys are already received. Vectors, two collectives of the next batch, then gradients.
         ahead = ["prefetch begins", *BEGIN, *SEND, *SEND, "prefetch ends"]
         assert log == [*WAIT, *COLLECTIVE, *ahead, *COLLECTIVE]
         assert races == []
@@ -231,7 +231,7 @@ def memory_of_collectives(rank):
 
 
 def test_memory_of_a_collective_is_kept_for_its_stream(fake):
-    """torch reuses memory as soon as no tensor holds it, unless told which streams still use it."""
+    """torch reuses the memory of a deleted tensor unless it knows which streams still use it."""
     for used, not_kept in fake(memory_of_collectives):
         assert used >= 8
         assert not_kept == 0
@@ -257,7 +257,7 @@ def test_another_batch_than_the_one_prefetched(fake):
     assert fake(unfinished) == [[], []]
 
 
-# How often the host waits.
+# How often the host waits
 
 
 def waits_of_a_step(rank, tables, ahead=False, streams=True, max_keys=None):
@@ -291,7 +291,7 @@ def test_the_host_waits_no_more_for_streams_than_without(fake, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("tables", [1, 26])
 def test_waits_of_a_step_on_two_ranks(fake, tables, ahead):
-    """Waits of ops are left out. With several tables, splitting their gradients costs one more."""
+    """Waits of ops are not counted. Splitting gradients of several tables costs one more wait."""
     parts = int(tables > 1)
     handshake = {"tolist": 4 + parts, "to the device": 1, "to the host": 1, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead) == [handshake] * 2
@@ -319,13 +319,13 @@ def waits_of_ops(rank, tables):
 
 
 def test_ops_wait_no_more_for_many_tables(fake):
-    fake(waits_of_ops, 1)  # the very first call waits once more
+    fake(waits_of_ops, 1)  # the very first call has an extra wait
     one, many = (fake(waits_of_ops, tables) for tables in (1, 26))
-    # Each step on each rank waits to learn whether keys found room and how long a gradient is.
+    # Each rank waits twice per step: for the tables' free capacity and for the gradient's length.
     assert one == many == 8
 
 
-# The stream by itself.
+# The stream by itself
 
 
 def test_a_cpu_has_no_streams():

@@ -75,7 +75,7 @@ class broken_stream:
 
 
 def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
-    """The event is from the launch before and says nothing about this one."""
+    """The event belongs to the previous launch and says nothing about this call."""
     monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
     communicator = Recorder()
     watch = Watch(communicator, 0.0, lambda: True)

@@ -1,4 +1,4 @@
-"""Pools of ranks: one for each world size, shared by the tests of a module."""
+"""Fixtures with pools of ranks, one per world size, that the tests of a module share."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def _choose(rank, backend):
 
 @pytest.fixture(params=BACKENDS)
 def two_ranks_over(two_ranks, request):
-    """Return a pool of two ranks; the tests run once with each backend of the exchange."""
+    """Return a pool of two ranks; each test runs once per backend of the exchange."""
     two_ranks(_choose, request.param)
     two_ranks.backend = request.param
     return two_ranks
@@ -38,7 +38,7 @@ def two_ranks():
 
 @pytest.fixture
 def fresh_ranks():
-    """Return a maker of pools with short timeouts, for tests that leave ranks dead or hanging."""
+    """Return a factory of pools with short timeouts, for tests that leave ranks dead or hanging."""
     pools = []
 
     def make(world_size, timeout=10, backend="auto"):

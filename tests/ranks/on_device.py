@@ -1,4 +1,4 @@
-"""Makes the ranks of a pool work on a device, although their tests only know the CPU.
+"""Makes the ranks of a pool work on a device, although their tests are written for the CPU.
 
 SPARSEKIT_RANKS_DEVICE=cuda: all ranks share one GPU. Tensors that tests make without naming a
 device are made there, and results return to the CPU, where one rank has computed the same. Ranks
@@ -55,7 +55,7 @@ class _MadeOnDevice(TorchFunctionMode):
 
 
 def begin() -> None:
-    """Set up a rank's device; called before anything else, but after its process group is made."""
+    """Set up a rank's device. Call this right after the process group is created."""
     if NAME == "cpu":
         return
     simt.load()
@@ -64,13 +64,13 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def where() -> Any:
-    """Return a context for the functions of a rank; tensors made in it are on the device."""
+    """Return a context manager in which a rank's functions create tensors on the device."""
     if NAME == "cpu":
         yield
         return
     device = torch.device("cpu" if NAME == "simt" else NAME)
     mode = simt.SimtMode() if NAME == "simt" else contextlib.nullcontext()
-    # Layers made without a device ask for the default one; other tensors come from functions.
+    # Layers use the default device; tensors made by torch's functions are redirected below.
     torch.set_default_device(device)
     # Some tests compare bits, but not all of torch's own ops can be deterministic.
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -82,5 +82,5 @@ def where() -> Any:
 
 
 def on_cpu(results: Any) -> Any:
-    """Return results on the CPU, where another process can receive and compare them."""
+    """Copy results to the CPU, so that another process can receive and compare them."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), results)

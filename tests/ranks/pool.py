@@ -1,8 +1,8 @@
-"""Pools of ranks for tests: processes with a gloo group that run a function together.
+"""Pools of ranks for tests: processes in a gloo group, all of which run the same function.
 
-The processes are forks of one that has imported torch, which takes seconds. A pool lives for a
-whole module; after a call that left a rank dead or in a collective, the next call starts new
-processes.
+The processes are forked from one that has already imported torch, since the import takes
+seconds. A pool serves a whole module; after a call that left a rank dead or in a collective, the
+next call starts new processes.
 """
 
 import multiprocessing
@@ -45,7 +45,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer of a process imports torch._dynamo, which would take seconds in each
+        # Making a first optimizer imports torch._dynamo, which would take seconds in each
         # rank.
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "sparsekit"])
         self.usable = True
@@ -62,11 +62,11 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, function: Any, *arguments: Any) -> list[Any]:
-        """Return each rank's result, or what it `Raised`, or that it `Died`."""
+        """Return each rank's result: its return value, a `Raised` or a `Died`."""
         if not self.usable:
             self.close()
             self._start()
-        self.usable = False  # until all ranks have answered; the wait may be interrupted
+        self.usable = False  # set again once all ranks have answered; the wait may be interrupted
         for connection in self.connections:
             connection.send((function, arguments))
         begin = time.monotonic()
@@ -74,7 +74,7 @@ class Ranks:
         answers = 0
         for connection in self.connections:
             try:
-                # Compute the patience in each turn: the machine may get busier while this waits.
+                # Compute the time limit in each turn: the machine may get busier during the wait.
                 while not (ready := connection.poll(1)):
                     if time.monotonic() - begin > patience(100 + self.timeout):
                         break
@@ -86,7 +86,7 @@ class Ranks:
         return results
 
     def __call__(self, function: Any, *arguments: Any) -> list[Any]:
-        """Return each rank's result; the test fails if one raised or died."""
+        """Return each rank's return value; the test fails if a rank raised or died."""
         results = self.outcomes(function, *arguments)
         for rank, result in enumerate(results):
             if isinstance(result, (Died, Raised)):
@@ -112,7 +112,7 @@ def _serve(
     environment: dict[str, str],
 ) -> None:
     sys.path[:] = path
-    # Take the test's path and environment; a fork has those of the first pool.
+    # Take the test's path and environment; the forked process has those of the first pool.
     os.environ.clear()
     os.environ.update(environment)
     import torch

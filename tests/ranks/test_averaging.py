@@ -1,4 +1,4 @@
-"""Dense gradients averaged over shared memory equal those that gloo averages."""
+"""Averages of dense gradients over shared memory equal those computed through gloo."""
 
 import time
 
@@ -71,7 +71,7 @@ def test_several_buckets(ranks):
 
 
 class _Both(torch.autograd.Function):
-    """Sum of two inputs; backward may reach either first."""
+    """Sum of two inputs; backward may visit the inputs in either order."""
 
     @staticmethod
     def forward(ctx, one, other):
@@ -83,7 +83,7 @@ class _Both(torch.autograd.Function):
 
 
 def in_another_order(rank):
-    """Run backward of the table before the dense part's on one rank, and after it on the other."""
+    """Run the table's backward before the dense part's on one rank, and after it on the other."""
     torch.manual_seed(0)
     table = sparsekit.DistributedEmbedding("sum", 100, 4, 1, 1, name="table")
     dense = DistributedDataParallel(torch.nn.Linear(4, 4))

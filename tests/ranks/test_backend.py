@@ -63,7 +63,7 @@ def test_torch_is_chosen(two_ranks, backend, device, reasons):
 
 
 def connected(rank, backend, device):
-    """Return which transport is connected for a device, and its timeout."""
+    """Return the name of the transport connected for a device, and its timeout."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (nccl, shared_memory):
             name = module.__name__.rpartition(".")[2]
@@ -117,7 +117,7 @@ def test_a_layer_on_the_cpu_cannot_have_nccl(two_ranks):
 
 
 def without_memory(rank, backend, what, where):
-    """Return the chosen transport and the warnings when some ranks are refused a resource."""
+    """Choose a transport while some ranks lack a resource; return its name and the warnings."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if rank == where:

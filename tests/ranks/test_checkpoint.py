@@ -17,7 +17,7 @@ from sparsekit.checkpoint.together import Together
 from .pool import Died, Ranks
 
 WORLDS = (1, 2, 3, 4)
-ROWS = 600  # rows of the second table, over all ranks
+ROWS = 600  # number of rows of the second table, over all ranks
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def part(rank, world):
 
 
 def begin(rank, world, folder, options):
-    """Train two steps and save; returns what this rank holds."""
+    """Train for two steps and save; return this rank's contents."""
     model, optimizers = made(**options)
     train(model, optimizers, 0, 2, part(rank, world))
     checkpoint.save(model, folder, optimizers)
@@ -42,7 +42,7 @@ def begin(rank, world, folder, options):
 
 
 def go_on(rank, world, folder, options):
-    """Load; returns what this rank holds, and what it holds after two more steps."""
+    """Load a checkpoint; return this rank's contents then and after two more steps."""
     model, optimizers = made(seed=5, **options)
     train(model, optimizers, 7, 8, part(rank, world))
     checkpoint.load(model, folder, optimizers)
@@ -58,7 +58,7 @@ def go_on(rank, world, folder, options):
 
 
 def together(parts):
-    """Join the tables of all ranks in the order of keys; take all else from rank 0."""
+    """Merge the tables of all ranks, sorted by key; take everything else from rank 0."""
     joined = dict(parts[0])
     for name in ("users", "rows"):
         order = torch.cat([each[f"{name} keys"] for each in parts]).argsort()
@@ -159,7 +159,7 @@ def test_chains(pools, tmp_path, in_background):
 
 
 def errors(rank, world, folder):
-    """A save that fails on one rank raises on all, and the earlier checkpoint stays."""
+    """A save that fails on one rank raises on all ranks and keeps the earlier checkpoint."""
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
     keep = Checkpoints(folder)
@@ -227,7 +227,7 @@ def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
 
 
 def too_small(rank, world, folder):
-    """Load a chain with more rows than rank 1 has room for, though none of its parts has more."""
+    """Load a chain whose total rows exceed rank 1's capacity, although no single part's do."""
     model, optimizers = made(capacity=30, placement="modulo", rows=ROWS // world)
     train_first_rows(model, optimizers)
     before = contents(model, optimizers)
@@ -280,7 +280,7 @@ def test_random_numbers_go_on_in_a_group_that_has_no_tables(pools, tmp_path):
 
 
 def of_groups(rank, world, folder):
-    """Each way to save and load works in groups of ranks; one group does not begin at rank 0."""
+    """Every function that saves or loads works in subgroups, even in one without rank 0."""
     groups = [dist.new_group([0]), dist.new_group(list(range(1, world)))]
     folder, options = folder / str(min(rank, 1)), {"process_group": groups[min(rank, 1)]}
     keys = torch.arange(10)
@@ -347,7 +347,7 @@ def load_own(rank, world, folder):
 
 
 def test_each_rank_has_its_own_states_or_those_of_the_first(pools, tmp_path):
-    """Random numbers go on only with the same number of ranks."""
+    """Random number generators are restored only if the number of ranks is the same."""
     random_numbers = pools[2](save_own, 2, tmp_path / "a")
     found = pools[2](load_own, 2, tmp_path / "a")
     assert [(value, drawn) for value, drawn, _ in found] == list(enumerate(random_numbers))
@@ -357,7 +357,7 @@ def test_each_rank_has_its_own_states_or_those_of_the_first(pools, tmp_path):
 
 
 def tables_of_other_kinds(rank, world, folder):
-    """All ways to save refuse them, with an error about rank 1 on all ranks."""
+    """Saving tables that differ between ranks raises on every rank, and the error names rank 1."""
     facts = {
         "dim": {"dim": (8, 4)[rank]},
         "placement": {"placement": ("hash", "modulo")[rank]},
@@ -378,7 +378,7 @@ def test_ranks_with_other_tables(pools, tmp_path):
 
 
 def layers_of_other_names(rank, world, folder):
-    """As those that are given none have after another number of layers."""
+    """Layers without a given name get other names on a rank that has made more layers before."""
     layers = {"t": sparsekit.Embedding(9, 2, name=f"of {rank}", seed=3)}
     checkpoint.save(torch.nn.ModuleDict(layers), folder / "a")
     DcpState(torch.nn.ModuleDict(layers)).state_dict()
@@ -390,7 +390,7 @@ def test_ranks_whose_layers_have_other_names(pools, tmp_path):
 
 
 def said_by_first(rank, world):
-    """Texts may have any bytes, up to the longest; names in a union may have any characters."""
+    """A text may hold any bytes up to the length limit; names in a union, any characters."""
     ranks = Together(torch.nn.Linear(1, 1))
     odd = os.fsdecode(b"caf\xe9")
     for text in ("", "x", odd, "x" * 4096):
@@ -417,7 +417,7 @@ def test_two_jobs_in_one_folder(pools, tmp_path):
 
 
 def odd_path(rank, world, folder):
-    """Save and load under a path that is not UTF-8; a second save there is refused."""
+    """Save and load under a path that is not UTF-8; a second save to the path is refused."""
     folder = folder / os.fsdecode(b"caf\xe9")
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
@@ -425,7 +425,7 @@ def odd_path(rank, world, folder):
     keep.save(0, model, optimizers)
     train(model, optimizers, 1, 2, part(rank, world))
     if rank == 1:
-        keep._marks = None  # as after an interrupt: all ranks must then write all rows
+        keep._marks = None  # as after an interrupt: all ranks must then save all rows
     keep.async_save(1, model, optimizers)
     keep.wait()
     with pytest.raises(RuntimeError, match="there is something already"):

@@ -1,4 +1,4 @@
-"""Commands that train on ranks: each line comes from the right rank."""
+"""Commands that train on several ranks: the right rank prints each line."""
 
 import contextlib
 import io
@@ -54,12 +54,12 @@ def test_one_rank_prints_the_figures_of_all(two_ranks, tmp_path, name):
         command += ["--set", f"data.test={path}"]
     whole = printed(0, command).splitlines()
     first, second = (output.splitlines() for output in two_ranks(printed, command))
-    loaded = 0 if name == "dlrm" else 1  # both ranks load data here, and each says so in a line
+    loaded = 0 if name == "dlrm" else 1  # here each rank loads data and prints a line
     assert len(second) == loaded
     assert len(first) == len(whole)
     for line, expected in zip(first[loaded:], whole[loaded:], strict=True):
         assert re.sub(r"[\d.,]+", "#", line) == re.sub(r"[\d.,]+", "#", expected)
-        # Batches of dlrm differ by rank, and so do seconds.
+        # The batches of dlrm differ by rank, and so do the printed seconds.
         if name != "dlrm" and not re.search(r"\d s\b", expected):
             numbers = [float(x) for x in re.findall(r"\d\.\d+", line)]
             assert numbers == pytest.approx(

@@ -43,7 +43,7 @@ def load(model, folder, optimizers, **options):
 
 
 def begin(rank, world, folder, options):
-    """Train two steps and save; returns what this rank holds."""
+    """Train for two steps and save; return this rank's contents."""
     model, optimizers = made(**options)
     train(model, optimizers, 0, 2, part(rank, world))
     save(model, folder, optimizers)
@@ -51,7 +51,7 @@ def begin(rank, world, folder, options):
 
 
 def go_on(rank, world, folder, options):
-    """Load; returns what this rank holds, and what it holds after two more steps."""
+    """Load a checkpoint; return this rank's contents then and after two more steps."""
     model, optimizers = made(seed=5, **options)
     train(model, optimizers, 7, 8, part(rank, world))
     load(model, folder, optimizers)
@@ -102,7 +102,7 @@ def test_on_as_many_ranks_training_goes_on_bit_for_bit(pools, tmp_path, optimize
 
 
 def parts_read(rank, world, folder, options):
-    """Load; returns the parts of tables that this rank has read."""
+    """Load a checkpoint; return the parts of tables that this rank has read."""
     model, optimizers = made(**options)
     seen, original = set(), sparsekit.checkpoint.dcp.DcpSource.read
 
@@ -146,7 +146,7 @@ def test_another_placement(pools, tmp_path, both):
 
 
 def errors(rank, world, folder):
-    """A save or load that fails on one rank raises on all, and what was there stays."""
+    """A save or load that fails on one rank raises on all ranks and leaves everything unchanged."""
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
     save(model, folder / "a", optimizers)

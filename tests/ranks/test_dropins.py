@@ -13,7 +13,7 @@ KINDS = ["vectors", "sum", "mean", "max", "weighted", "one by one"]
 
 
 def batch_of(rank, step):
-    """Return a rank's raw ids, some shared with other ranks, and some of them padding."""
+    """Return a rank's raw ids: some are shared with other ranks, and some are padding."""
     draw = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.randint(0, 30, (rank + 3, 4), generator=draw) * BIG // 7 - 3
     return ids, torch.rand(ids.shape, generator=draw)
@@ -45,7 +45,7 @@ def outputs_of(layer, kind, ids, weights):
 
 
 def train(rank, kind, world_size=None):
-    """Return outputs of some steps: of this rank, or of all if one process has all samples."""
+    """Train for some steps, on all samples if world_size is given; return outputs and gradients."""
     layer = layer_of(kind)
     optimizer = sparsekit.optim.SGD(layer.parameters(), lr=0.1)
     found = []
@@ -82,7 +82,7 @@ def message_of(call):
 
 
 def errors_of(rank):
-    """A bad input on one rank is an error on both, and the next call works."""
+    """Invalid input on one rank raises on both ranks, and the next call works."""
     layer, found = EmbeddingBag(9, 4, mode="max", name="bag"), []
     ids = torch.tensor([[1, 2]])
     found.append(message_of(lambda: layer(ids, None, torch.ones(1, 2) if rank == 0 else None)))

@@ -1,4 +1,4 @@
-"""A failure on one rank is an error on every rank, and no rank waits for long.
+"""A failure on one rank raises an error on every rank, and no rank waits for long.
 
 The pool sets the limit: a rank that still runs well after the timeout of its collectives counts as
 `Raised("hangs")`.
@@ -29,7 +29,7 @@ def step(module, keys):
 
 
 def raised(outcomes, kind, *parts):
-    """Check that every rank raised this kind of error with these parts in its message."""
+    """Check that every rank raised an error of this type whose message contains all the parts."""
     for outcome in outcomes:
         assert isinstance(outcome, Raised), outcome
         assert outcome.type == kind, outcome.trace
@@ -199,7 +199,7 @@ def frozen_on_one_later(rank):
 def other_seed_on_one_later(rank):
     module = layer("users")
     step(module, [1, 2])
-    module.seed.data.fill_(rank)  # no counter of writes notices this
+    module.seed.data.fill_(rank)  # a write through .data changes no version counter
     step(module, [1, 2])
 
 

@@ -27,7 +27,7 @@ def batch_of(rank, step):
 
 
 def of_all_ranks(world_size, step):
-    """Join the samples of all ranks, feature by feature."""
+    """Concatenate the samples of all ranks for each feature."""
     parts = [batch_of(rank, step) for rank in range(world_size)]
     calls = [part.of(key) for key in KEYS for part in parts]
     values = torch.cat([values for (values, _), _ in calls])
@@ -38,7 +38,7 @@ def of_all_ranks(world_size, step):
 
 
 def train(rank, strategy, output, unpooled=False, world_size=None):
-    """Return the outputs of some steps: of this rank, or of a process that has all samples."""
+    """Train for some steps; return the outputs for this rank's samples, or for all samples."""
     features = {**FEATURES, "unused": Feature("shared", None)} if unpooled else FEATURES
     group = group_of(strategy, output, features)
     optimizer = optim.SGD(group.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def test_ranks_are_one_rank(case, ranks):
 
 
 def refused(rank):
-    """An input that one rank cannot read is an error on all and changes nothing."""
+    """An input that is invalid on one rank raises on all ranks and changes nothing."""
     group = group_of("auto", "concatenated", FEATURES)
     keyed = batch_of(0, 2)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""The dense part under torch's fully_shard, beside tables, trains as on one rank."""
+"""A dense part under torch's fully_shard, in a model with tables, trains as on one rank."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ import sparsekit
 from sparsekit.distributed import ignored_parameters
 from sparsekit.optim import clip_grad_norm_, clip_grad_value_
 
-# All rules take the same path; these three cover each form of state.
+# All rules run the same code; these three cover each form of optimizer state.
 RULES = ["LazyAdam", "Adam", "RowWiseAdagrad"]
 
 
@@ -66,7 +66,7 @@ def test_fully_shard_beside_tables(two_ranks):
 
 
 def replicas(rank):
-    """Return norms of DTensors: sharded, replicated, and partly both."""
+    """Return norms of DTensors that are sharded, replicated, or each on one axis of the mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -129,7 +129,7 @@ def test_ignored_parameters(two_ranks):
 
 
 def accumulate(rank, group=None):
-    """Return gradients of two half batches without a step between them, the first under no_sync."""
+    """Return the gradients accumulated over two half batches, the first of them under no_sync."""
     made = model(group)
     keys = torch.randint(0, 30, (8, 3), generator=torch.Generator().manual_seed(0))
     if group is not None:

@@ -1,4 +1,4 @@
-"""Clipping and the check of gradients on two ranks act as on one rank, and alike on both."""
+"""Gradients are clipped and checked on two ranks as on one, with the same result on both."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradient
 
 BATCH, SLOTS, NNZ, DIM = 12, 2, 3, 5
 SHARES = {"even": (6, 6), "uneven": (1, 11), "rank 1 has no samples": (12, 0)}
-# Keys of a table; with "modulo", rank 0 owns all even ones, so rank 1 learns no row.
+# Keys of a table; with "modulo", rank 0 owns all even keys, so rank 1 learns no row.
 KEYS = {"all": lambda keys: keys, "even": lambda keys: 2 * keys}
 
 
@@ -44,7 +44,7 @@ def backward(rank, share, keys_of, dtype, use_hashtable=True):
 
 
 def clip(rank, share, keys_of, dtype, max_norm, norm_type, without=None):
-    """Clip; returns the norm, each key's clipped gradient, and the head's gradients."""
+    """Clip the gradients; return their norm, each key's clipped gradient and the head's."""
     model, layer, head = backward(rank, share, keys_of, dtype)
     if rank == 1 and without is not None:
         assert layer.weight.grad is None or len(layer.weight.grad._values()) == 0
@@ -104,7 +104,7 @@ def test_a_rank_without_parameters_takes_part(two_ranks):
 
 
 def clip_in_groups(rank):
-    """Clip in groups of one rank each, whose tables are separate."""
+    """Clip in process groups of one rank, each of which has its own tables."""
     groups = [dist.new_group([0]), dist.new_group([1])]
     before = settings.process_group
     sparsekit.init(process_group=groups[rank])
@@ -127,7 +127,7 @@ def total_norm(parameters, **how):
 
 
 def unscaled(parameters):
-    """Access gradients as a GradScaler and loggers of norms do."""
+    """Access gradients in the way of a GradScaler and of loggers of norms."""
     for p in parameters:
         p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
     torch.norm(torch.stack([p.grad.detach().data.norm(2) for p in parameters]))
@@ -145,7 +145,7 @@ NORMS_OF_TORCH = {
 
 
 def clip_by_torch(rank, penalty, twice):
-    """Clip by torch after uneven shares, so that the norms of the ranks' own rows differ."""
+    """Clip with torch's function; the shares are uneven, so each rank's rows have another norm."""
     for way in NORMS_OF_TORCH.values():
         model, layer, _ = backward(rank, SHARES["uneven"], "all", torch.float32)
         if twice:
@@ -157,7 +157,7 @@ def clip_by_torch(rank, penalty, twice):
         with pytest.raises(RuntimeError, match=r"^layer: .* sparsekit\.optim\.clip_grad_norm_"):
             way(parameters)
         assert all(map(torch.equal, before, [p.grad.to_dense() for p in parameters]))
-        # Functions that work row by row are right for a shard, too.
+        # Functions that treat each row separately are correct for a shard, too.
         total = clip_grad_norm_(parameters, math.inf)
         torch.nn.utils.clip_grads_with_norm_(parameters, total / 2, total)
         after = [p.grad.to_dense() for p in parameters]
@@ -205,7 +205,7 @@ def test_all_ranks_see_a_norm_that_is_not_finite(two_ranks, bad_rank, bad, norm_
 
 
 def clip_alone(rank):
-    """Return norms over groups of one rank each, which share nothing."""
+    """Return norms over process groups of one rank, which share nothing."""
     groups = [dist.new_group([one]) for one in range(2)]
     weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1))
     weight.grad = torch.tensor([3.0 + rank])
@@ -220,7 +220,7 @@ def test_the_group_may_be_given(two_ranks):
 
 
 def twice(rank, strategy):
-    """Gradients of the output can be differentiated again; for those of the table this raises."""
+    """Gradients of the output can be differentiated again; those of the table raise an error."""
     layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
     keys = torch.arange(6).view(2, 1, 3) + rank
     out = layer(keys)
@@ -241,8 +241,8 @@ def test_a_gradient_of_a_sharded_gradient_is_refused(two_ranks, strategy):
 def check(rank, broken, use_hashtable):
     """Return the key of the first broken row, and what check_finite_gradients reports.
 
-    Ranks in `broken` have an infinity in the second row of the gradient, and rank 0 also in the
-    third.
+    On the ranks in `broken`, the second row of the gradient has an infinity; on rank 0, the third
+    row has one, too.
     """
     model, layer, head = backward(rank, SHARES["uneven"], "all", torch.float32, use_hashtable)
     key = None
@@ -305,7 +305,7 @@ def test_the_group_of_the_check_may_be_given(two_ranks):
 
 
 def test_what_is_made_of_a_shards_gradient_is_one():
-    """A result with such a gradient among its arguments is marked: a norm would be wrong."""
+    """Results computed from a ShardGradient are ShardGradients: their norm would be wrong, too."""
     own = ShardGradient.of(torch.ones(3, 2), "users")
     ones = torch.ones(3, 2)
     for made in (own * 2, torch.add(ones, own), torch.where(ones > 0, own, ones), own + ones):

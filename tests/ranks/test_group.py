@@ -1,4 +1,4 @@
-"""Many tables share one exchange: equal to separate layers, with a fixed number of collectives."""
+"""A group of many tables equals separate layers and needs a fixed number of collectives."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def layers(count, prefix):
-    """Return layers that mix dims, dtypes and kinds; some do not pool, some have no hash table."""
+    """Return layers of mixed dims and dtypes; some do not pool, and some have no hash table."""
     made = {}
     for i in range(count):
         dim, dtype, hashed = 1 + i * 3 % 17, DTYPES[i % 3], i % 4 != 3
@@ -37,7 +37,7 @@ def inputs(made, rank, seed):
 
 
 def compare(rank, count):
-    """Compare a group with separate layers in some steps; returns the collectives of a step."""
+    """Compare a group with separate layers for some steps; return the collectives per step."""
     together, apart = layers(count, "g"), layers(count, "s")
     group = sparsekit.EmbeddingGroup(together)
     exchange = next(iter(together.values())).exchange
@@ -76,7 +76,7 @@ def test_a_group_is_its_layers_and_has_a_fixed_number_of_collectives(ranks):
 
 
 def collectives_of_steps(rank, in_backward):
-    """Return the collectives of one training step for each number of tables."""
+    """Return, for each number of tables, the number of collectives of one training step."""
     counts = {}
     for count in (1, 26, 100):
         tables = {
@@ -133,7 +133,7 @@ def test_more_tables_than_a_handshake_has_room_for(ranks, count):
 
 
 def interrupted_at_the_rest(rank):
-    """Rank 1 never sends the rest of its counts, and continues with the next lookup."""
+    """Rank 1 is interrupted before it sends its remaining counts, and starts a new lookup."""
     group, keys = many_tables(508)
     exchange = group.layers["t0"].exchange
     if rank == 1:
@@ -173,7 +173,7 @@ def test_an_error_shows_where_many_tables_differ(two_ranks):
 
 
 def prefetched(rank):
-    """Compare steps with and without prefetch, one of them with another batch than prefetched."""
+    """Compare steps with and without prefetch; one step gets another batch than the prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
     optimizers = [sparsekit.optim.LazyAdam(g.parameters(), lr=0.1) for g in (plain, ahead)]
     batches = [inputs(plain.layers, rank, seed) for seed in range(5)]

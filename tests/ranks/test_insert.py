@@ -1,4 +1,4 @@
-"""With insert=False on all ranks no owner gives a new key a row; ranks must agree on it."""
+"""With insert=False on all ranks, new keys get no row; ranks must agree on the value."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""After an interrupt on one rank, none trains on parts of two steps, and none hangs."""
+"""After an interrupt on one rank, no rank mixes data of two steps, and no rank hangs."""
 
 import itertools
 import os
@@ -29,7 +29,7 @@ class Run:
         self.batch = 0
 
     def train(self):
-        """Train on keys 2n and 2n + 1 in batch n on every rank: each rank learns one of them."""
+        """Train on keys 2n and 2n + 1 in batch n on every rank; each rank owns one of the keys."""
         number, self.batch = self.batch, self.batch + 1
         self.layer.weight.grad = None
         self.layer(torch.tensor([[[2 * number, 2 * number + 1]]])).sum().backward()
@@ -42,7 +42,7 @@ class Run:
         assert (grad._values() == dist.get_world_size()).all()
 
     def skip(self):
-        """Skip to a batch number that all ranks share, as after loading a checkpoint."""
+        """Continue at a batch number that all ranks share, as after loading a checkpoint."""
         self.batch = (self.batch // 10 + 1) * 10
 
 
@@ -53,11 +53,11 @@ def of_all_ranks(value):
 
 
 def replace_exchange(layer):
-    """Replace a broken exchange by a working one: cheaper than new processes."""
+    """Replace a broken exchange by a working one, which is faster than starting processes."""
     exchanges = world._exchanges[dist.group.WORLD]
     ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
     device, backend, timeout, _ = key
-    # The other rank closes its own too: both must count groups alike to name the next one.
+    # The other rank closes its exchange, too: the ranks must count groups alike to name the next.
     layer.exchange.close()
     group = dist.new_group(timeout=timeout)
     transport = world.make_transport(backend, group, device, timeout)
@@ -65,7 +65,7 @@ def replace_exchange(layer):
 
 
 def trial(rank, way, interruption):
-    """Interrupt a step on rank 1, which then continues; returns the errors that ranks got."""
+    """Interrupt a step on rank 1; return if this rank was interrupted, and the error it got."""
     run = Run(way)
     run.step()
     told, interrupted = "", False

@@ -1,4 +1,4 @@
-"""The trainer with loaders, each of which reads its rank's samples."""
+"""The trainer with data loaders, one per rank, each of which reads that rank's samples."""
 
 import io
 
@@ -15,7 +15,7 @@ from sparsekit.train.scaling import Case, samples_per_second
 
 from .pool import Raised
 
-ROWS, BATCH = 29, 12  # the batch of all ranks
+ROWS, BATCH = 29, 12  # BATCH is the global batch size
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_an_error_of_one_loader_is_an_error_on_all_ranks(two_ranks):
 
 
 def stop_early(rank):
-    """Early stopping follows rank 0, although other ranks see other values."""
+    """Early stopping follows the values of rank 0, although those of other ranks differ."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO())
@@ -174,7 +174,7 @@ def test_ranks_stop_together(two_ranks):
 
 
 def bytes_of_steps(rank, evaluated):
-    """Train with an evaluation of `evaluated` lookups; returns the logged bytes of each step."""
+    """Train with an evaluation of `evaluated` lookups; return the logged bytes of each step."""
     layer = sparsekit.DistributedEmbedding("sum", 40, 2, 1, 1, placement="modulo", name="t")
     records = []
 

@@ -108,7 +108,7 @@ def test_not_pooled(two_ranks, dynamic):
 
 
 def check_strategies(rank):
-    """auto takes the way that moves fewer bytes, and both ways give the same result."""
+    """auto takes the route that moves fewer bytes, and both routes give the same result."""
     generator = torch.Generator().manual_seed(rank)
     large = torch.randint(0, 10**9, (4, 1, 200), generator=generator)  # keys do not repeat
     small = torch.randint(0, 50, (400, 1, 2), generator=generator)
@@ -175,7 +175,7 @@ def test_the_bytes_at_which_the_way_changes(ranks):
 
 
 def weights_without_a_sum(rank):
-    """Weights of a bag may cancel out, over all ranks or among one rank's keys."""
+    """The weights of a bag may add up to zero, over all ranks or among one rank's keys."""
     keys, offsets = torch.tensor([1, 2, 2, 4, 3, 1, 5]), torch.tensor([0, 2, 4, 6, 7])
     weights = torch.tensor([0.5, -0.5, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     for combiner in COMBINERS:
@@ -322,7 +322,7 @@ def test_an_unseen_key_reads_in_evaluation_what_training_would_start_from(ranks)
 
 
 def check_gradient(rank):
-    """Gradients agree with central differences: all ranks call, and one changes its shard."""
+    """Gradients agree with central differences: all ranks look up while one perturbs its shard."""
     layer = sparsekit.DistributedEmbedding(
         "sqrtn", 10, 2, 2, 3, dtype=torch.float64, name="g", gradient_reduction="sum"
     )
@@ -377,7 +377,7 @@ def test_distinct_keys_move_fewer_bytes(two_ranks):
 
 
 def watched(rank):
-    """Return the bytes for the other rank of each collective of a step that is watched."""
+    """Return the bytes sent to the other rank in each collective of a profiled step."""
     made, expected = (sparsekit.Embedding(40, 3, name="watched") for _ in range(2))
     keys = torch.arange(3 + 8 * rank)
     sent = []
@@ -405,6 +405,6 @@ def watched(rank):
 
 def test_a_step_that_is_watched(two_ranks):
     of_ranks = two_ranks(watched)
-    # The handshake has one size; then keys, vectors and gradients, of which rank 1 asks for more.
+    # The handshakes have equal sizes. Keys, vectors and gradients follow; rank 1 has more keys.
     assert of_ranks[0][0] == of_ranks[1][0]
     assert [one < other for one, other in zip(*of_ranks, strict=True)] == [False, True, False, True]

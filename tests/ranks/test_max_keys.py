@@ -1,4 +1,4 @@
-"""With a fixed number of keys for each rank, keys travel without a handshake."""
+"""With a limit on the keys for each rank, keys are sent without a handshake."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def layers(prefix, most, count=5):
 
 
 def batch(rank, seed, names):
-    """Return a batch whose size differs by rank; the last rank has no keys at times."""
+    """Return a batch whose size differs by rank; in some batches the last rank has no keys."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     bags = 0 if seed % 3 == 2 and rank == 1 else 3 + 2 * rank
     return {name: torch.randint(0, 60, (bags, 2, 3), generator=generator) for name in names}
@@ -40,7 +40,7 @@ def train(group, optimizer, inputs):
 
 
 def equal_to_those_without(rank, wire_dtype, ahead):
-    """Compare weights after steps with and without limit; returns the collectives of each step."""
+    """Compare steps with and without a key limit; return the number of collectives per step."""
     sparsekit.init(wire_dtype=wire_dtype)
     groups = [sparsekit.EmbeddingGroup(layers("m", most)) for most in (40, None)]
     sparsekit.init(wire_dtype=None)
@@ -74,7 +74,7 @@ def equal_to_those_without(rank, wire_dtype, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_keys_without_a_handshake(ranks, ahead):
     wire_dtype = torch.bfloat16 if ahead else None
-    # The group without a limit needs four, the one with it three once all ranks know the limit.
+    # Without a limit, a step has four collectives; with one, three once all ranks know the limit.
     for collectives in ranks(equal_to_those_without, wire_dtype, ahead):
         assert collectives == [8, 7, 7, 7, 7, 7]
 
@@ -91,7 +91,7 @@ def step(module, keys):
 
 
 def too_many_keys(rank, first):
-    """Rank 1 asks rank 0 for three keys where two are allowed; later steps keep to the limit."""
+    """Rank 1 requests three keys from rank 0, but the limit is two; later steps stay within it."""
     module = one(2)
     if not first:
         step(module, [0, 1, 2, 3])
@@ -173,7 +173,7 @@ def test_an_agreement_that_one_rank_has_missed(two_ranks_over):
 
 
 def an_attribute_of_one(rank):
-    """An attribute that no plan depends on changes on one rank."""
+    """Set an attribute on which no plan depends, on one rank only."""
     module = one(3)
     exchange = module.exchange
     for i in range(4):
@@ -189,7 +189,7 @@ def test_an_attribute_that_is_set_on_one_rank(two_ranks):
 
 
 def without_a_way_by_key(rank):
-    """A limit has no effect on one of two layers in a group, or on a layer that goes by bag."""
+    """A limit has no effect if another layer of the group has none, or if the route is by bag."""
     group = sparsekit.EmbeddingGroup({"a": one(1, "a"), "b": one(None, "b")})
     keys = torch.tensor([[[0, 1]], [[2, 3]]])
     group({"a": keys, "b": keys})

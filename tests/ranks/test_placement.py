@@ -1,4 +1,4 @@
-"""The map of owners loads ranks evenly, is saved in states and agrees on all ranks."""
+"""The map of owners balances ranks, is saved in states and is the same on all ranks."""
 
 import copy
 import io
@@ -67,7 +67,7 @@ def test_ranks_hold_about_as_many_rows_each(world_size):
 
 
 def round_trip(rank, assign):
-    """A layer continues with the map of the loaded state, even if it had another one."""
+    """A layer uses the map of a loaded state, even if its own map was different."""
     made, twin, loaded = layer("a"), layer("twin", seed=3), layer("b", seed=7)
     assert made.owners is twin.owners is loaded.owners is even_map(2, torch.device("cpu"))
     assert made.state_dict()["owners"].data_ptr() == made.owners.data_ptr()
@@ -109,7 +109,7 @@ def copies(rank):
         torch.testing.assert_close(other(keys(9)).float(), expected)
     moved = layer("moved")._apply(torch.clone)  # as a move to another device does
     assert moved.owners is even_map(2, torch.device("cpu"))
-    # An averaged layer takes over the map of its model's layer, and no other one's.
+    # An averaged layer takes the map of the layer that it averages, not of another layer.
     model = torch.nn.ModuleList([layer("one"), layer("other")])
     averaged = AveragedModel(model)
     model[1].owners = reversed_map(model[1])
@@ -210,7 +210,7 @@ def test_a_map_with_something_that_is_no_rank(two_ranks):
 
 
 def kept(rank):
-    """The map is hashed once, not at each lookup."""
+    """The map's hash is computed once, not in each lookup."""
     module = layer()
     made = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""``sparsekit predict``: a model that `train dlrm --save` wrote predicts other files."""
+"""``sparsekit predict`` predicts files with a model saved by ``train dlrm --save``."""
 
 import contextlib
 import csv
@@ -40,7 +40,7 @@ def clicks(tmp_path):
 
 
 def train(data, *more, model="dlrm", columns=("click", "user,item", "price"), ranks="1"):
-    """Return the arguments of a training whose test file is its training file."""
+    """Return command-line arguments that train and test on the same file."""
     settings = [f"data.{n}={c}" for n, c in zip(("label", "sparse", "dense"), columns, strict=True)]
     settings += [f"data.test={data}", "model.dim=4", "model.rows=300", "optimizer.lr=0.02"]
     settings += ["trainer.batch_size=50"]
@@ -49,7 +49,7 @@ def train(data, *more, model="dlrm", columns=("click", "user,item", "price"), ra
 
 
 def on_rank(rank, command):
-    """Run what the command starts on each rank; returns the output."""
+    """Run on each rank what the command would start there; return the output."""
     args = make_parser().parse_args(command)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

@@ -42,7 +42,7 @@ def strike(kind):
 
 
 class Lines:
-    """Context that counts the lines of sparsekit run in it, and causes a fault at one of them."""
+    """Context that counts the executed lines of sparsekit and causes a fault at one of them."""
 
     def __init__(self, kind=None, number=None):
         self.kind, self.number, self.count = kind, number, 0
@@ -86,7 +86,7 @@ def train(group, optimizer, generator):
 
 
 def check(group):
-    """Check that each key of a table has its own row and that all trained numbers are finite."""
+    """Check that each key of a table has its own row and that all trained values are finite."""
     for layer in group.layers.values():
         keys = layer.table.keys()
         assert len(set(keys.tolist())) == len(keys) == len(layer.table)
@@ -95,7 +95,7 @@ def check(group):
 
 
 def renew_exchanges():
-    """Replace broken exchanges by working ones: cheaper than new processes."""
+    """Replace broken exchanges by working ones, which is faster than starting processes."""
     exchanges = world._exchanges.get(dist.group.WORLD, {})
     for (device, backend, timeout, purpose), exchange in exchanges.items():
         exchange.close()
@@ -105,7 +105,7 @@ def renew_exchanges():
 
 
 def trial(rank, way, kind, victim, share):
-    """Train with a fault; returns the error raised and the seconds taken."""
+    """Train with a fault; return the error raised and the seconds taken."""
     renew_exchanges()
     sparsekit.init(timeout=TIMEOUT)
     generator = torch.Generator().manual_seed(rank)

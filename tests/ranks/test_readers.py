@@ -1,4 +1,4 @@
-"""Readers of sparsekit.data take their rank from torch.distributed."""
+"""Readers of sparsekit.data get their rank from torch.distributed."""
 
 import pickle
 from unittest import mock

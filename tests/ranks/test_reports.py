@@ -1,4 +1,4 @@
-"""Texts of errors that concern several ranks."""
+"""Messages of errors that concern several ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Keys that get rows which a load or a reset freed on several ranks start with fresh states."""
+"""On several ranks, a new key in a row that a load or reset freed gets a fresh optimizer state."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The transport through shared memory carries the same as gloo."""
+"""The transport through shared memory delivers the same data as gloo."""
 
 import gc
 import itertools
@@ -38,13 +38,13 @@ def any_ranks(request):
 
 
 def message(number, sender, receiver, size, dtype=torch.uint8):
-    """Return the message from one rank to another in a collective; both ranks can compute it."""
+    """Return the message of one rank to another in a collective, as both ranks can compute it."""
     first = 31 * number + 7 * sender + 3 * receiver
     return torch.arange(first, first + size).to(dtype)
 
 
 def sizes_of(number, world_size, most):
-    """Return the elements from each rank to each, the same on all ranks; some sums are 0."""
+    """Return the message sizes between all ranks, the same on all ranks; some totals are 0."""
     generator = random.Random(number)
     return [
         [
@@ -56,7 +56,7 @@ def sizes_of(number, world_size, most):
 
 
 def begin(transport, number, most, dtype=torch.uint8):
-    """Begin a collective of random sizes; returns its wait function and the expected parts."""
+    """Begin a collective of random sizes; return its wait function and the expected result."""
     rank, world_size = transport.rank, transport.world_size
     sizes = sizes_of(number, world_size, most)
     ranks = range(world_size)
@@ -154,7 +154,7 @@ def test_what_fits_is_sent_at_once(any_ranks):
 
 
 def late(rank):
-    """Return seconds for collectives with one late rank, and for one that waits for room."""
+    """Time small collectives with a late rank, and a large one that waits for buffer space."""
     transport = made()
     world_size = transport.world_size
     begin = time.monotonic()
@@ -175,7 +175,7 @@ def late(rank):
 
 
 def test_ranks_that_sleep_are_woken(ranks):
-    # A sleeping rank that is not woken looks every 0.1 s: these collectives would take ten seconds.
+    # A sleeping rank that is not woken polls every 0.1 s: the collectives would take ten seconds.
     for small, large in ranks(late):
         assert small < patience(4)
         assert large < patience(4)
@@ -229,7 +229,7 @@ def longer(rank, size):
     receive_splits = [size if rank == 0 else 1] * world_size
     send = torch.zeros(sum(send_splits), dtype=torch.uint8)
     transport.all_to_all(send, send_splits, receive_splits)
-    # Ranks that had no error so far get it from rank 0 here.
+    # Ranks without an error so far get the error from rank 0 here.
     transport.all_to_all(send, send_splits, receive_splits)
 
 
@@ -277,7 +277,7 @@ def test_wrong_arguments(two_ranks):
 
 
 def two_threads(rank):
-    """Two threads exchange at the same time, each through its own transport."""
+    """Two threads exchange data at the same time, each through its own transport."""
     transports = [made(), made()]
     errors = []
 

@@ -23,8 +23,8 @@ from .pool import Died, Raised, Ranks
 
 pytestmark = pytest.mark.skipif(on_device.NAME != "cpu", reason="for tensors on the CPU")
 
-LARGE = 3 << 20  # bytes: more than the memory holds
-# A rank that waits for a dead one looks every 0.1 s; the rest is for a busy machine.
+LARGE = 3 << 20  # bytes: more than the shared memory holds
+# Seconds. A rank that waits for a dead rank polls every 0.1 s; the rest is for a busy machine.
 SOON = 4
 
 
@@ -51,7 +51,7 @@ def check(transport, received):
 
 
 def seconds_to_raise(function):
-    """Return the seconds until a function raises, and the message."""
+    """Return the seconds until a function raises, and the error's message."""
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         function()
@@ -128,7 +128,7 @@ def leave_after_sending(rank):
             all_to_all(transport)
         return
     time.sleep(0.5)
-    check(transport, wait())  # rank 1 sent it all before it closed
+    check(transport, wait())  # rank 1 sent the whole message before it closed
     seconds, text = seconds_to_raise(all_to_all(transport))
     assert seconds < SOON
     assert "rank 1 is gone: it has closed its exchange" in text
@@ -231,7 +231,7 @@ def nothing_is_left(rank):
         with open("/proc/net/unix") as listed:
             return sum("@" in line.split()[-1] for line in listed)
 
-    made().close()  # creates what a process keeps for ever
+    made().close()  # the first transport opens files that stay open until the process ends
     dist.barrier()
     before = files(), sorted(os.listdir("/dev/shm")), "memfd:sparsekit" in maps()
     dist.barrier()
@@ -287,7 +287,7 @@ POSITIONS, RINGS, MEBIBYTE = 4096, 8192, 1 << 20
 
 
 def fill(first, last, word):
-    """Overwrite a part of the memory that ranks share."""
+    """Overwrite bytes `first` to `last` of the memory that ranks share."""
     mapped = re.search(r"(\w+)-(\w+) .*memfd:sparsekit", maps())
     begin, end = (int(address, 16) for address in mapped.groups())
     assert end - begin == RINGS + 2 * MEBIBYTE
@@ -301,7 +301,7 @@ def overwrite_positions(rank, word):
     dist.barrier()
     if rank == 1:
         fill(POSITIONS, RINGS, word)
-        dist.barrier()  # wait until rank 0 has looked: sending would repair the positions
+        dist.barrier()  # wait until rank 0 has read the positions: sending would repair them
     text = seconds_to_raise(lambda: all_to_all(transport, LARGE)())[1]
     if rank == 0:
         dist.barrier()
@@ -310,7 +310,7 @@ def overwrite_positions(rank, word):
 
 @pytest.mark.parametrize("word", [1, 9, 1 << 40, 2**64 - 8, 2**64 - 1])
 def test_positions_that_are_overwritten(two_ranks, word):
-    # The first rank to notice gives up, and then the other does.
+    # The first rank to notice the damage gives up, and then the other rank does.
     for text in two_ranks(overwrite_positions, word):
         assert "the memory shared with another rank has been overwritten" in text
 
@@ -332,7 +332,7 @@ def test_sizes_that_are_overwritten(two_ranks, word):
 
 
 def strangers(rank):
-    """Processes that are no ranks connect first and send garbage."""
+    """Processes that are not ranks connect first and send garbage."""
     offer = shared_memory._Meeting.offer
     kept = []
 

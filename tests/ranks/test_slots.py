@@ -1,4 +1,4 @@
-"""Combiners and limits by slot on several ranks equal those of one rank."""
+"""Combiners and key limits per slot act on several ranks as on one."""
 
 import pytest
 import torch

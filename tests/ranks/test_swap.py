@@ -1,4 +1,4 @@
-"""Tensors that two ranks swap, and their gradients."""
+"""Two ranks swap tensors; the gradients are swapped back."""
 
 from types import SimpleNamespace
 

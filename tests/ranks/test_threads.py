@@ -1,4 +1,4 @@
-"""Threads of one rank take turns with the exchange."""
+"""Threads of one rank use its exchange one at a time."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def keys(begin):
 
 
 def in_turns(rank, exchange, first, second):
-    """Call two functions; on rank 0 the second runs in a thread once the first sent a header."""
+    """Call two functions; on rank 0, a thread calls the second once the first has sent a header."""
     if rank == 1:
         first()
         second()

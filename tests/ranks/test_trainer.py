@@ -1,4 +1,4 @@
-"""The trainer on N ranks has the weights and losses of one rank."""
+"""Training on N ranks gives the same weights and losses as on one rank."""
 
 import errno
 import io
@@ -64,8 +64,7 @@ def train(rank, dtype, optimizer, penalty):
 
 
 def assert_same(many, one, tolerance):
-    """Compare the results ``(keys, rows, dense weight, losses)`` of several ranks with one
-    rank's."""
+    """Compare results of several ranks with one rank's: keys, rows, dense weight and losses."""
     keys, rows, dense, losses = zip(*many, strict=True)
     assert all(torch.equal(weight, dense[0]) for weight in dense)
     assert all(loss == losses[0] for loss in losses)
@@ -109,7 +108,7 @@ def train_ratings(rank):
 
 
 def saved_and_loaded(rank, path):
-    """Return predictions of a model, after checking those of its copy from a file."""
+    """Return a model's predictions, after checking that a copy loaded from a file agrees."""
     generator = torch.Generator().manual_seed(1)
     users, items = (torch.randint(0, n, (136,), generator=generator) for n in (12, 9))
     ratings = torch.rand(136, generator=generator) * 4 + 1
@@ -201,7 +200,7 @@ class Stopped(Exception):
 
 
 def resumed(rank, folder):
-    """Return the losses of a run without a break, and of one resumed in mid-epoch."""
+    """Return the losses of an uninterrupted run, and of a run resumed in mid-epoch."""
 
     def fit(name, last):
         steps = 0
@@ -234,7 +233,7 @@ def resumed(rank, folder):
 
 
 def test_losses_of_an_epoch_that_goes_on_in_its_middle(ranks, tmp_path):
-    """The losses of each rank are counted once."""
+    """After a resume in mid-epoch, each rank's losses are counted once."""
     for whole, parts in ranks(resumed, tmp_path):
         assert len(whole) == 2
         assert parts == pytest.approx(whole, rel=1e-12)
@@ -269,7 +268,7 @@ def test_a_model_that_does_nothing_without_samples(ranks):
 
 
 def diverge(rank, bad_rank):
-    """Train with a loss that becomes infinite in the second step, on one rank only."""
+    """Train with a loss that becomes infinite on one rank in the second step."""
     model, steps = torch.nn.Linear(1, 1), []
 
     def loss_fn(model, batch):

@@ -1,4 +1,4 @@
-"""N ranks have the weights of one rank after training on the same global batches."""
+"""Training on N ranks gives the same weights as on one rank with the same global batches."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def build(combiner, use_hashtable, dtype, reduction, strategy="auto", placement=
 
 
 def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction, *strategy):
-    """Train; returns the keys, their rows and the head's weight."""
+    """Train a model; return the keys, their rows and the head's weight."""
     module = build(combiner, use_hashtable, dtype, reduction, *strategy)
     layer = module[0]
     model = wrap_ddp(module)
@@ -83,7 +83,7 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
 
 
 def gathered(results):
-    """Return the rows of all ranks in the order of their keys, and the head that ranks share."""
+    """Return the rows of all ranks, sorted by key, and the head, which is the same on all."""
     keys, rows, heads = zip(*results, strict=True)
     assert all(torch.equal(head, heads[0]) for head in heads)
     keys, rows = torch.cat(keys), torch.cat(rows)

@@ -1,4 +1,4 @@
-"""Vectors by key over ranks: each rank names keys that live anywhere."""
+"""Vectors by key on several ranks: a rank may request or assign keys of any owner."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def make(capacity=60, name="n", **settings):
 
 
 def of_keys(keys):
-    """Return vectors that identify their keys and that bfloat16 would round."""
+    """Return a distinct vector for each key, with values that bfloat16 would round."""
     return keys.unsqueeze(1) + torch.tensor([0, 1 / 512, 1 / 3])
 
 
@@ -53,7 +53,7 @@ def check(rank, settings):
     expected = of_keys(keys).to(dtype)
     if padding is not None:
         expected[padding] = 0
-    # Each rank then asks for keys of any rank.
+    # Each rank then requests keys that any rank may own.
     asked = torch.stack([keys.roll(rank), keys.flip(0)])
     found = layer.vectors(asked if rank else asked[:, :7])
     assert torch.equal(found, expected[asked if rank else asked[:, :7]])
@@ -106,13 +106,13 @@ def faults(rank, case):
             layer.vectors(torch.tensor([3, 180]) if odd else keys)
         elif case == "shape":
             layer.assign(keys, vectors[:, :2] if odd else vectors)
-        elif case == "full":  # rank 1 has no room for its three new keys
+        elif case == "full":  # rank 1 lacks the capacity for its three new keys
             many = torch.tensor([31 + 3 * rank, 9])
             layer.assign(many, of_keys(many))
         elif case == "different calls":
             layer.vectors(keys) if odd else layer.assign(keys, vectors)
     finally:
-        # The layer works, unchanged except for rows that other ranks had room for.
+        # The layer still works; only ranks with free capacity have new rows.
         everything = torch.arange(6)
         assert torch.equal(layer.vectors(everything), of_keys(everything))
         held = torch.cat([piece.keys for piece in layer.items()])
@@ -173,7 +173,7 @@ def test_layers_begun_on_meta(three_ranks):
 
 
 def on_cpu_by_name(rank):
-    """Layers work on their device while the default device is another one."""
+    """Layers work on their own device even if the default device is another."""
     keys = torch.arange(8)
     with torch.device("meta"):
         for strategy in ("all_to_all", "reduce_scatter"):
@@ -192,7 +192,7 @@ def test_another_default_device(three_ranks):
 
 
 def xavier(rank):
-    """Functions initialize the table as if it were one table with the rows of all ranks."""
+    """Initializer functions of torch act as if one table had the rows of all ranks."""
     init = torch.nn.init
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     vectors = []

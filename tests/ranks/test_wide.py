@@ -1,4 +1,4 @@
-"""The wide model on N ranks has the weights of one, for any batch, file and metric."""
+"""The wide model on N ranks gets the same weights, files and metrics as on one rank."""
 
 import io
 
@@ -31,7 +31,7 @@ def make_model(columns, loss="bce"):
 
 
 def train(rank, optimizer, loss, path=None):
-    """Train on shares of batches of 31; returns weights, dense weights, losses and scores."""
+    """Train on batches of 31 samples over all ranks; return all weights, losses and scores."""
     columns, labels = make_data()
     model = make_model(columns, loss)
     matrix = model.encode(columns)

@@ -1,4 +1,4 @@
-"""Rounding of vectors and gradients to bfloat16 between ranks stays within its bounds."""
+"""With bfloat16 as the wire dtype, rounding errors stay within the documented bounds."""
 
 import contextlib
 
@@ -11,9 +11,9 @@ import sparsekit
 from .test_faults import raised
 
 BFLOAT16 = torch.bfloat16
-# Largest relative change of an element.
+# Largest relative error when an element is rounded to bfloat16.
 ROUNDING = 2.0**-8
-# Tolerance for additions in another order.
+# Tolerance for sums whose terms are added in another order.
 EPSILON = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
@@ -27,7 +27,7 @@ def by_default(wire_dtype):
 
 
 def bags(rank):
-    """Return bags of three keys, most of which other ranks have too; one bag has only padding."""
+    """Return bags of three keys, most of them shared with other ranks; one bag is all padding."""
     generator = torch.Generator().manual_seed(rank)
     keys = torch.randint(0, 40, (30, 2, 3), generator=generator)
     keys[rank] = -1
@@ -59,7 +59,7 @@ def scale(rank, combiner, keys):
 
 
 def check_bounds(rank, strategy, combiner, dtype):
-    """Outputs and gradients are as close to those of a plain layer as documented."""
+    """Check that outputs and gradients are within the documented bound of a plain layer's."""
     keys, grad = bags(rank), upstream(rank, dtype)
     layers = [
         pooling("same", combiner, wire, strategy=strategy, dtype=dtype) for wire in (BFLOAT16, None)
@@ -75,12 +75,12 @@ def check_bounds(rank, strategy, combiner, dtype):
     slack = 1 + 1e-3
     within = ROUNDING * slack * summands + EPSILON[dtype]
     assert ((wired - plain).abs() <= within).all()
-    # No rank owns all keys, so something must have been rounded.
+    # No rank owns all keys, so some values must have been rounded.
     assert (wired - plain).abs().max() > EPSILON[dtype]
 
-    # By key, ranks send the sum of their gradients of a row.
+    # On the route by key, each rank sends the sum of its gradients of a row.
     weighted = (grad.double() * scale(rank, combiner, keys)).unsqueeze(2).expand(-1, -1, 3, -1)
-    if strategy == "reduce_scatter":  # by bag, they send those of bags
+    if strategy == "reduce_scatter":  # on the route by bag, ranks send the gradients of bags
         weighted = weighted.abs()
     sent = torch.zeros(41, 8, dtype=torch.float64)
     sent.index_add_(0, keys.flatten() % 41, weighted.reshape(-1, 8))
@@ -104,7 +104,7 @@ def test_results_are_within_the_documented_bound(ranks, strategy, combiner, dtyp
 
 
 def vectors_of_rows(rank):
-    """A vector is rounded once, but the rank's own rows are not."""
+    """Vectors of other ranks are rounded once; the rank's own vectors are not."""
     keys = torch.arange(64)
     wired, plain = (
         sparsekit.All2AllDenseEmbedding(
@@ -144,7 +144,7 @@ def test_gradients_are_added_in_float32(ranks):
 
 
 def rows_of_bfloat16(rank, strategy):
-    """Rows of bfloat16 travel unchanged; sums of bags travel in float32 unless told otherwise."""
+    """bfloat16 rows are sent as they are; sums of bags as float32, unless wire_dtype is set."""
     keys = bags(rank)
     wired, plain = (
         pooling("narrow", wire_dtype=wire, strategy=strategy, dtype=BFLOAT16)
@@ -172,7 +172,7 @@ MIXED = [
 
 
 def mixed_group(rank):
-    """Layers of mixed dtypes in one call equal separate ones bit by bit, in four collectives."""
+    """A group of mixed dtypes equals separate layers bit by bit and needs four collectives."""
 
     def layers():
         return {
@@ -207,7 +207,7 @@ def test_a_group_of_several_dtypes(ranks):
 
 
 def way_of_auto(rank, wire_dtype, keys_of_a_bag):
-    """Return what the first collective after the handshake carries: keys or bags."""
+    """Return the route of auto, read from the first collective after the handshake."""
     layer = sparsekit.DistributedEmbedding(
         "sum", 4000, 64, 1, keys_of_a_bag, name="auto", wire_dtype=wire_dtype
     )

@@ -1,4 +1,4 @@
-"""init, wrap_ddp, and operations on a sharded layer."""
+"""Tests of init, wrap_ddp and operations on a sharded layer."""
 
 import copy
 import io
@@ -94,7 +94,7 @@ def test_one_process_needs_no_exchange():
 
 
 def copies_train_alike(rank, named_group):
-    """A copied, a loaded and an unpickled layer train like the first one."""
+    """A copied, a loaded and an unpickled layer train like the original."""
     group = dist.group.WORLD if named_group else None
     layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied", process_group=group)
     keys = torch.tensor([[[1, 2]], [[3, 4 + rank]]])
@@ -320,7 +320,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("ending", ["return", "raise"])
 def test_no_thread_of_gloo_is_left_when_python_ends(ending, tmp_path):
-    # A thread that needs Python after its end aborts the process, but only now and then.
+    # A thread that uses Python after its finalization aborts the process, but only now and then.
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", ENDING, str(rank), str(tmp_path / "ranks"), ending],

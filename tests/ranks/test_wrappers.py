@@ -1,4 +1,4 @@
-"""Tools of torch that expect replicated parameters leave tables alone or are refused."""
+"""Tools of torch that expect replicated parameters skip tables or raise an error."""
 
 import copy
 import io
@@ -165,7 +165,7 @@ def checkpoint(rank, folder):
 
 
 def warned_of(rank, savers, copies):
-    """Save on some ranks; returns the warnings of the next lookup, and of the one after it."""
+    """Save on some ranks only; return the warnings of each of the next two lookups."""
     table = sparsekit.Embedding(10, 4, name="saved")
     keys = torch.tensor([1, 2])
     table(keys)
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_one_rank_is_refused(two_ranks, tmp_path):
 
 
 def average(rank, use_hashtable, lazy):
-    """A vector's average is that of the values looked up after each step, with or without a row."""
+    """A vector's average includes the value looked up after each step, even before it has a row."""
     made = model(use_hashtable=use_hashtable)
     averaged = AveragedModel(made)
     kind = sparsekit.optim.Adam if lazy else sparsekit.optim.SGD

@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass
 class _Feature:
-    """A row of features with the keys of its bags."""
+    """A row of `features`, with the keys of its bags."""
 
     table: int
     first_entry: int
@@ -54,7 +54,11 @@ def _length(keys: Tensors) -> int:
 def bags_of(
     keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each bag's first entry, the number of entries, and where features begin in sources."""
+    """Return the results `bags` and `key_starts` of group ops.
+
+    bags: the first entry of each bag, then the number of entries.
+    key_starts: the position in its source at which each feature's keys begin.
+    """
     bags, key_starts, entries = [], [], 0
     for feature, row in zip(_features(keys, offsets, features), features.tolist(), strict=True):
         bags += (feature.first_entry + feature.offsets[:-1]).tolist()
@@ -65,7 +69,7 @@ def bags_of(
 
 
 def _of_table(features: Sequence[_Feature], table: int) -> tuple[torch.Tensor, slice]:
-    """Return the keys of a table's entries, and the slice of those entries."""
+    """Return the keys of all entries of a table, and the slice of entries that they occupy."""
     own = [feature for feature in features if feature.table == table]
     if not own:
         return torch.empty(0, dtype=torch.int64), slice(0, 0)
@@ -80,7 +84,7 @@ def group_find(
     offsets: Tensors,
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the row of each entry, -1 where its key is absent; and the results of `bags_of`."""
+    """Return the row of each entry, or -1 if its key is absent, and the results of `bags_of`."""
     rows = torch.zeros(_length(keys), dtype=torch.int32)
     for feature in _features(keys, offsets, features):
         hash_table, _, world_size = tables[feature.table].tolist()
@@ -103,7 +107,11 @@ def group_find_or_insert_(
     offsets: Tensors,
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return rows of distinct keys by table, their number per entry, counts, and `bags_of`."""
+    """Look up the distinct keys of each table, inserting new ones.
+
+    Returns the rows of the distinct keys, table by table; each entry's index among its table's
+    distinct keys; the number of distinct keys of each table; and the results of `bags_of`.
+    """
     listed = list(_features(keys, offsets, features))
     rows, inverse = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
     counts = torch.zeros(len(tables), dtype=torch.int64)
@@ -131,7 +139,12 @@ def group_bucketize(
     world_size: int,
     distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """Return keys by table and rank, their numbers per entry, their places, and `bags_of`."""
+    """Sort the keys of all tables by the rank that owns them.
+
+    Returns the keys, rank by rank and within a rank table by table; their counts by rank and table;
+    the counts by table; each entry's index among its table's keys; the position of each key among
+    its table's keys sorted by owner; and the results of `bags_of`.
+    """
     listed = list(_features(keys, offsets, features))
     inverse, places = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
     counts = torch.zeros(world_size, len(maps), dtype=torch.int64)
@@ -164,12 +177,12 @@ def group_exchange_rows(
     come: torch.Tensor,
     steps: Sequence[int],
 ) -> torch.Tensor:
-    """Return the row at which the vector of each key begins, zeros where there is none."""
+    """Return the row of each key's received vector; elements that stand for no key are zero."""
     rows = torch.zeros_like(places)
     bags_of_tables = torch.zeros(len(steps) + 1, dtype=torch.int64)
     bags_of_tables[1:].index_add_(0, features[:, 0], features[:, 3])
     for t, bag in enumerate(bags_of_tables.cumsum(0)[:-1].tolist()):
-        # Rows of all places, rank by rank.
+        # The row for each position, rank by rank.
         of_places, before = [], 0
         for begin, end in come[t].tolist():
             of_places += [begin + j * steps[t] for j in range(end - before)]
@@ -188,7 +201,7 @@ def _initializer(seed: torch.Tensor, initializer: torch.Tensor) -> dict[str, Any
 
 @dataclass
 class _Pooled:
-    """A row of features with the entries of its bags."""
+    """A row of `features`, with the entries of its bags."""
 
     table: int
     entries: slice
@@ -264,7 +277,7 @@ def group_embedding_bag_(
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
 ) -> None:
-    """Pool the bags of each feature into the place that it names."""
+    """Pool the bags of each feature into the part of `outs` that the feature names."""
     dims = [weight.shape[1] for weight in weights]
     listed = list(_pooled(outs, dims, bags, features, sample_weights, key_starts, keys))
     for feature in listed:
@@ -292,7 +305,7 @@ def group_embedding_bag_backward(
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the gradients of each table's distinct rows, in the order of rows."""
+    """Return the distinct rows of all tables in ascending order, and the gradient of each row."""
     listed = list(_pooled(grads, dims, bags, features, sample_weights, key_starts))
     all_rows, all_sums = [], []
     for t, (dim, count) in enumerate(zip(dims, counts.tolist(), strict=True)):
@@ -333,7 +346,7 @@ def group_embedding_bag_backward_at_(
     key_starts: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> None:
-    """Write the gradients of the distinct rows to their places."""
+    """Write the gradient of each distinct row to `out`, at ``row * row_stride``."""
     own_rows, sums = split_by_table(
         dims,
         counts.tolist(),
@@ -367,7 +380,7 @@ def group_embedding_bag_update_(
     count_steps: bool = False,
     deterministic: bool = True,
 ) -> None:
-    """Compute the gradients of the distinct rows, and take a step with them."""
+    """Compute the gradients of the distinct rows and take an optimizer step with them."""
     dims = [weight.shape[1] for weight in weights]
     own_rows, sums = split_by_table(
         dims,

@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFF
 
 
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return distinct keys in order of first occurrence, each key's number there, and counts."""
+    """Return the distinct keys in order of first occurrence, each key's index there, and counts."""
     position: dict[int, int] = {}
     inverse = [position.setdefault(key, len(position)) for key in keys.tolist()]
     as_tensor = torch.tensor(inverse, dtype=torch.int64, device=keys.device)
@@ -32,7 +32,7 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def virtual_shard(key: int) -> int:
-    """Return the upper 16 bits of MurmurHash3's finaliser of a key. Saved tables depend on it."""
+    """Return the upper 16 bits of MurmurHash3's finaliser of a key. Saved tables depend on this."""
     x = key % 2**64
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
@@ -42,7 +42,7 @@ def virtual_shard(key: int) -> int:
 def bucketize(
     keys: torch.Tensor, world_size: int, owners: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys in the order of their owners, group sizes, and the permutation.
+    """Return the keys sorted by owner, the number of keys per owner, and the permutation.
 
     The owner is ``owners[virtual_shard(key)]``, or without a map ``unsigned(key) % world_size``.
     """
@@ -69,7 +69,7 @@ def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def unsorted_segment_sum(
     data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
-    """Return ``out[s]``, the sum of ``data[i]`` with ``segment_ids[i] == s``; ids < 0 drop out."""
+    """Return ``out[s]``, the sum of ``data[i]`` with ``segment_ids[i] == s``; skip ids < 0."""
     kept = (segment_ids >= 0).nonzero().squeeze(1)
     total = _segment_sum(data[kept], segment_ids[kept], num_segments)
     return total.to(data.dtype)
@@ -121,7 +121,7 @@ class HashTable:
         return torch.tensor([self.row.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
     def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of keys, with absent ones inserted, and (size before, entries refused).
+        """Insert absent keys; return the rows of all keys, and (old size, number of refused keys).
 
         All or nothing: if the new keys do not all fit, none is inserted, and their rows are -1.
         """
@@ -205,7 +205,11 @@ def init_rows_(
     a: float = -0.05,
     b: float = 0.05,
 ) -> None:
-    """Write ``out[rows[i]]`` = initial vector of ``keys[i]`` where rows >= ``status[0]`` or 0."""
+    """Set ``out[rows[i]]`` to the initial vector of ``keys[i]``.
+
+    Rows below ``status[0]``, or below 0 without a status, are left unchanged. Without `rows`, row i
+    belongs to ``keys[i]``.
+    """
     rows = torch.arange(len(keys), device=keys.device) if rows is None else rows
     written = rows >= max(0, 0 if status is None else int(status[0]))
     vectors = init_vectors(
@@ -228,7 +232,7 @@ def update_rows_(
     rounding_seed: int | None = None,
     count_steps: bool = False,
 ) -> None:
-    """Take a step of a rule on `rows`, or on all rows if None; takes one table or lists."""
+    """Take an optimizer step on `rows`, or on all rows if None, of one table or of several."""
     if not isinstance(weight, torch.Tensor):
         each = len(states) // len(weight)
         for i, own in enumerate(weight):

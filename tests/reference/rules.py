@@ -1,7 +1,7 @@
 """The rules of `update_rows_` in ops.py, in plain torch.
 
 A rule maps gradient g, weight w and states s of the rows in step t to the new weight and states; v
-holds its settings. A state with one number per row has one column. The formulas are in the
+holds its settings. A state with one value per row has one column. The formulas are in the
 docstrings of `sparsekit.optim`.
 """
 

@@ -1,3 +1,3 @@
-"""Pools of ranks."""
+"""Fixtures with pools of ranks."""
 
 from ranks.conftest import ranks  # noqa: F401

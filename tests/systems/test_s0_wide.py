@@ -1,4 +1,4 @@
-"""S0, a wide network on a huge sparse matrix by feature hashing, meets its requirements.
+"""S0, a wide network on a huge sparse matrix of hashed features, meets its requirements.
 
 Its layers and optimizers have suites of their own.
 """
@@ -161,7 +161,7 @@ def test_no_dense_matrix_is_ever_made(optimizer):
         steps.step()
 
     assert model.encoder.width == 262_144
-    step(np.arange(2), torch.ones(2))  # makes the states
+    step(np.arange(2), torch.ones(2))  # creates the optimizer's states
     before = forget_peak()
     step(np.arange(4000), torch.ones(4000))
     assert peak() - before < 100 * 2**20
@@ -171,7 +171,7 @@ def test_no_dense_matrix_is_ever_made(optimizer):
 
 
 def scores_and_steps(rank, batch, optimizer):
-    """Return scores of a batch before and after 3 steps with it; ranks share the batch."""
+    """Return a batch's scores before and after 3 steps on it; the batch is split among ranks."""
     columns = some_data(batch)
     labels = torch.arange(batch) % 2.0
     model = WideModel(SplitHashEncoder(LENGTHS), seed=4)
@@ -228,7 +228,7 @@ class DenseFtrl:
 
 
 def ftrl_case(initializer):
-    """Return a layer, a matrix of 400 rows, and 50 batches of rows with gradients of outputs."""
+    """Return a layer, a matrix of 400 rows, and 50 batches: rows and gradients of the output."""
     encoder = SplitHashEncoder({"day": 7, "item": 5000})
     draw = np.random.default_rng(3)
     columns = {"day": draw.integers(0, 7, 400), "item": draw.integers(0, 60, 400)}
@@ -251,7 +251,7 @@ def weights_of(layer, matrix):
 
 
 def test_sparse_ftrl_equals_a_dense_reference_over_50_steps():
-    # Start from zeros: the dense method zeroes weights without any gradient so far.
+    # Start from zeros, since the dense method zeroes weights that have had no gradient yet.
     layer, matrix, steps = ftrl_case(sparsekit.nn.Constant(0.0))
     optimizer = optim.Ftrl(layer.parameters(), lr=0.2, l1=1.0, l2=1.0)
     expected = DenseFtrl(weights_of(layer, matrix), 0.2, 1.0, 1.0)

@@ -30,7 +30,7 @@ KINDS = {"sparse": Autoencoder, "original": DenseAutoencoder}
 
 
 def make_ratings(users=USERS, items=ITEMS, each=8, seed=0):
-    """Return ratings 1 to 5 of users who like a third of the items; ids are far apart."""
+    """Return ratings from 1 to 5; each user likes a third of the items. Ids are far apart."""
     draw = torch.Generator().manual_seed(seed)
     user = torch.arange(users).repeat_interleave(each)
     item = torch.rand(users, items, generator=draw).argsort(1)[:, :each].reshape(-1)
@@ -46,7 +46,7 @@ def make_model(kind, ratings=None):
 
 
 def fit(model, epochs, batch_size, seed=5, loss_fn=None):
-    """Train a model; returns the history."""
+    """Train a model; return the history."""
     trainer = Trainer(
         model,
         loss_fn or (lambda _, batch: (model.losses(batch[0]), 0.0)),
@@ -100,7 +100,7 @@ def test_the_original_steps_with_it():
 
 
 def weights_of(model):
-    """Return the weights of all ranks: those of items, then the dense ones."""
+    """Return the item weights of all ranks, followed by the dense weights."""
     if isinstance(model, DenseAutoencoder):
         items = model.vectors(0, ITEMS).detach()
     else:
@@ -112,9 +112,9 @@ def weights_of(model):
 
 
 def train_and_recommend(rank, kind, path=None):
-    """Train; returns weights, losses of epochs and recommendations."""
+    """Train a model; return its weights, the loss of each epoch, and recommendations."""
     model = make_model(kind)
-    history = fit(model, 2, 157)  # 943 = 6 * 157 + 1: some ranks have nothing in the last batch
+    history = fit(model, 2, 157)  # 943 = 6 * 157 + 1: some ranks have no sample of the last batch
     best = recommend(model, 4)
     if path is not None:
         model.save(path)
@@ -162,7 +162,7 @@ def test_each_batch_is_used_once_per_epoch(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reported_loss_is_the_global_mean(kind):
-    """Check the mean over all users, whatever the batches; each user's loss is known."""
+    """The loss is the mean over all users for any batch size; each user's loss is known."""
     model = make_model(kind)
     losses = []
 
@@ -209,7 +209,7 @@ def lookup(model, name, item):
 
 
 def plain_loss(model, row, kept, drawn):
-    """Compute the formula for one user in loops; a rating of r has the weight r / 5."""
+    """Compute one user's loss by loops over the formula; a rating r has the weight r / 5."""
     ratings = make_ratings(30, 20, 6)
     mine = (ratings.users == model.history.users[row]).nonzero()[:, 0]
     columns = torch.searchsorted(model.history.items, ratings.items[mine]).tolist()
@@ -238,7 +238,7 @@ def plain_loss(model, row, kept, drawn):
 def test_the_masked_loss_counts_rated_and_drawn_items_only(layers):
     history = RatedItems(make_ratings(30, 20, 6))
     model = Autoencoder(history, dim=4, layers=layers, negatives=5, dropout=0.5, seed=1)
-    for name in ("rated", "scored"):  # larger than the initial vectors
+    for name in ("rated", "scored"):  # use larger values than the initial ones
         layer = model.embeddings.layers[name]
         draw = torch.Generator().manual_seed(2)
         layer.assign(history.items, torch.randn(20, layer.embedding_vec_size, generator=draw))
@@ -284,7 +284,7 @@ def test_a_rating_of_1_is_told_apart_from_unrated():
 
 
 def test_inputs_and_outputs_stay_sparse():
-    """An item has a row on only one rank, and no step makes a tensor of size users x items."""
+    """Each item has a row on one rank only, and no step makes a tensor of size users x items."""
     history = RatedItems(make_ratings(400, 3000, 5))
     model = Autoencoder(history, dim=4, negatives=10)
     largest = 0
@@ -320,7 +320,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("arguments", [[], ["--original"]])
 def test_the_command_writes_recs_tsv(data, tmp_path, capsys, arguments):
-    """Columns are user, item, score; users ascend, scores descend; only known users, new items."""
+    """Lines hold user, item and score, sorted by user and falling score, without rated items."""
     model, recs, same = (tmp_path / name for name in ("model.pt", "recs.tsv", "same.tsv"))
     train = ["train", "autoencoder", "--data", str(data), "--ranks", "1", "--epochs", "3"]
     train += ["--save", str(model), "--recs", str(same), *arguments]
@@ -378,7 +378,7 @@ def test_precision_recall_and_ndcg_equal_brute_force(k):
 
 @pytest.mark.parametrize("k", [3, 25])
 def test_recommendations_and_hits_equal_brute_force(k, monkeypatch):
-    """Items come in pieces of 7 and users in parts; for k = 25 no user has enough items."""
+    """Items are scored 7 at a time and users in parts; for k = 25 no user has enough items."""
     monkeypatch.setattr("sparsekit.recipes.autoencoder.recommendations.ITEMS", 7)
     monkeypatch.setattr("sparsekit.recipes.autoencoder.recommendations.USERS", 8)
     ratings = make_ratings(30, 20, 6)

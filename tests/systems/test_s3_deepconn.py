@@ -55,7 +55,7 @@ def some_batch(seed=0):
 
 
 def trained(rank, placement, steps=0):
-    """Return ratings, this rank's gradients, weights, and vectors of all words after some steps."""
+    """Train; return ratings, this rank's gradients and weights, and the vectors of all words."""
     model = small_model(placement)
     optimizer = model.optimizer(lr=0.01)
     for step in range(steps):
@@ -149,7 +149,7 @@ def test_split_has_a_tower_on_each_rank_and_alternating_every_second_layer(two):
 
 
 def bytes_of_steps(rank, placement, trace=None):
-    """Return the profiler's bytes of each exchange in two steps, and its whole table."""
+    """Return the bytes of each exchange in two steps by the profiler, and the profiler's table."""
     model = small_model(placement)
     optimizer = model.optimizer()
 
@@ -194,7 +194,7 @@ def test_bytes_of_alternating_exceed_those_of_split_and_single_moves_none(two):
     single, _ = bytes_of_steps(0, "single")
     split, alternating = (two(bytes_of_steps, placement)[0][0] for placement in SPREAD)
     assert sum(alternating.values()) > sum(split.values()) > sum(single.values()) == 0
-    # Bytes that layers exchange, by hand: 2 steps, 2 ranks, heads of 16 bytes.
+    # Expected bytes of each layer's exchanges: 2 steps, 2 ranks, heads of 16 bytes.
     documents = BATCH * HIDDEN * 4
     padded = -(-documents // 16) * 16
     assert split["exchange: towers"] == 2 * 2 * (16 + padded)
@@ -301,7 +301,7 @@ def test_held_out_pairs_are_disjoint(reviews, repeated):
         again = [torch.cat([x, x]) for x in (ratings.users, ratings.items, ratings.ratings)]
         ratings = Ratings(*again, torch.arange(2.0 * len(ratings)).double())
     train, test = split_reviews(ratings)
-    assert len(test) == 30  # one in eight per user
+    assert len(test) == 30  # one rating in eight of each user
     assert pairs_of(ratings[train]).isdisjoint(pairs_of(ratings[test]))
     assert pairs_of(ratings[train]) | pairs_of(ratings[test]) == pairs_of(ratings)
     if repeated:

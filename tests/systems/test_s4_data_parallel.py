@@ -14,13 +14,13 @@ from sparsekit.distributed.averaging import Averaging
 from sparsekit.train import Trainer, linear_warmup
 
 SAMPLES, BATCH = 22, 7
-# With UNEVEN samples all ranks have some of the last batch, in different numbers; with EMPTY one
-# has none.
+# With UNEVEN samples, ranks have different numbers of samples in the last batch; with EMPTY, one
+# rank has none.
 UNEVEN, EMPTY = 26, 22
 
 
 def gradient_of_last_step(rank, samples, mean_of_means=False):
-    """Return a linear model's gradient; `mean_of_means` weighs ranks equally, which is wrong."""
+    """Return a linear model's gradient; `mean_of_means` weights ranks equally, which is wrong."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
