@@ -26,9 +26,9 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal disabled
-        # The loaded module proves little, since every optimizer of torch loads it. Disabling the
-        # compiler takes as long as half a lookup, so this is done only while something is being
-        # compiled.
+        # That torch._dynamo is loaded proves little, since every optimizer of torch loads it.
+        # Disabling the compiler takes as long as half a lookup, so this is done only while
+        # something is being compiled.
         if "torch._dynamo" not in sys.modules or not (
             torch.compiler.is_compiling() or _compiles_calls()
         ):

@@ -145,5 +145,5 @@ class checked:
 
 def _set_checked(on: bool) -> bool:
     if not (_LIB / _CUDA).exists():
-        return True  # without CUDA there are only the CPU's checks
+        return True  # without CUDA there are only the CPU's checks, which are always on
     return bool(ctypes.CDLL(str(_LIB / _CUDA)).sparsekit_set_checked(int(on)))

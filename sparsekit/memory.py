@@ -31,7 +31,7 @@ class PoolBytes(NamedTuple):
 
 
 def pool_bytes() -> PoolBytes:
-    """Count the memory of large CPU tensors; ``idle <= recent_peak + 64 MiB`` always holds."""
+    """Return the sizes of the memory pool; ``idle <= recent_peak + 64 MiB`` always holds."""
     counts = [ctypes.c_size_t() for _ in PoolBytes._fields]
     _library.sparsekit_pool_bytes(*map(ctypes.byref, counts))
     return PoolBytes(*(count.value for count in counts))

@@ -36,7 +36,7 @@ _BLOCK, _FACTS = 512, 5
 class Proposal:
     """A rank's announcement of a lookup to the other ranks."""
 
-    what: str  # what the rank is about to do, the same on all ranks
+    what: str  # description of the operation, the same on all ranks
     counts: torch.Tensor  # int64 [world_size, tables], rows to send to each rank
     facts: tuple[int, int, int] = (0, 0, 0)
 
@@ -90,11 +90,11 @@ class Exchange:
         self.lookups = 0
         # Number of errors that all ranks have raised together.
         self._raised_together = 0
-        # Plans of tables whose keys all ranks have agreed to send without a handshake.
+        # Signatures of the plans for which all ranks have agreed to send keys without a handshake.
         self.at_once: set[str] = set()
         # Number of table parts that this rank has saved since the last lookup.
         self.parts_saved = 0
-        # The reason why this exchange can no longer be used.
+        # The reason why this exchange can no longer be used; None if it can.
         self.broken: str | None = None
         # Size in bytes of the largest part that each rank may send here, at first that of a
         # handshake.
@@ -139,7 +139,7 @@ class Exchange:
         begun = self._begin(sent := block.view(-1).view(torch.uint8), sizes, room)
         with self._answered(plan):
             received = begun()
-        # Read in one piece, since each read from a device waits for it.
+        # Read everything at once, since each read from a device waits for the device.
         parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
         both = torch.cat([*parts, sent]).view(torch.int64).cpu().numpy().reshape(2 * ranks, _BLOCK)
         came = both[:ranks]
@@ -174,7 +174,7 @@ class Exchange:
         if self.exact:
             return list(sizes)
         room = self._most.copy()
-        room[self.rank] = sizes[self.rank]  # this rank's own part has the right size in any case
+        room[self.rank] = sizes[self.rank]  # this rank's own part always has the expected size
         return room
 
     def send(
@@ -338,7 +338,7 @@ class Exchange:
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)
-        except Exception:  # an error may hold something that cannot be pickled
+        except Exception:  # the error may contain an object that cannot be pickled
             packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
         # Errors are exchanged over the CPU, whatever transport carries the other messages.
         self._teller = self._teller or TorchTransport(self.group)

@@ -96,7 +96,8 @@ class NcclTransport(Transport):
         finished = self._event.query if self._event is not None else lambda: True
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
-        # Closes at the latest before the interpreter ends, since CUDA may be gone after that.
+        # Close before the interpreter exits at the latest, since CUDA may be unavailable after
+        # that.
         self._close = weakref.finalize(self, _close, self._watch)
         try:
             self._warm_up()

@@ -21,7 +21,7 @@ _NORMS = {
 class ShardGradient(torch.Tensor):
     """A gradient, sparse or dense, of a weight that is sharded over ranks.
 
-    Clipping by the norm of these rows alone would scale the dense parameters, which ranks keep
+    Clipping by the norm of only these rows would scale the dense parameters, which ranks keep
     equal, by a different factor on each rank, and they would drift apart without an error.
     torch.nn.utils clips dense gradients this way, and sparse gradients from 2.14 on. Computing a
     norm is therefore refused. Everything else works as for any tensor, and a result of the same

@@ -36,8 +36,8 @@ def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         Parameters and buffers of the tables by their names in the module: the tensors are for
-        torch's ``fully_shard``, the names for DistributedDataParallel, which also leaves tables
-        alone by itself.
+        torch's ``fully_shard``, the names for DistributedDataParallel, which skips tables even
+        without this call.
 
     Example:
         >>> ignored = ignored_parameters(model)
@@ -53,9 +53,9 @@ def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
-    """Wrap the dense part in DistributedDataParallel; tables, which are sharded, are left alone.
+    """Wrap a module in DistributedDataParallel, which skips the tables, since these are sharded.
 
-    DistributedDataParallel itself also leaves tables alone, but raises if a model has nothing else.
+    DistributedDataParallel itself skips tables too, but raises if a model has no other parameters.
 
     Args:
         module: a module with sparsekit layers anywhere in it.

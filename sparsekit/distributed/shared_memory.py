@@ -82,8 +82,8 @@ class SharedMemoryTransport(Transport):
             [size * split for split in receive_splits],
             (send, received),
         )
-        # Weak, since the returned function must not keep the transport alive, whose end other ranks
-        # may wait for.
+        # Weak: the returned function must not keep the transport alive, since other ranks may wait
+        # for the transport to close.
         reference = weakref.ref(self)
 
         def wait() -> torch.Tensor:
@@ -155,7 +155,8 @@ class _Meeting:
             os.posix_fallocate(self._memory, 0, size)
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         self._listener = self._socket(socket.socket(socket.AF_UNIX))
-        # The kernel chooses a name that is in no folder and disappears with the process.
+        # The kernel chooses an abstract name, which is not in the file system and disappears with
+        # the process.
         self._listener.bind("")
         # The queue must hold the connections of all ranks at once, and a few of unrelated
         # processes.

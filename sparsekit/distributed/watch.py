@@ -20,7 +20,7 @@ class Communicator(Protocol):
     """The communicator that is watched: `_pybind.NcclCommunicator`."""
 
     def check(self) -> None:
-        """Raise RuntimeError if the communicator was aborted, for example by its own error."""
+        """Raise RuntimeError if the communicator has been aborted, for example after an error."""
 
     def abort(self, reason: str) -> None:
         """Abort the communicator and everything that waits in it; do nothing if it is closed."""
@@ -128,7 +128,7 @@ class Watch(threading.Thread):
                 self._settled = deadline
                 return None
         except Exception as error:
-            # A device that cannot answer is out of order, and a rank may be waiting for it.
+            # A device that cannot be queried has failed, and other ranks may be waiting for it.
             return _said_by(error)
         if deadline != self._deadline:
             return None  # another launch has begun meanwhile

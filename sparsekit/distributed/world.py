@@ -1,4 +1,4 @@
-"""The settings of `init`, the group to work over, and the exchanges of each group."""
+"""The settings of `init`, the default process group, and the exchanges of each group."""
 
 from __future__ import annotations
 

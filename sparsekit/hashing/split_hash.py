@@ -23,7 +23,7 @@ _NAME = "SplitHashEncoder"
 _SHIFTS = (48, 32, 16, 0)
 # A chunk of 16 bits can address at most 2**16 columns, a quarter of 4 * sqrt(2**32).
 _MOST_VALUES = 2**32
-# An odd number without a bit pattern, 2**64 / golden ratio, read as signed.
+# 2**64 / golden ratio as a signed integer: an odd number without a regular bit pattern.
 _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
@@ -243,7 +243,7 @@ class SplitHashEncoder:
         """Return the column of each entry within its block, int64 [n, splits]."""
         block = self.buckets[name] // self.splits
         if self.splits == 1:
-            # The hash is unsigned, so add 2**64 where it is read as negative.
+            # The hash is unsigned, so add 2**64 if it is read as a negative number.
             columns = hashes.remainder(block) + (hashes < 0) * (2**64 % block)
             return columns.remainder_(block).view(-1, 1)
         chunks = hashes.view(-1, 1) >> hashes.new_tensor(_SHIFTS)
@@ -290,7 +290,7 @@ def _scipy_csr(
     entries: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]
 ) -> Any:
     sparse = needed("scipy.sparse", f"{_NAME}: to='scipy'")
-    # As in scipy itself: 32 bits where that is enough.
+    # Use 32-bit indices if they are large enough, as scipy itself does.
     small = max(*shape, len(keys)) < 2**31
     index = torch.int32 if small else torch.int64
     parts = (part.cpu().numpy() for part in (entries, keys.to(index), offsets.to(index)))

@@ -33,9 +33,9 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
     ``None``       nothing, as for ``""``: missing values share one code
     =============  ==================================================================
 
-    Subclasses of str and int (an ``Enum`` with str values, say) count by content, not by what their
-    ``__str__`` prints. Everything else is refused, such as bools, and floats, whose text is not
-    unique (for a NaN that means missing, use ``None``).
+    Subclasses of str and int, such as an ``Enum`` with str values, are hashed by their content, not
+    by the result of ``__str__``. All other types are refused, such as bools, and floats, whose text
+    is not unique (for a NaN that means missing, use ``None``).
 
     Args:
         values: n values as one of
@@ -51,8 +51,8 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
 
             Columns and arrays are hashed in place, without Python objects or a copy of their text,
             except for arrays of objects. Large inputs are hashed by up to
-            ``torch.get_num_threads()`` threads. Other Python threads run meanwhile, except for a
-            sequence or a ``StringDType``.
+            ``torch.get_num_threads()`` threads. Other Python threads can run at the same time,
+            unless the input is a sequence or a ``StringDType``.
         seed: Chooses the hash function, in ``[0, 2**64)``.
 
     Returns:
@@ -151,7 +151,8 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
         place = texts.ctypes.data, size, kind == "U", len(texts)
         codes = _pybind.xxh64_fixed_width(*place, seed, threads)
     elif kind == "T":
-        # If a str stands for missing strings, that str is hashed; else they count as None.
+        # If the dtype has a str for missing strings, that str is hashed; otherwise they count as
+        # None.
         stand_in = getattr(values.dtype, "na_object", None)
         missing = stand_in.encode() if isinstance(stand_in, str) else b""
         places = values.ctypes.data, values.strides[0], len(values)

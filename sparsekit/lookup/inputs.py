@@ -298,7 +298,7 @@ _OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.st
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
     """Return the offsets of `bags` bags with nnz keys each, usually from a cache."""
     on_device = device.type == "cuda"
-    # Memory that is allocated in a capture belongs to its graph.
+    # Memory that is allocated while a graph is captured belongs to the graph.
     if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):
         return _new_offsets(bags, nnz, device)
     # Cached by stream, so that no stream has to wait for another one to make the offsets.
@@ -307,7 +307,7 @@ def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
 
 
 def _new_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
-    # Not an arange by steps of nnz, since nnz may be 0.
+    # arange with a step of nnz would fail if nnz is 0.
     return torch.arange(bags + 1, device=device) * nnz
 
 
@@ -357,7 +357,7 @@ def check_bags(
     if bags.each is None:
         facts = [offsets[0], offsets[-1], *(counts.aminmax() if len(counts) else ())]
         facts += [] if by_sample is None else [by_sample.max()]
-        # Read in one piece, since each read from a device waits for it.
+        # Read everything at once, since each read from a device waits for the device.
         first, last, *of_counts = torch.stack(facts).tolist()
     else:
         first, last = 0, len(bags.values)

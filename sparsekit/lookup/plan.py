@@ -88,7 +88,7 @@ class TableBatch:
         }
         initial = [table.initializer.numbers for table in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
-        # Attribute access of a module takes longer than a small lookup.
+        # Keep the dicts, since attribute access of a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [
@@ -124,7 +124,7 @@ class TableBatch:
         if not self.seen or self._written(weights):
             for table in self.tables:
                 table.prepare(self.inserts)
-            self.seen = not self.inserts  # when inserting, `have_keys` sets it
+            self.seen = not self.inserts  # if tables insert, `have_keys` sets it
         return Tensors(
             weights,
             [buffers["seed"] for buffers in self.buffers],
@@ -146,7 +146,7 @@ class TableBatch:
                 weight = weights[t]
                 if weight._version != weight.noted_version:
                     return True
-        except (AttributeError, RuntimeError):  # not a layer's weight, or one without a version
+        except (AttributeError, RuntimeError):  # not a layer's weight, or it has no version
             return True
         return False
 
@@ -253,9 +253,9 @@ class LookupPlan:
             RuntimeError: a table has been overwritten by the table of another rank.
             ValueError: an entry of a table's owners is not a rank.
         """
-        # Everything that may have changed, in a form that is quick to compare.
+        # Collect everything that may have changed, in a form that is quick to compare.
         buffers = [of_table for batch in self.batches for of_table in batch.buffers]
-        # Read in one piece, since each read from a device waits for it.
+        # Read everything at once, since each read from a device waits for the device.
         numbers = torch.cat([b[name] for b in buffers for name in ("seed", "shard")]).tolist()
         maps = [owners for batch in self.batches for owners in batch.owners()[0]]
         versions = [-1 if owners.is_inference() else owners._version for owners in maps]

@@ -140,7 +140,7 @@ class Request:
 
 
 class OnDemand(Sequence[Request]):
-    """Requests that are made only when one of them, or their number, is asked for."""
+    """Requests that are made only when one of them, or their number, is needed."""
 
     def __init__(self, make: Callable[[], list[Request]]) -> None:
         self._make = make
@@ -282,7 +282,7 @@ def one_by_one(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 
 def check_key_dtype(table: EmbeddingTable, keys: torch.Tensor) -> None:
-    """Raise TypeError for keys wider than those of the table."""
+    """Raise TypeError if the keys have a wider dtype than the table's keys."""
     if keys.dtype != table.key_dtype and table.key_dtype == torch.int32:
         raise TypeError(f"{table.name}: keys must be {table.key_dtype}, got {keys.dtype}")
 

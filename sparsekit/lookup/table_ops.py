@@ -144,7 +144,7 @@ class TableOps:
         late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        # On CUDA only the device knows whether there are new keys, and mostly there are none.
+        # On CUDA only the device knows whether there are new keys, and usually there are none.
         sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
         before = _numbers(sizes)
         if late and tables.inserts:

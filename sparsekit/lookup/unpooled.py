@@ -41,10 +41,10 @@ def _finished(request: Request, asked: Request, output: torch.Tensor) -> torch.T
 
 
 def _any_such(requests: Sequence[Request]) -> bool:
-    if type(requests) is LazyRequests:  # all of them are sums
+    if type(requests) is LazyRequests:  # all lazy requests are sums
         all_bags = [requests.bags]
     else:
-        # A name or a tuple of names: no other name contains "max".
+        # A combiner is a name or a tuple of names, and no other name contains "max".
         if any("max" in r.combiner or r.jagged is not None for r in requests):
             return True
         all_bags = [request.bags for request in requests]

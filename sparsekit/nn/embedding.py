@@ -180,7 +180,7 @@ class DistributedEmbedding(EmbeddingLayer):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
-        """Check the input of a call; see `EmbeddingLayer`."""
+        """Check the input of a call, and return a request; see `EmbeddingLayer.request`."""
         return ask_bags(
             self,
             inputs,
@@ -262,7 +262,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, keys: torch.Tensor) -> Request:
-        """Check the input of a call; see `EmbeddingLayer`."""
+        """Check the input of a call, and return a request; see `EmbeddingLayer.request`."""
         request = ask_vectors(self, keys)
         slots = self.slot_num, self.nnz_per_slot
         if self.dynamic_input:

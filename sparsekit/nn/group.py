@@ -155,8 +155,8 @@ class EmbeddingGroup(torch.nn.Module):
         the very same `inputs`, and needs no sample_weights. Nothing is looked up before that call,
         so the result is that of a call without prefetch.
 
-        On CUDA it is best called between the group and the dense part of a batch: it waits for the
-        work that the current stream has by then, and runs beside later work.
+        On CUDA it is best called between the group and the dense part of a batch: sending waits for
+        work already queued on the current stream, and overlaps with later work.
 
         Raises:
             RuntimeError: a batch has been prefetched already.

@@ -51,7 +51,7 @@ class EmbeddingLayer(EmbeddingTable):
         If a key is given more than once, the last vector counts. With several ranks this is a
         collective, in which each rank passes keys of its own, the same keys or none: they go to the
         ranks that own them, and the vector of the highest rank counts. States of optimizers are
-        left unchanged: a row that has a key keeps its states, and a new row has initial ones. A
+        left unchanged: a row that has a key keeps its states, and a new row has initial states. A
         vector that is assigned to a padding key is never looked up.
 
         Args:

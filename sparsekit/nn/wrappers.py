@@ -1,6 +1,6 @@
 """Makes tools of torch work with tables, which they would take for replicated parameters.
 
-Some tools have a convention for parameters that they leave alone, others have none. torch calls the
+Some tools have a convention for parameters that they must skip, others have none. torch calls the
 hooks at the end of this file whenever a module becomes part of another, as a model does when it is
 wrapped, and before each step of an optimizer, so it does not matter who wraps the model.
 """
@@ -84,7 +84,7 @@ def _begin_averages(
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)
             if not torch.equal(owners, mine.owners):
-                # torch copies buffers in place, and other layers may share this one.
+                # torch copies buffers in place, and other layers may share this map.
                 mine.owners = owners.clone()
         if mine.table is None or theirs.table is None:
             continue
@@ -151,8 +151,8 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
         _refuse_fsdp(parent, module)
 
 
-# Optimizers of torch that refuse a sparse gradient, with advice that leads from one to the next,
-# and what to use instead. SGD refuses only with weight_decay.
+# Optimizers of torch that refuse sparse gradients, and the optimizer to use instead. Torch's own
+# errors advise users to try another of these. SGD refuses only with weight_decay.
 _REFUSING = {
     getattr(torch.optim, name): instead
     for name, instead in {

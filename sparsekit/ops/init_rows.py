@@ -23,9 +23,9 @@ def init_rows_(
 ) -> None:
     """Write the initial vectors of keys to ``out[rows]``, in place.
 
-    A value depends on (seed, key, column) alone: a draw of Philox4x32-10 (Salmon et al., SC 2011)
-    with the seed as key and (key, column // 4) as counter. It is computed in float32 and rounded to
-    the dtype of out, so every dtype starts from the same numbers.
+    A value depends only on (seed, key, column): it is a draw of Philox4x32-10 (Salmon et al., SC
+    2011) with the seed as key and (key, column // 4) as counter. It is computed in float32 and
+    rounded to the dtype of out, so every dtype starts from the same numbers.
 
     Args:
         out: float32, float64 or bfloat16 ``[num_rows, dim]``, contiguous.

@@ -39,8 +39,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
-        module: an embedding layer, a group or a model; layers in it whose weight is not the
-            optimizer's are left alone.
+        module: an embedding layer, a group or a model; layers whose weight the optimizer does not
+            have are left unchanged.
 
     Returns:
         A handle whose ``remove()`` detaches the optimizer.

@@ -30,8 +30,8 @@ class RMSProp(RowOptimizer):
 
     The two forms differ in their defaults (below), in where eps is added and, if lr changes, in the
     effect of momentum. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
-    learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which leaves
-    untouched rows alone as well.
+    learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which does not change
+    untouched rows either.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

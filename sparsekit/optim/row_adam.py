@@ -43,7 +43,7 @@ class PartialRowWiseAdam(_RowAdam):
         w &= (1 - lr \, \lambda) w
              - lr \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps}
 
-    All other rows, and their moments, keep their bits. m has a number for every element, v one for
+    All other rows, and their moments, are left unchanged. m has a number for every element, v one for
     a row, so columns with small gradients move less than under Adam. This is FBGEMM's
     PARTIAL_ROWWISE_ADAM; the formula is from its source (genscript/optimizers.py). A parameter of
     one dimension has rows of one element; a 0-dim one is a single row.
@@ -52,7 +52,7 @@ class PartialRowWiseAdam(_RowAdam):
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
         betas: decay of the two moments, each in [0, 1).
-        eps: added to the root of the bias-corrected second moment, >= 0.
+        eps: added to the square root of the bias-corrected second moment, >= 0.
         weight_decay: lambda, >= 0, on touched rows, independent of the gradient as in `LazyAdam`.
         bias_correction, stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
@@ -74,7 +74,7 @@ class LazyLAMB(_RowAdam):
         u &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps} + \lambda w \\
         w &= w - lr \frac{\lVert w \rVert}{\lVert u \rVert} u
 
-    All other rows, and their moments, keep their bits. The ratio of the norms over the row is 1 if
+    All other rows, and their moments, are left unchanged. The ratio of the norms over the row is 1 if
     either is 0, so a row of zeros can move; FBGEMM's LAMB, whose layers are rows too, never moves
     such a row. Source: You et al., "Large batch optimization for deep learning: training BERT in 76
     minutes", ICLR 2020, algorithm 2, with the identity for phi.
@@ -83,7 +83,7 @@ class LazyLAMB(_RowAdam):
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0: the fraction of its norm by which a row moves.
         betas: decay of the two moments, each in [0, 1).
-        eps: added to the root of the bias-corrected second moment, >= 0.
+        eps: added to the square root of the bias-corrected second moment, >= 0.
         weight_decay: lambda, >= 0; it is part of u and of the norm of u.
         bias_correction, stochastic_rounding, seed, maximize: as in `LazyAdam`.
 

@@ -184,7 +184,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._take_over(weight)
         groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
         alone = groups[0] if update is not None and len(groups) == 1 else None
-        if alone is None:  # the op of a single group checks its weights
+        if alone is None:  # otherwise the op checks the weights
             for weight in weights:
                 check_parameter(type(self).__name__, weight)
         self._updated |= wanted  # set first, so that an interrupted update is not applied twice
@@ -341,7 +341,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return states
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # saved by another version, or by torch's optimizer
+        for group in state["param_groups"]:  # may come from another version or from torch
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__

@@ -58,7 +58,7 @@ class EmbeddingTable(TableTensors):
     are any keys.
     """
 
-    # Largest norm of a row that is read, and the p of that norm; see `Embedding`.
+    # Limit on the norm of rows that are read, and the p of that norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
     # True if the caller has given the name; a generated name includes the size of the table.

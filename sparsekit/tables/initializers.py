@@ -58,7 +58,7 @@ class Initializer:
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Uniform in [low, high), drawn in float32.
+    """Uniform distribution in [low, high), drawn in float32.
 
     A bfloat16 layer rounds the draws to nearest, so a value may be equal to high.
     """
@@ -73,7 +73,7 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Normal with the given mean and standard deviation."""
+    """Normal distribution with the given mean and standard deviation."""
 
     mean: float = 0.0
     std: float = 0.05

@@ -12,7 +12,7 @@ from ..distributed.shard_gradient import ShardGradient
 from .hash_table import HashTable
 from .row_states import follow_keys
 
-# Rows of each of the two samples that are checked after a write.
+# Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
 
 
@@ -81,7 +81,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self.noted_version = None
 
     def end_writing(self) -> None:
-        """End the writes that `begin_writing` began."""
+        """End the series of writes that `begin_writing` has begun."""
         if self.noted_version is None:
             self.note_version()
 
@@ -107,7 +107,7 @@ class EmbeddingWeight(torch.nn.Parameter):
                 if keys is None:
                     try:
                         keys = self.keys()
-                    except ValueError:  # after to_empty a table has arbitrary content
+                    except ValueError:  # after to_empty, a table is uninitialized
                         keys = torch.empty(0, dtype=torch.int64, device=self.device)
                 state["keys"] = keys
 
@@ -155,7 +155,7 @@ def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
             weight.begin_writing()
     yield
     for weight in weights:
-        # torch may have swapped the weight for another kind.
+        # torch may have replaced the weight by another kind of parameter.
         if isinstance(weight, EmbeddingWeight):
             weight.end_writing()
 
