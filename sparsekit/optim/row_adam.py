@@ -43,10 +43,10 @@ class PartialRowWiseAdam(_RowAdam):
         w &= (1 - lr \, \lambda) w
              - lr \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps}
 
-    All other rows, and their moments, are left unchanged. m has a number for every element, v one for
-    a row, so columns with small gradients move less than under Adam. This is FBGEMM's
-    PARTIAL_ROWWISE_ADAM; the formula is from its source (genscript/optimizers.py). A parameter of
-    one dimension has rows of one element; a 0-dim one is a single row.
+    Other rows and their moments are left unchanged. m has one number per element, v one per row, so
+    columns with small gradients move less than under Adam. This is FBGEMM's PARTIAL_ROWWISE_ADAM;
+    the formula is from its source (genscript/optimizers.py). A 1-dim parameter has rows of one
+    element; a 0-dim parameter is a single row.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -74,9 +74,9 @@ class LazyLAMB(_RowAdam):
         u &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps} + \lambda w \\
         w &= w - lr \frac{\lVert w \rVert}{\lVert u \rVert} u
 
-    All other rows, and their moments, are left unchanged. The ratio of the norms over the row is 1 if
-    either is 0, so a row of zeros can move; FBGEMM's LAMB, whose layers are rows too, never moves
-    such a row. Source: You et al., "Large batch optimization for deep learning: training BERT in 76
+    Other rows and their moments are left unchanged. The ratio of the two norms is 1 if either norm
+    is 0, so a row of zeros can move; FBGEMM's LAMB, whose layers are rows too, never moves such a
+    row. Source: You et al., "Large batch optimization for deep learning: training BERT in 76
     minutes", ICLR 2020, algorithm 2, with the identity for phi.
 
     Args:
