@@ -278,6 +278,22 @@ def test_training_is_shuffled_and_tests_are_not(clicks):
     assert torch.equal(order(0).sort().values, in_file.sort().values)
 
 
+def test_the_seed_is_that_of_the_training_data_alone(clicks, capsys, monkeypatch):
+    asked, read = {}, train_clicks._reader
+
+    def asking(config, files, seed):
+        asked[files] = seed
+        return read(config, files, seed)
+
+    monkeypatch.setattr(train_clicks, "_reader", asking)
+    test = clicks.with_name("test.csv")
+    test.write_text(clicks.read_text())
+    more = ["--ranks", "1", "--seed", "5", "--epochs", "1", "--set", f"data.test={test}"]
+    run(capsys, *arguments("deepfm", clicks, *more))
+    assert asked[(str(clicks),)] == 5
+    assert asked[(str(test),)] is None
+
+
 SCALING = ["scaling", "--tables", "2", "--rows", "100", "--dim", "4", "--batch", "64"]
 
 

@@ -17,6 +17,7 @@ pa = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
 from sparsekit.data import arrow_columns  # noqa: E402
+from sparsekit.data.parquet_file import ParquetFiles  # noqa: E402
 
 
 def write(path, columns, **settings):
@@ -316,10 +317,10 @@ def test_columns_in_several_pieces_or_none():
 def test_without_its_package_the_reader_says_what_is_missing(tmp_path, monkeypatch):
     path = write(tmp_path / "x.parquet", {"a": range(3)})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        ImportError, match=r"^ParquetReader needs pyarrow: pip install '.*\[data\]'"
-    ):
-        ParquetReader(path, 5, label="a")
+    message = r"^ParquetReader needs pyarrow: pip install '.*\[data\]'"
+    for read in (lambda: ParquetReader(path, 5, label="a"), lambda: ParquetFiles().shape(path)):
+        with pytest.raises(ImportError, match=message):
+            read()
 
 
 @pytest.mark.parametrize("more", [-1, 1])
