@@ -1,6 +1,5 @@
-// Checks the arguments of a call as they are named, and refuses an output that shares memory with
-// another argument: a kernel that has checked a size, a key or a row number relies on it while it
-// writes.
+// Checks the arguments of an op, and refuses outputs that share memory with another argument: a
+// kernel that has checked a size, a key or a row index relies on it while it writes.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +14,12 @@ namespace sparsekit::ops {
 
 using Tensors = std::vector<Tensor>;
 
-// The bytes from a tensor's first element to its last one, and the layout of a matrix's rows in
-// them.
+// The range of bytes from a tensor's first element to its last, and the layout of a matrix's rows
+// within it.
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // 0 unless a matrix of several rows that are not contiguous
+  int64_t stride_bytes = 0;  // distance of rows; 0 if contiguous or not a matrix
 
   Span() = default;
 
@@ -48,8 +47,8 @@ struct Span {
   bool overlaps(const Span& other) const {
     if (begin >= other.end || other.begin >= end) return false;
     if (stride_bytes <= 0 || stride_bytes != other.stride_bytes) return true;
-    // Both have rows at the same distance, as the states of an optimizer may have: if the rows of
-    // one lie in the gaps between the rows of the other, they share no element.
+    // Both matrices have rows at the same distance, as the states of an optimizer may have. If the
+    // rows of one lie in the gaps between the rows of the other, they share no element.
     const Span& first = begin <= other.begin ? *this : other;
     const Span& second = begin <= other.begin ? other : *this;
     const auto apart = static_cast<int64_t>(second.begin - first.begin) % stride_bytes;
@@ -57,8 +56,8 @@ struct Span {
   }
 };
 
-// An argument's name in errors. It becomes text only in an error, and details that only errors show
-// are not computed earlier: each question to a tensor is a call of torch.
+// An argument's name in errors. Text and other details of errors are computed only when one is
+// raised, since each query of a tensor is a call of torch.
 struct Item {
   const char* name;
   int64_t position = -1;  // position in a list, or -1
@@ -71,19 +70,19 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return item.position < 0 ? text : text << '[' << item.position << ']';
 }
 
-// More than any memory has. Every argument and result is checked against it, so that numbers
-// computed from sizes (of bytes, elements, threads) are far from overflow.
+// Limit on the number of elements of each argument and result. It exceeds any memory, but keeps
+// numbers computed from sizes (of bytes, elements, threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
-// Entries, tables and features are numbered in 32 bits.
+// Limit on the number of entries, tables and features, which have 32-bit indices.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
-// For arguments that may have several dtypes or shapes; the op checks them itself.
+// For arguments whose dtype or shape the op checks itself, since several are allowed.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
-// The arguments of a call. An op that writes to arguments passes kWrites, names all its arguments
-// and then calls check_apart(); for other ops, memory addresses are not recorded.
+// Checks the arguments of a call. An op that writes to arguments passes kWrites, checks all its
+// arguments and then calls check_apart(); for other ops, memory addresses are not recorded.
 class Arguments {
  public:
   enum Access { kReads, kWrites };
@@ -92,7 +91,7 @@ class Arguments {
 
   const char* op() const { return op_; }
 
-  // Raises a ValueError in Python.
+  // Throws an error that becomes a ValueError in Python.
   template <class... Parts>
   [[noreturn]] void error(const Parts&... parts) const {
     throw std::invalid_argument(message(where(), parts...));
@@ -101,20 +100,19 @@ class Arguments {
   void check(bool condition, const Parts&... parts) const {
     if (!condition) error(parts...);
   }
-  // Raises an IndexError in Python.
+  // Throws an error that becomes an IndexError in Python.
   template <class... Parts>
   [[noreturn]] void index_error(const Parts&... parts) const {
     throw std::out_of_range(message(where(), parts...));
   }
 
-  // Raises an IndexError for a row number, at a position of `rows`, that is beyond the last row of
-  // `table`.
+  // Throws an IndexError: rows[position] is `row`, which is beyond the last row of `table`.
   [[noreturn]] void row_error(int64_t position, int64_t row, const char* table,
                               int64_t num_rows) const {
     index_error("rows[", position, "] is ", row, ", but ", table, " has ", num_rows, " rows");
   }
 
-  // Checks an argument that is only read: it must be on the device of the first argument, and have
+  // Checks an argument that is only read. It must be on the device of the first argument, and have
   // this dtype and number of dimensions. It may overlap other arguments that are only read.
   const Tensor& read(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                      int64_t dim = kAnyDim) {
@@ -124,28 +122,28 @@ class Arguments {
             int64_t dim = kAnyDim) {
     if (tensor.has_value()) read(name, *tensor, dtype, dim);
   }
-  // Checks an argument of one int64: a table's size, or its hash_seed.
+  // Checks an argument of one int64, such as a table's size or hash_seed.
   void read_word(const Item& name, const Tensor& word) {
     check_one(name, read(name, word, ScalarType::Long, 1));
   }
-  // Checks an argument that the CPU engine reads before it writes anything; there it may overlap
-  // anything.
+  // Checks an argument that the CPU engine reads before it writes to any argument. On the CPU it
+  // may overlap any other argument.
   const Tensor& read_ahead(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                            int64_t dim = kAnyDim) {
     return kOnDevice ? read(name, tensor, dtype, dim) : checked(name, tensor, dtype, dim);
   }
-  // Checks an argument whose memory is written to directly, so it must be contiguous.
+  // Checks an argument that is written to in place, so it must be contiguous.
   const Tensor& written(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                         int64_t dim = kAnyDim) {
     check_contiguous(name, add(name, tensor, dtype, dim, true));
     return tensor;
   }
-  // Like written(), for rows that need not be contiguous with each other; the op checks the layout.
+  // Like written(), for a matrix with gaps between its rows; the op checks the layout.
   const Tensor& written_rows(const Item& name, const Tensor& tensor, ScalarType dtype) {
     return add(name, tensor, dtype, kAnyDim, true);
   }
 
-  // Check each tensor of a list.
+  // Checks each tensor of a list.
   void read(const char* list, const Tensors& tensors, ScalarType dtype = kAnyDtype,
             int64_t dim = kAnyDim) {
     for (size_t i = 0; i < tensors.size(); ++i) read({list, i}, tensors[i], dtype, dim);
@@ -154,8 +152,8 @@ class Arguments {
     for (size_t i = 0; i < tensors.size(); ++i) read_ahead({list, i}, tensors[i], dtype);
   }
 
-  // Calls body(table) for each table. If there are several, arguments named in body and errors
-  // raised there belong to that table.
+  // Calls body(table) for each table. If there are several tables, arguments checked in body and
+  // errors thrown there name the table.
   template <class Body>
   void for_each_table(size_t count, const Body& body) {
     for (size_t t = 0; t < count; ++t) {
@@ -171,7 +169,7 @@ class Arguments {
   // Returns the argument whose device all others must be on, or `other` if there is no argument.
   const Tensor& first_or(const Tensor& other) const { return first_ == nullptr ? other : *first_; }
 
-  // Raises if an argument that is written to overlaps another one.
+  // Throws an error if an argument that is written to overlaps another argument.
   void check_apart() const {
     constexpr size_t kFew = 16;
     if (named_.size() > kFew && !any_overlap()) return;
@@ -191,7 +189,7 @@ class Arguments {
           torch::headeronly::toString(has));
   }
 
-  // Raises unless the tensor is int64 or int32; returns whether it is int64.
+  // Checks that a tensor is int64 or int32; returns whether it is int64.
   bool check_wide(const Item& name, const Tensor& tensor) const {
     const ScalarType has = dtype_of(tensor);
     check(has == ScalarType::Long || has == ScalarType::Int, name, " must be int64 or int32, got ",
@@ -199,8 +197,8 @@ class Arguments {
     return has == ScalarType::Long;
   }
 
-  // Checks that there are at most kMostElements. A size of 0 counts as 1: a tensor without elements
-  // takes no memory, but its other sizes may be huge.
+  // Checks that the product of sizes is at most kMostElements. A size of 0 counts as 1: a tensor
+  // without elements takes no memory, but its other sizes may be huge.
   void check_elements(const Item& name, std::initializer_list<int64_t> sizes) const {
     int64_t elements = 1;
     bool possible = true;
@@ -215,7 +213,7 @@ class Arguments {
           "supported, and a size of 0 counts as 1");
   }
 
-  // Checks that a tensor has one dimension or two, and returns its sizes.
+  // Checks that a tensor has `dim` dimensions, 1 or 2, and returns its sizes, for 1 as (n, 1).
   std::pair<int64_t, int64_t> check_dim(const Item& name, const Tensor& tensor, int64_t dim) const {
     const int64_t has = tensor.dim();
     check(has == dim, name, " must have ", dim, " dimension(s), got ", has);
@@ -237,15 +235,15 @@ class Arguments {
     check(n <= kMostNumbered, name, " has ", n, " elements; at most 2^31 - 1 are supported");
   }
 
-  // Limits a row to what a grid can handle: 65535 slices of at least 32 elements.
+  // Checks that a grid can handle a row of `dim` elements: 65535 slices of at least 32 elements.
   void check_row_size(const Item& name, int64_t dim) const {
     constexpr int64_t kMost = 65535 * 32;
     check(!kOnDevice || dim <= kMost, "rows of ", name, " may have at most ", kMost,
           " elements on a device, got ", dim);
   }
 
-  // Checks the numbers of entries and targets of an op that sorts. On the CPU the bound is beyond
-  // any memory and keeps sizes of workspace far from overflow; on a device, sort keys have 32 bits.
+  // Checks the numbers of entries and targets of an op that sorts. On the CPU, the limit is beyond
+  // any memory and keeps workspace sizes far from overflow; on a device, sort keys have 32 bits.
   void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
     constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
     check(targets >= 0 && targets < kEnd, name, " must be in [0, ", kOnDevice ? "2^32 - 1" : "2^48",
@@ -263,21 +261,21 @@ class Arguments {
     check(has == 1, name, " must have one element, got ", has);
   }
 
-  // Returns row numbers, segment ids or offsets as contiguous int64; they may be given as int32.
+  // Converts row indices, segment ids or offsets, which may be int32, to contiguous int64.
   Tensor packed_int64(const Item& name, const Tensor& tensor) const {
     if (check_wide(name, tensor)) return packed(tensor);
-    // Pack first: an expanded view can have more elements than memory could hold as int64.
+    // Check and pack first: an expanded view can have more elements than fit in memory as int64.
     return torch::stable::to(packed(tensor), ScalarType::Long);
   }
 
-  // Returns n, or the number in the only element of `exact`, if given, but at most n.
+  // Returns the number of elements to use: n or, if `exact` is given, the value in it, at most n.
   DeviceCount count(int64_t n, const Item& name, const std::optional<Tensor>& exact) {
     if (!exact.has_value()) return DeviceCount{n};
     check_one(name, read(name, *exact, ScalarType::Long));
     return DeviceCount{n, int64_data(*exact)};
   }
 
-  // Calls body(TypeTag<T>) with core's type for the dtype of the rows.
+  // Calls body(TypeTag<T>) with core's type T for the dtype of rows.
   template <class Body>
   auto dispatch_rows(const Item& name, const Tensor& rows, Body&& body) const {
     switch (dtype_of(rows)) {
@@ -293,7 +291,7 @@ class Arguments {
     }
   }
 
-  // Calls body(TypeTag<Key>) with int32_t or int64_t.
+  // Calls body(TypeTag<Key>) with int32_t or int64_t, the type of keys.
   template <class Body>
   auto dispatch_keys(const Tensor& keys, Body&& body) const {
     return check_wide("keys", keys) ? body(TypeTag<int64_t>{}) : body(TypeTag<int32_t>{});
@@ -302,7 +300,7 @@ class Arguments {
  private:
   struct Argument {
     Item name;
-    int64_t table;  // -1 if there is only one
+    int64_t table;  // index of its table; -1 if there is only one
     Span span;
     bool is_written;
 
@@ -325,7 +323,7 @@ class Arguments {
       first_name_ = name;
       on_cpu_ = tensor.is_cpu();
     } else {
-      // Comparing is_cpu() is quicker than making two devices.
+      // Comparing is_cpu() is faster than making two device objects.
       check(on_cpu_ ? tensor.is_cpu() : tensor.device() == first_->device(), name,
             " is not on the device of ", first_name_);
     }
@@ -342,8 +340,8 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Returns whether any arguments clash. Goes through them in the order of their start addresses,
-  // and compares each one with those that have not ended before it.
+  // Returns whether any arguments overlap that must not. Visits them in the order of their start
+  // addresses, and compares each with the arguments that end after its start.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

@@ -1,5 +1,5 @@
-// Shared by all ops between torch and core: memory of tensors, texts of errors, torch's thread
-// pool. Uses only torch's stable ABI, never ATen or c10.
+// Functions shared by all ops: memory of tensors, texts of errors, torch's thread pool. Uses only
+// torch's stable ABI, never ATen or c10.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -37,7 +37,7 @@ inline ParallelFor torch_parallel_for() {
       static_cast<int>(torch::stable::get_num_threads()));
 }
 
-// Like scalar_type(), which calls torch for the code of one dtype after another.
+// A faster scalar_type(), which calls torch for the code of one dtype after another.
 inline ScalarType dtype_of(const Tensor& tensor) {
   static const int32_t codes[] = {aoti_torch_dtype_int64(), aoti_torch_dtype_float32(),
                                   aoti_torch_dtype_int32(), aoti_torch_dtype_bfloat16(),
@@ -54,20 +54,21 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Returns the tensor itself if it is contiguous, without torch's dispatcher, or a contiguous copy.
+// Returns the tensor itself if it is contiguous, or else a contiguous copy. A contiguous tensor
+// does not go through torch's dispatcher.
 inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   try {
     return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {  // its text lacks the reason, which torch prints
+  } catch (const std::exception&) {  // its text lacks the reason, which torch prints itself
     throw std::runtime_error(message("sparsekit: torch has no ",
                                      tensor.numel() * static_cast<int64_t>(tensor.element_size()),
                                      " bytes for a contiguous copy; out of memory?"));
   }
 }
 
-// Returns an uninitialised tensor on the device of `like`, with its dtype unless another one is
-// given. On the CPU, memory of at least kept_bytes is kept for later tensors when this one is
+// Returns an uninitialised tensor on the device of `like`, with the dtype of `like` unless another
+// is given. On the CPU, memory of at least kept_bytes is kept for later tensors when this tensor is
 // freed.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt,
@@ -90,7 +91,7 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
                                     &give_back_large_memory);
   }
 #endif
-  // new_empty would go through the dispatcher.
+  // Avoid new_empty(), which goes through the dispatcher.
   const torch::stable::Device device = like.device();
   const auto device_code =
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type()));
@@ -111,7 +112,7 @@ struct TypeTag {
   using type = T;
 };
 
-// The ScalarType in which rows of core's type T are accumulated.
+// The ScalarType that core uses to accumulate rows of type T.
 template <class T>
 constexpr ScalarType kAccumulateType =
     std::is_same_v<Acc<T>, double> ? ScalarType::Double : ScalarType::Float;

@@ -19,7 +19,7 @@ namespace {
 
 bool checks_wanted() {
 #if defined(SPARSEKIT_ENGINE_SIMT)
-  return true;  // the host runner waits for every kernel anyway
+  return true;  // the host runner always waits for each kernel
 #else
   const char* set = std::getenv("SPARSEKIT_CHECKED");
   return set != nullptr && *set != '\0' && std::string(set) != "0";
@@ -39,7 +39,7 @@ constexpr ErrorInfo kErrors[] = {
 };
 constexpr int64_t kNumErrors = sizeof(kErrors) / sizeof(ErrorInfo);
 
-// Returns the error words of a device, which are made at its first use and never freed.
+// Returns the error words of a device, which are allocated at first use and never freed.
 int64_t* error_words_of(const Tensor& on, void* stream) {
   static std::mutex mutex;
   static auto* devices = new std::map<int32_t, Tensor>;
@@ -54,7 +54,7 @@ int64_t* error_words_of(const Tensor& on, void* stream) {
     Tensor words = torch::stable::new_empty(on, {kNumErrors}, ScalarType::Long);
     cuda::fill_bytes(words.mutable_data_ptr(), cuda::kNoPositionByte,
                      kNumErrors * static_cast<int64_t>(sizeof(int64_t)), stream);
-    // Wait, so that the words are ready for other streams too.
+    // Wait, so that the words are ready for other streams, too.
     int64_t word = 0;
     const cuda::Piece piece{&word, words.const_data_ptr(), sizeof word};
     cuda::read_back(&piece, 1, stream);
@@ -73,7 +73,8 @@ struct DeviceContext::Guard {
 
 namespace {
 
-// If linked directly, this symbol would keep the library from loading with a CPU build of torch.
+// Look up the symbol at run time: linked directly, it would keep the library from loading with a
+// CPU build of torch.
 void* current_stream(int32_t device) {
   using Function = int32_t (*)(int32_t, void**);
   static const auto get = [] {
@@ -137,7 +138,7 @@ int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
   cuda::read_back(&piece, 1, stream_);
   const int64_t position = positions[static_cast<int64_t>(error)];
   if (position == cuda::kNoPosition) return -1;
-  // Another stream of this device may have reported an error too.
+  // Another stream of this device may have reported an error, too.
   if (position >= limit) raise_left_over(positions);
   cuda::fill_bytes(error_word(error), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
@@ -173,7 +174,7 @@ Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   };
   constexpr size_t kMostCopies = 32;
   static std::mutex mutex;
-  static auto* copies = new std::list<Copy>;  // latest first; never drops copies in graphs
+  static auto* copies = new std::list<Copy>;  // latest first; keeps all copies in graphs
   const std::lock_guard<std::mutex> lock(mutex);
   const int32_t device = on_.get_device_index();
   const bool capturing = cuda::is_capturing(stream_);
@@ -217,7 +218,7 @@ void DeviceContext::read(const int64_t* device, int64_t count, int64_t* host) co
   raise_left_over(positions);
 }
 
-// Raises the error that an earlier call has left, if there is one.
+// Throws the error that an earlier call has reported, if there is one.
 void DeviceContext::raise_left_over(const int64_t* positions) const {
   for (int64_t kind = 0; kind < kNumErrors; ++kind) {
     if (positions[kind] == cuda::kNoPosition) continue;

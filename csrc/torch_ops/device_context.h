@@ -1,4 +1,4 @@
-// Selects the engine that a build of torch_ops calls. The same files are compiled for each engine:
+// Selects the engine that torch_ops calls. The same files are compiled once for each engine:
 //   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, by sparsekit::cpu
 //   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, by sparsekit::cuda
 //   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors, by the CUDA kernels on the host
@@ -20,7 +20,7 @@
 #define SPARSEKIT_NAMESPACE sparsekit_simt
 #define SPARSEKIT_DISPATCH_KEY CPU
 #endif
-// One more level of expansion, since torch's macros paste their arguments.
+// Adds a level of macro expansion, since torch's macros paste their arguments.
 #define SPARSEKIT_LIBRARY_(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 #define SPARSEKIT_LIBRARY(m) SPARSEKIT_LIBRARY_(SPARSEKIT_NAMESPACE, m)
 #define SPARSEKIT_LIBRARY_IMPL_(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
@@ -29,7 +29,7 @@
 
 namespace sparsekit::ops {
 
-// Kinds of bad values that only the device finds, with the op and argument that errors name.
+// Kinds of invalid values that only the device finds, with the op and argument to name in errors.
 #define SPARSEKIT_DEVICE_ERRORS(X)                      \
   X(kGatherRow, "gather_rows", "rows")                  \
   X(kInitRow, "init_rows_", "rows")                     \
@@ -76,13 +76,14 @@ class DeviceContext {
 
 constexpr bool kOnDevice = true;
 
-// The device and stream of a call, which are current while this lives. Workspace comes from torch's
-// allocator, which ties memory to the current stream, so an op may free it as soon as its kernels
-// are launched.
+// Makes the device and stream of a call current during its lifetime. Workspace comes from torch's
+// allocator, which ties memory to the current stream, so an op may free workspace as soon as its
+// kernels are launched.
 //
-// Kernels report the smallest bad position of each kind in a word per device and kind. Reading the
-// words means waiting for the device, so a call does it only with checks on (SPARSEKIT_CHECKED=1 or
-// sparsekit.checked(True)); otherwise the next call that waits anyway raises the error.
+// Kernels report invalid values in one word per device and kind of error: the smallest bad
+// position. Reading the words means waiting for the device, so a call reads them only with checks
+// on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, the next call that waits
+// for another reason throws the error.
 class DeviceContext {
  public:
   explicit DeviceContext(const Tensor& on);
@@ -90,16 +91,16 @@ class DeviceContext {
 
   void* stream() const { return stream_; }
   int64_t* error_word(DeviceError error) const;
-  // Returns the position below `limit` that this call's kernel has reported, or -1. Always -1 with
-  // checks off and while a graph is captured.
+  // Returns the position below `limit` that this call's kernel has reported, or -1 if there is
+  // none. Always returns -1 with checks off and while a graph is captured.
   int64_t error_position(DeviceError error, int64_t limit) const;
   // Returns an element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
-  // Returns a copy of these bytes on the device. Hold it until the kernels that read it are
-  // launched, and do not write to it. If this stream has asked for the same bytes recently, the
-  // copy is reused: bytes that are the same in every step are copied once.
+  // Returns a copy of these bytes on the device. Keep the copy until the kernels that read it are
+  // launched, and do not write to it. If the same bytes were requested on this stream recently,
+  // that copy is reused, so bytes that are the same in every step are copied once.
   Tensor cached_copy(const void* bytes, int64_t count) const;
-  // Copies `count` words to the host, and raises errors that earlier calls have left.
+  // Copies `count` words to the host, and throws any error that an earlier call has reported.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
  private:
@@ -116,11 +117,11 @@ class DeviceContext {
 
 #endif
 
-// Memory for core, on the engine's device, freed with this object. Zero bytes are allowed.
+// Workspace for core on the engine's device; owned by this object. Zero bytes are allowed.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Tensor& beside) {
-    // Making a tensor takes as long as an op on a few keys, so small sizes are on the stack.
+    // Small workspaces are on the stack: making a tensor takes as long as an op on a few keys.
     if (!kOnDevice && bytes <= static_cast<int64_t>(sizeof small_)) return;
     large_ = new_output(beside, {bytes}, ScalarType::Byte);
     memory_ = large_->mutable_data_ptr();

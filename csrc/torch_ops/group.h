@@ -1,5 +1,5 @@
-// Arguments of the ops on many tables: sources of keys, and features, which say which bags each
-// table gets. sparsekit/ops/_group.py explains the columns.
+// Arguments of ops that work on many tables at once: sources of keys, and features, which assign
+// runs of bags to tables. sparsekit/ops/_group.py explains the columns.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace sparsekit::ops {
 
-// Rows of the descriptors' matrices, one struct per kind.
+// The structs below are rows of the matrices that describe a call.
 struct FeatureRow {
   static constexpr ScalarType kDtype = ScalarType::Long;
   int64_t table, source, first_bag, bags, combiner, max_nnz, tensor, begin, stride;
@@ -31,7 +31,7 @@ static_assert(sizeof(FeatureRow) == 9 * sizeof(int64_t));
 static_assert(sizeof(TableRow) == 3 * sizeof(int64_t));
 static_assert(sizeof(InitializerRow) == 3 * sizeof(double));
 
-// A matrix of numbers with a column for each member of Row. It is always on the host.
+// An int64 matrix with one column for each member of Row, always on the host.
 template <class Row>
 class Descriptor {
  public:
@@ -53,13 +53,13 @@ class Descriptor {
   const Row* rows_;
 };
 
-// Where the vectors of a feature's bags are in one of a list of tensors.
+// The location of a feature's vectors: a tensor in a list, and the layout within it.
 struct Placement {
   Combiner combiner;
   int64_t tensor, begin, stride;
 };
 
-// Returns an initializer for each table, without its seed, which stays in the engine's memory.
+// Returns the initializer of each table, without its seed, which stays in the engine's memory.
 inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
                                                 const Tensors& seeds, size_t num_tables) {
   const Descriptor<InitializerRow> rows(given, "initializers", matrix);
@@ -79,14 +79,14 @@ inline std::vector<Initializer> initializers_of(const Arguments& given, const Te
   return initializers;
 }
 
-// The rows of the matrix of features. Fields that refer to sources are not checked here.
+// The rows of the matrix `features`. Does not check the fields that refer to sources.
 class GroupFeatures {
  public:
   std::vector<Feature> features;
   std::vector<Placement> placements;
-  // The features of table t are those in [table_features[t], table_features[t + 1]).
+  // Table t has the features in [table_features[t], table_features[t + 1]).
   std::vector<int64_t> table_features;
-  int64_t num_bags = 0;  // sum over all features
+  int64_t num_bags = 0;  // total number of bags of all features
 
   GroupFeatures(const Arguments& given, const Tensor& descriptors, size_t num_tables)
       : given_(given) {
@@ -127,11 +127,11 @@ class GroupFeatures {
   const Arguments& given_;
 };
 
-// Features and the sources that they refer to.
+// Features, and the sources of keys that they refer to.
 class GroupInput : public GroupFeatures {
  public:
   std::vector<Source> sources;
-  // Length of a result with an element for each entry, and the number of bags of all sources.
+  // Number of entries, which is the length of per-entry results, and number of bags of all sources.
   int64_t entries = 0;
   int64_t source_bags = 0;
 
@@ -157,7 +157,7 @@ class GroupInput : public GroupFeatures {
     check_apart();
   }
 
-  // On the CPU: checks the offsets, and computes which entries belong to each feature.
+  // On the CPU: checks the offsets, and computes the range of entries of each feature.
   void check_offsets(const DeviceContext& context) {
     const ParallelFor parallel_for = torch_parallel_for();
     for (size_t place = 0; place < by_source_.size(); ++place) {
@@ -188,7 +188,7 @@ class GroupInput : public GroupFeatures {
     }
   }
 
-  // With checks on, raises errors that cuda::begin_group has found.
+  // With checks on, throws errors that cuda::begin_group has found.
   void raise_found(const DeviceContext& context) const {
     std::vector<int64_t> first_offset, key_start;
     int64_t offset = 0, key = 0;
@@ -251,7 +251,7 @@ class GroupInput : public GroupFeatures {
     source_bags = std::min(source_bags + source.bags, kMostElements + 1);
   }
 
-  // Checks that bags of features do not overlap; otherwise there could be more entries than keys.
+  // Checks that features have no bags in common, since there could be more entries than keys.
   void check_apart() {
     by_source_.resize(features.size());
     std::iota(by_source_.begin(), by_source_.end(), 0);
@@ -284,32 +284,32 @@ class GroupInput : public GroupFeatures {
     given_.error("bag ", bag, " of source ", s, " has more keys than its max_nnz=", most);
   }
 
-  // Returns an element of a tensor of either width.
+  // Returns an element of an int32 or int64 tensor.
   static int64_t value(const Tensor& tensor, int64_t i, const DeviceContext& context) {
     if (tensor.scalar_type() == ScalarType::Long) return context.value(tensor, i);
     const Tensor one = torch::stable::narrow(const_cast<Tensor&>(tensor), 0, i, 1);
     return context.value(torch::stable::to(one, ScalarType::Long), 0);
   }
 
-  std::vector<Tensor> keys_, offsets_;  // own the memory that sources point to
-  std::vector<int32_t> by_source_;      // features, sorted by source and bags
+  std::vector<Tensor> keys_, offsets_;  // own the memory to which sources point
+  std::vector<int32_t> by_source_;      // indices of features, sorted by source, then by bags
 };
 
-// Makes the results `bags` and `key_starts` of a call, uninitialised.
+// Allocates the results `bags` and `key_starts` of a call, uninitialised.
 inline std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
   const auto count = static_cast<int64_t>(input.features.size());
   return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
           new_output(like, {count}, ScalarType::Long)};
 }
 
-// A call's arguments and memory on a device.
+// The arguments and workspace of a call on a device.
 struct DeviceCall {
   cuda::GroupCall call;
   cuda::GroupBags bags;
   Workspace memory;
 
-  // `tables` has the fields that the input does not determine; workspace_bytes(call) is the memory
-  // needed.
+  // `tables` has the fields that the input does not determine. workspace_bytes(call) returns the
+  // size of the workspace.
   template <class WorkspaceBytes>
   DeviceCall(const GroupInput& input, const cuda::GroupCall& tables,
              const WorkspaceBytes& workspace_bytes, const std::pair<Tensor, Tensor>& results,
@@ -318,7 +318,7 @@ struct DeviceCall {
         bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
         memory(workspace_bytes(call), like) {}
 
-  // Fills the bags and, with checks on, raises errors of the input.
+  // Fills the bags and, with checks on, throws errors found in the input.
   void begin(const GroupInput& input, const DeviceContext& context) const {
     cuda::begin_group(
         call, bags,
@@ -340,7 +340,7 @@ struct DeviceCall {
   }
 };
 
-// Does the same on the CPU, and fills in the entries of each table. Table is derived from
+// On the CPU: fills the bags, and sets the range of entries of each table. Table is derived from
 // AskedTable.
 template <class Table>
 void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,

@@ -1,4 +1,4 @@
-// Arguments that pooling of many tables and its backward share.
+// Arguments shared by pooling on many tables and its backward.
 #pragma once
 
 #include "group.h"
@@ -6,8 +6,8 @@
 
 namespace sparsekit::ops {
 
-// The layout of a tensor as rows of `width` contiguous elements, `distance` apart; distance 0 if
-// the tensor is contiguous, width 0 if it has no such layout.
+// Describes a tensor as rows of `width` contiguous elements, `distance` elements apart. The
+// distance is 0 if the tensor is contiguous; the width is 0 if the tensor has no such layout.
 struct RowLayout {
   int64_t width, distance;
 
@@ -25,7 +25,7 @@ struct RowLayout {
     return distance < width ? RowLayout{0, 0} : RowLayout{width, distance};
   }
 
-  // Returns true if each vector with this placement in a contiguous tensor lies within one row.
+  // Returns whether each vector with this placement lies within one row, so that it is contiguous.
   bool has(const Placement& placement, int64_t count, int64_t dim) const {
     if (width == 0) return false;
     const bool each = count <= 1 || placement.stride % width == 0 || distance == 0;
@@ -36,7 +36,7 @@ struct RowLayout {
   }
 };
 
-// The row and the bag of each entry, as returned by the ops that find rows.
+// The row and the bag of each entry, as results of the ops that find rows.
 struct GivenEntries {
   const Tensor& index;
   const std::optional<Tensor>& rows;
@@ -47,7 +47,8 @@ struct GivenEntries {
   const std::optional<Tensor>& key_starts;
 };
 
-// The checked arguments that forward and backward share; owns the memory that features point to.
+// The arguments that forward and backward share, after checks. Owns the memory to which features
+// point.
 class GroupArguments {
  public:
   GroupFeatures group;
@@ -85,8 +86,8 @@ class GroupArguments {
     }
   }
 
-  // Checks that the vectors of all bags fit in their tensors without overlap. `dims` has the dim of
-  // each table.
+  // Checks that the vectors of all bags lie within their tensors and do not overlap. `dims` has the
+  // dim of each table.
   void check_placements(const Tensors& vectors, const char* name,
                         const std::vector<int64_t>& dims) const {
     for (size_t f = 0; f < group.features.size(); ++f) {
@@ -109,7 +110,7 @@ class GroupArguments {
     }
   }
 
-  // Returns the tensors; those whose vectors cannot be read in place are copied.
+  // Returns the tensors, after copying those whose vectors cannot be read in place.
   Tensors readable(Tensors tensors, const std::vector<int64_t>& dims) const {
     for (size_t f = 0; f < group.features.size(); ++f) {
       Tensor& tensor = tensors[group.placements[f].tensor];
@@ -156,7 +157,7 @@ class GroupArguments {
   const int32_t* rows_data() const { return rows ? data<int32_t>(*rows) : nullptr; }
   int64_t count_of(size_t t) const { return counts ? int64_data(*counts)[t] : 0; }
 
-  // With checks on, raises errors that the device has found in index and rows.
+  // With checks on, throws errors that the device has found in `index` and `rows`.
   void check_found(const DeviceContext& context) const {
     const int64_t bad_index = context.error_position(DeviceError::kGroupIndex, entries);
     const int64_t bad_row = context.error_position(DeviceError::kBagRow, entries);
@@ -165,7 +166,7 @@ class GroupArguments {
     if (bad_row >= 0) given_.index_error("an entry has a row that its table does not have");
   }
 
-  // Raises an error for a number that is not below `limit`.
+  // Throws an error for a number that is not in [0, limit).
   [[noreturn]] void bad_number(const char* name, int64_t position, int64_t number, int64_t table,
                                int64_t limit, const char* what) const {
     given_.index_error(name, "[", position, "] is ", number, ", but table ", table, " has ", limit,
@@ -180,7 +181,7 @@ class GroupArguments {
     return packed(tensor);
   }
 
-  // Appends tensors that have one element for each key of a source.
+  // Checks and appends tensors, one per source, that have an element for each key.
   void add_of_sources(Arguments& given, const char* name, const Tensors& tensors,
                       Tensors& list) const {
     if (tensors.empty()) return;
@@ -194,13 +195,13 @@ class GroupArguments {
     for (const Tensor& tensor : tensors) list.push_back(packed(tensor));
   }
 
-  // Adds the weights and keys of a feature's source, if there are any.
+  // Sets the weights and keys of a feature from its source, if the source has any.
   template <class T>
   void add_source(int64_t f, FeatureBags<T>& of) const {
     if (sample_weights.empty() && keys.empty()) return;
     const int64_t s = group.features[f].source;
     of.key_start = int64_data(*key_starts) + f;
-    // Vectors that are only copied take no weights.
+    // Vectors that are copied, not pooled, have no weights.
     if (!sample_weights.empty() && sample_weights[s].numel() > 0 &&
         of.combiner != Combiner::kNone) {
       given_.check_dtype("sample_weights", sample_weights[s], kAccumulateType<T>);
@@ -228,7 +229,8 @@ class GroupArguments {
     }
   }
 
-  // On the CPU: checks that bags begin at 0, never decrease, and stay within the entries.
+  // On the CPU: checks that the starts of bags begin at 0, never decrease, and do not exceed the
+  // number of entries.
   void check_bags() {
     const int32_t* bounds = data<int32_t>(bags);
     const Source all{nullptr, bounds, false, false, entries, group.num_bags};
@@ -259,14 +261,14 @@ class GroupArguments {
   }
 
  public:
-  // On the CPU: returns the first entry of a table and its number of entries.
+  // On the CPU: returns a table's first entry and the number of its entries.
   std::pair<int64_t, int64_t> entries_of(size_t t) const {
     const int64_t begin = group.table_features[t], end = group.table_features[t + 1];
     if (begin == end) return {0, 0};
     const Feature &first = group.features[begin], &last = group.features[end - 1];
     return {first.first_entry, last.first_entry + last.n - first.first_entry};
   }
-  // On the CPU: returns the table that an entry belongs to.
+  // On the CPU: returns the index of the table to which an entry belongs.
   int64_t table_of(int64_t entry) const {
     size_t f = 0;
     while (entry >= group.features[f].first_entry + group.features[f].n) ++f;

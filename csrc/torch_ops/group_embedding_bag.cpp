@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// Allocates an output for pool(), in the dtype of `like`.
+// Allocates an output of pool() with the dtype of `like`.
 Tensor new_out(Tensor like, int64_t num_elements) {
   Arguments("group_embedding_bag_out").check_elements("a result", {num_elements});
   return new_output(like, {num_elements});
@@ -27,7 +27,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
     given.read(name, weights[t], dtype);
     dims.push_back(given.check_dim(name, weights[t], 2).second);
     given.check_row_size("weights", dims[t]);
-    // Rows may have any distance, and may overlap.
+    // Rows may be any distance apart, and may overlap.
     if (!weights[t].is_contiguous() && (weights[t].stride(1) != 1 || weights[t].stride(0) < 1)) {
       weights[t] = packed(weights[t]);
     }
@@ -139,7 +139,8 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
   given.check(!grads.empty() || dims.empty(), "grads must not be empty");
   const ScalarType dtype = grads.empty() ? kAnyDtype : dtype_of(grads[0]);
   given.written("out", out, dtype);
-  // Where a sum goes does not depend on the number of rows, so on a device no count is waited for.
+  // On a device, do not wait for counts: the position of a sum does not depend on the number of
+  // rows.
   const Gradients gradients(given, grads, dtype, dims,
                             {index, rows, counts, bags, features, sample_weights, key_starts}, 1,
                             !kOnDevice);

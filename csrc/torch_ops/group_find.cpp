@@ -6,10 +6,10 @@
 namespace sparsekit::ops {
 namespace {
 
-// The tables of a call. Everything is checked except the values in tensors.
+// The tables of a call, after all checks but those of values in tensors.
 struct GroupTables {
   std::vector<GroupTable> tables;
-  std::vector<int64_t> hash_tables;  // hash table of each table, or -1
+  std::vector<int64_t> hash_tables;  // index of each table's hash table, or -1
 
   GroupTables(Arguments& given, const Tensors& buckets, const Tensors& hash_seeds,
               const Descriptor<TableRow>& rows, const GroupInput& input) {
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
   return {rows, results.first, results.second};
 }
 
-// Returns weights, seeds and initializers of the tables, for new rows.
+// Returns for each table the weight, seed and initializer that new rows need.
 std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const Tensors& seeds,
                                  const Tensor& initializers, const GroupTables& group) {
   const size_t count = group.tables.size();

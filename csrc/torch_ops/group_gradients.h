@@ -1,4 +1,4 @@
-// Gradients of the rows of many tables, for the ops that return, write or step with them.
+// Gradients of the rows of many tables, for ops that return them, write them or apply an optimizer.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 
 namespace sparsekit::ops {
 
-// The checked inputs of the gradients of all tables.
+// The inputs from which all tables' gradients are computed, after checks.
 class Gradients {
  public:
   Tensors grads;  // gradients of outputs
   const GroupArguments arguments;
   const DeviceContext context;
-  std::vector<int64_t> counts;     // number of rows of each table, or upper bounds
-  int64_t rows = 0, elements = 0;  // totals of all tables, if counts are known
+  std::vector<int64_t> counts;     // number of rows of each table, or an upper bound
+  int64_t rows = 0, elements = 0;  // totals over all tables, if counts are known
 
   Gradients(Arguments& given, const Tensors& grads_in, ScalarType dtype,
             const std::vector<int64_t>& dims, const GivenEntries& entries, int64_t divisor,
@@ -43,8 +43,8 @@ class Gradients {
     }
   }
 
-  // Returns the tables, whose gradients go to grad [elements] and rows to sorted_rows [rows]; both
-  // may be null if a taker gets the gradients.
+  // Returns the tables, with gradients to be written to grad [elements] and row indices to
+  // sorted_rows [rows]; both pointers may be null if a taker gets the gradients.
   template <class T>
   std::vector<SummedTable<T>> tables(const std::vector<FeatureBags<T>>& features, T* grad,
                                      int64_t* sorted_rows) const {
@@ -72,7 +72,7 @@ class Gradients {
     return tables;
   }
 
-  // Writes zeros into the gaps between the gradients of tables.
+  // Sets the gaps between the gradients of tables to zero.
   template <class T>
   void clear_gaps(T* grad) const {
     for (size_t t = 1; t < counts.size(); ++t) {
@@ -80,7 +80,7 @@ class Gradients {
     }
   }
 
-  // On the CPU: raises an error unless each row of table t is in [0, num_rows(t)).
+  // On the CPU: throws an error unless each row of table t is in [0, num_rows(t)).
   template <class T, class NumRows>
   void check_rows(const std::vector<SummedTable<T>>& tables, const NumRows& num_rows) const {
     for (size_t t = 0; t < tables.size(); ++t) {
@@ -93,7 +93,7 @@ class Gradients {
     }
   }
 
-  // Sums the gradients. Only the CPU engine supports a taker.
+  // Sums the gradients of each row. Only the CPU engine supports a taker.
   template <class T>
   void sum(const std::vector<SummedTable<T>>& tables, [[maybe_unused]] bool deterministic,
            [[maybe_unused]] const GradientTaker<T>* taker = nullptr) const {
@@ -120,8 +120,8 @@ class Gradients {
     }
   }
 
-  // On a device: sums the gradients into `room`. With checks on, raises errors that the device
-  // finds.
+  // On a device: sums the gradients of each row into `room`. With checks on, throws errors that the
+  // device finds.
   template <class T>
   void sum_at(const std::vector<SummedTable<T>>& tables, const SumRoom<T>& room) const {
     const cuda::GroupSums<T> sums = on_device(tables);
@@ -137,8 +137,8 @@ class Gradients {
                        ", which is no row of its table");
   }
 
-  // On a device: makes an optimizer's step with the gradients, without reading their number. With
-  // checks on, raises errors that the device finds.
+  // On a device: applies an optimizer's step, without reading back the number of rows. With checks
+  // on, throws errors that the device finds.
   template <class Rule, class T>
   void update_on_device(const std::vector<FeatureBags<T>>& features,
                         const std::vector<SteppedTable<T>>& tables, const Rule& rule,
@@ -185,7 +185,8 @@ class Gradients {
     given_.check_sort_sizes(arguments.rows ? rows : 0, "number of all rows", rows + num_tables());
   }
 
-  // Bounds the rows of a table by its entries, and these by max_nnz for each bag.
+  // Computes upper bounds: a table has at most as many rows as entries, and a bag at most max_nnz
+  // entries.
   void bound_counts() {
     const int64_t entries = arguments.entries;
     int64_t longest = 0;
@@ -218,7 +219,7 @@ class Gradients {
   const Arguments& given_;
   const std::vector<int64_t>& dims_;
   int64_t divisor_;
-  std::vector<int64_t> begins_;  // where each table's gradient begins, in elements
+  std::vector<int64_t> begins_;  // start of each table's gradient, in elements
 };
 
 }  // namespace sparsekit::ops

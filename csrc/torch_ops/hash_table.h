@@ -1,5 +1,5 @@
-// The hash tables of ops: checks of their arguments, one thread at a time that changes a table, and
-// the seed of tables that live only during a call.
+// Shared by ops on hash tables: checks of arguments, a lock that lets one thread at a time change a
+// table, and the seed of temporary tables.
 #pragma once
 
 #include <pthread.h>
@@ -17,7 +17,7 @@ namespace sparsekit::ops {
 
 constexpr int64_t kWordsPerBucket = sizeof(Bucket) / sizeof(int64_t);
 
-// Checks the buckets of a table, and returns their number.
+// Checks the buckets of a table, and returns the number of buckets.
 inline int64_t read_buckets(Arguments& given, const Item& name, const Tensor& buckets) {
   given.written_rows(name, buckets, ScalarType::Long);
   const auto [num_buckets, words] = given.check_dim(name, buckets, 2);

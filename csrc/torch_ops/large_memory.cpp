@@ -15,17 +15,17 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// More than a process can address.
+// Limit on a request in bytes: more than a process can address.
 constexpr size_t kMostBytes = size_t{1} << 47;
 
-// An idle block is returned to the system after this many takes of any size in which it was not
-// used: several steps of a training loop, whose sizes repeat.
+// An idle block is returned to the system after this many requests that did not use it. That covers
+// several steps of a training loop, in which sizes repeat.
 constexpr uint64_t kPatience = 128;
 
-// Idle bytes that are always allowed.
+// Number of idle bytes that are always allowed.
 constexpr size_t kAlwaysIdle = size_t{64} << 20;
 
-// A block may be up to this many times as large as the request. So loops whose sizes vary find a
+// A block may be up to this many times as large as the request. So loops with varying sizes find a
 // block; with exact sizes they would need more idle bytes than allowed.
 constexpr size_t kMostSpare = 2;
 
@@ -41,8 +41,7 @@ size_t size_class(size_t bytes) {
   return round_up(bytes, step);
 }
 
-// Maps memory that begins at a multiple of the huge page size, since only aligned pages can be
-// huge.
+// Maps memory aligned to the size of huge pages, since only aligned pages can be huge.
 void* map(size_t bytes) {
   const size_t room = bytes + kHugePage;
   void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -56,7 +55,7 @@ void* map(size_t bytes) {
   return reinterpret_cast<void*>(first);
 }
 
-// The peak of bytes in use during the last kPatience to 2 * kPatience takes.
+// The peak number of bytes in use during the last kPatience to 2 * kPatience requests.
 class RecentPeak {
  public:
   void note(size_t in_use, uint64_t taken) {
@@ -89,7 +88,7 @@ class Pool {
     in_use_ += block.size;
     peak_.note(in_use_, taken_);
     if (block.memory == nullptr) {
-      trim();  // before map(), so that both need not exist at once
+      trim();  // before map(), so that old and new memory do not exist at once
       block.memory = map(size);
       if (block.memory == nullptr) {
         clear();
@@ -128,7 +127,8 @@ class Pool {
     *recent_peak = peak_.bytes();
   }
 
-  // Called around a fork: the child has only the forking thread, and a copy of the lock's state.
+  // Call these around a fork: the child has only the forking thread, and a copy of the lock's
+  // state.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -158,8 +158,8 @@ class Pool {
     munmap(block.memory, block.size);
   }
 
-  // Bounds idle memory by the recent peak in use; otherwise every new size would stay for kPatience
-  // takes.
+  // Limits idle memory by the recent peak in use; otherwise blocks of each new size would stay for
+  // kPatience requests.
   void trim() {
     while (idle_bytes_ > peak_.bytes() + kAlwaysIdle) unmap(idle_.begin());
   }
@@ -174,9 +174,9 @@ class Pool {
   uint64_t taken_ = 0;
   size_t in_use_ = 0, idle_bytes_ = 0;
   RecentPeak peak_;
-  std::list<Idle> idle_;  // oldest first
+  std::list<Idle> idle_;  // idle for the longest time first
   std::multimap<size_t, Position> by_size_;
-  std::unordered_map<void*, size_t> sizes_;  // sizes of blocks in use
+  std::unordered_map<void*, size_t> sizes_;  // address -> size of each block in use
 };
 
 // Never destroyed, as tensors may outlive everything else. Made when the library is loaded: if it

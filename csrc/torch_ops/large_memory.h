@@ -1,24 +1,25 @@
-// Memory of large CPU tensors: it is in pages of 2 MiB where the system has them, and is kept for
-// the next tensor when a tensor is freed. The system hands out new memory page by page at the first
-// touch, filled with zeros, which can take longer than the op itself; and torch's CPU allocator
-// returns large blocks to the system at once.
+// A pool of memory for large CPU tensors, in pages of 2 MiB where the system supports them. It
+// keeps the memory of freed tensors for new ones. The system provides new memory page by page at
+// the first access, filled with zeros, which can take longer than the op itself; and torch's CPU
+// allocator returns large blocks to the system immediately.
 #pragma once
 
 #include <cstddef>
 
 namespace sparsekit::ops {
 
-// Blocks of at least this size are kept.
+// Minimum size in bytes of blocks that the pool keeps.
 constexpr size_t kLargeBytes = size_t{2} << 20;
 
-// Returns at least this many uninitialised bytes, or nullptr if there is no memory. Thread-safe.
+// Returns a block of at least `bytes` uninitialised bytes, or nullptr if out of memory.
+// Thread-safe.
 void* take_large_memory(size_t bytes);
 
-// Gives back memory of take_large_memory, which keeps it for later.
+// Returns a block from take_large_memory to the pool. Thread-safe.
 void give_back_large_memory(void* memory);
 
-// Advises the system to use pages of 2 MiB for memory that has not been touched yet. It is only a
-// hint.
+// Advises the system to use pages of 2 MiB for memory that has not been accessed yet. This is only
+// a hint.
 void prefer_huge_pages(void* memory, size_t bytes);
 
 }  // namespace sparsekit::ops

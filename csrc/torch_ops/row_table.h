@@ -13,9 +13,9 @@
 
 namespace sparsekit::ops {
 
-// Returns the weight, states and row steps of a table, all of which are written to. States must be
-// [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or [num_rows]. Rows of
-// states need not be contiguous with each other.
+// Checks and returns the weight, states and row steps of a table, all of which are written to.
+// States must be [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or
+// [num_rows]. There may be gaps between the rows of states.
 template <class T>
 RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* states,
                       size_t num_states, const Tensor* row_step, bool row_wise) {
@@ -50,8 +50,8 @@ RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* stat
   return table;
 }
 
-// Calls body(rule) with the rule of that name; the comments list each rule's settings. If a rule's
-// name stands for several structs, the number of states selects one.
+// Calls body(rule) with the rule of this name; comments list each rule's settings. If several
+// structs have the name, the number of states selects one.
 template <class Body>
 void dispatch_rule(const Arguments& given, const std::string& name,
                    const std::vector<double>& settings, size_t states, Body&& body) {
@@ -98,7 +98,7 @@ void dispatch_rule(const Arguments& given, const std::string& name,
               "partial_row_wise_adam or lamb, got ", name);
 }
 
-// Lists with one tensor per table, except that `states` has the states of one table after another,
+// Lists with one tensor per table. Exceptions: `states` has the states of one table after another,
 // and row_steps may be empty.
 struct TableLists {
   Arguments& given;
@@ -123,7 +123,7 @@ struct TableLists {
                 size(), " weights, got ", states.size());
   }
 
-  // Checks and returns table i and its step.
+  // Checks and returns table i, and the number of its step.
   template <class T>
   SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise) const {
     given.check_dtype("weight", weights[i], dtype_of(weights[0]));
@@ -150,7 +150,7 @@ inline Rounding rounding_of(const std::optional<int64_t>& seed) {
   return {seed.has_value(), static_cast<uint64_t>(seed.value_or(0))};
 }
 
-// Calls body(TypeTag<T>, rule) with the dtype of the weights and the rule of that name.
+// Calls body(TypeTag<T>, rule) with the type of the weights and the rule of this name.
 template <class Body>
 void dispatch_step(const TableLists& lists, const std::string& rule,
                    const std::vector<double>& settings, bool per_row, const Body& body) {
@@ -165,8 +165,8 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
   });
 }
 
-// On a device: returns the bad row that a call for several tables has reported; none with checks
-// off.
+// On a device: returns the invalid row that a call for several tables has reported; none with
+// checks off.
 inline BadRow found_bad_row(const DeviceContext& context, size_t num_tables) {
   const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);
   const int64_t found = context.error_position(DeviceError::kUpdateRow, limit);

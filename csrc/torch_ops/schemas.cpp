@@ -2,8 +2,8 @@
 // written `Tensor(x!)`. sparsekit/ops/ documents each op.
 //
 // With num_keys (for update_rows_ num_grads, one number per table), an op uses only the first
-// num_keys keys. The number is on the device of the keys and the kernel reads it, so ops can follow
-// one another without waiting for the host.
+// num_keys keys. The kernel reads the number from the device of the keys, so ops can follow one
+// another without waiting for the host.
 #include "device_context.h"
 
 namespace {

@@ -7,9 +7,9 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns the first `count` elements of a buffer: a view if most of it is used, otherwise a copy,
-// so that no result keeps much more memory than it shows. Even a copy of 512 KiB is worth pooling:
-// the first touch of new memory took several times as long as the copying.
+// Returns the first `count` elements of a buffer: a view if they are most of it, otherwise a copy,
+// so that no result keeps much more memory than it needs. Even a copy of 512 KiB is worth pooling:
+// the first access to new memory took several times as long as copying.
 Tensor trimmed(Tensor buffer, int64_t count) {
   const int64_t size = buffer.size(0);
   if (count == size) return buffer;
@@ -24,14 +24,14 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   return torch::stable::copy_(copy, view);
 }
 
-// Results as long as the input.
+// Results of the length of the input, of which only the first num_unique elements are used.
 struct Padded {
   Tensor unique_keys;
   Tensor inverse;
   Tensor counts;
 };
 
-// Writes the number of distinct keys to *num_unique, which must be in the engine's memory.
+// Finds distinct keys, and writes their number to *num_unique, which is in the engine's memory.
 Padded unique_of(const DeviceContext& context, Tensor keys, std::optional<Tensor> num_keys,
                  int64_t* num_unique, const char* op) {
   Arguments given(op);
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
           trimmed(padded.counts, num_unique)};
 }
 
-// For a caller that continues without waiting for the device.
+// Like unique(), for a caller that continues without waiting for the device.
 std::tuple<Tensor, Tensor, Tensor, Tensor> unique_padded(Tensor keys,
                                                          std::optional<Tensor> num_keys) {
   Tensor num_unique = new_output(keys, {1}, ScalarType::Long);
