@@ -112,7 +112,7 @@ def _reshard_table(
     parts = parts_of(links, name)
     table = parts[-1][1]
     owners = None
-    if table.hash_table and table.placement == "hash" and world_size > 1:
+    if table.placement == "hash" and world_size > 1:
         owners = even_map(world_size, torch.device("cpu"))
     counts = torch.zeros(world_size, dtype=torch.int64)
     with live_pieces(parts) as pieces:

@@ -10,6 +10,7 @@ import torch
 import sparsekit
 from sparsekit import checkpoint
 from sparsekit.checkpoint import CheckpointError, Checkpoints, draft
+from sparsekit.checkpoint.files import write_small
 from sparsekit.checkpoint.reshard import ColumnWriter, columns_of
 from sparsekit.checkpoint.tensor_file import Column, write
 
@@ -91,6 +92,21 @@ def test_a_column_that_yields_too_little(tmp_path):
         else:
             with pytest.raises(CheckpointError, match=r"new\d: has \d+ bytes instead of"):
                 writer.finish()
+
+
+WRITERS = {
+    "write": lambda path: write(path, []),
+    "write_small": lambda path: write_small(path, b"x"),
+    "ColumnWriter": lambda path: ColumnWriter(path, []),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_file_is_overwritten(tmp_path, writer):
+    (tmp_path / "file").write_text("of another")
+    with pytest.raises(CheckpointError, match="file: cannot be written: File exists"):
+        WRITERS[writer](tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "of another"
 
 
 def test_tensors_begin_at_multiples_of_8(tmp_path):

@@ -191,6 +191,18 @@ def test_fresh_states_are_those_of_the_tables_group(tmp_path):
         assert (states[:3] > value).all()
 
 
+def test_a_state_of_a_tables_rows_of_another_shape(tmp_path):
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    optimizer = optim.LazyAdam(layer.parameters(), lr=0.1)
+    layer(torch.arange(3)).sum().backward()
+    optimizer.step()
+    optimizer.state[layer.weight]["exp_avg"] = torch.zeros(9)
+    checkpoint.save(layer, tmp_path / "a", optimizer)
+    said = r"LazyAdam keeps exp_avg, exp_avg_sq for each row, .* has exp_avg \[\], exp_avg_sq \[2\]"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load(layer, tmp_path / "a", optimizer)
+
+
 def test_a_table_without_a_step_has_made_none(tmp_path):
     model, optimizers = tables()
     checkpoint.save(model, tmp_path / "a", optimizers)
