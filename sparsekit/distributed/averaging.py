@@ -32,7 +32,7 @@ class Averaging:
     ) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket; see ``register_comm_hook``."""
         if not self._begun:
-            # Queued first, since DistributedDataParallel's own callback needs all buckets to be
+            # Queue this callback first, since DistributedDataParallel's own needs all buckets to be
             # averaged.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         begun = _Bucket(self._exchange, bucket.index(), bucket.buffer())

@@ -135,7 +135,7 @@ class NcclTransport(Transport):
 
         The collective runs on the current stream, and only that stream waits.
         """
-        # NCCL gets only an address, and would read whatever is there.
+        # NCCL gets only an address, and would read the wrong memory.
         if sum(send_splits) != send.numel() or not send.is_contiguous():
             raise ValueError(
                 f"sparsekit: send must be contiguous and hold the {sum(send_splits)} elements of "
@@ -164,7 +164,7 @@ class NcclTransport(Transport):
         return contextlib.nullcontext() if self._cuda is None else self._cuda.device(self.device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context with a new current stream."""
+        """Return a context that makes a new stream the current stream."""
         if self._cuda is None:
             return contextlib.nullcontext()
         return self._cuda.stream(self._cuda.Stream(self.device))

@@ -66,7 +66,7 @@ class SharedMemoryTransport(Transport):
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Start as `Transport` says: send as much as the buffers hold; the wait sends the rest."""
-        # The communicator gets only an address, and would read whatever is there.
+        # The communicator gets only an address, and would read the wrong memory.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
             raise ValueError(
                 f"sparsekit: send must be contiguous, on the CPU, and hold the {sum(send_splits)} "

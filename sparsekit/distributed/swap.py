@@ -52,5 +52,5 @@ def _swapped(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tenso
         elements(parts).copy_(tensor)
 
     titled = f"{what}: {list(tensor.shape)} of {tensor.dtype}"
-    # A copy, since a view would keep the memory of the sent tensor as well.
+    # Copy the result, since a view would keep the memory of the sent tensor alive as well.
     return elements(exchange.send(titled, write, sizes, sizes)()).clone()

@@ -211,7 +211,7 @@ class _ToOwners:
         keys: Callable[[], torch.Tensor],
     ) -> None:
         self._exchange = exchange
-        # Counted like a lookup, before anything can fail.
+        # Count this call like a lookup, before anything can fail.
         exchange.lookups += 1
 
         def propose() -> Proposal:

@@ -74,8 +74,8 @@ def read_bags(
     form = _form(inputs, layer, device)
     if matrix and form is _from_dense and inputs.dim() == 2:
         form = partial(_padded, count=inputs.shape[0], slots=None)
-    # Checked before values are read: the meta device has none, and reading others waits for the
-    # device.
+    # Check devices before reading values: a meta tensor has none, and reading from CUDA has to
+    # wait.
     check_device(layer, "inputs", inputs, device)
     if sample_weights is not None:
         check_device(layer, "sample_weights", sample_weights, device)

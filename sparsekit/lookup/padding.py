@@ -15,9 +15,9 @@ def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
 def without_padding(bags: Bags, padding_key: int) -> Bags:
     """Return checked bags without the keys that are equal to padding_key."""
     keep = ~is_padding(bags.values, padding_key)
-    # Number of keys kept before each position; at the old offsets these are the new offsets.
+    # Number of keys kept before each position; its values at the old offsets are the new offsets.
     kept_before = offsets_of(keep.to(torch.int64))
-    kept = keep.nonzero().view(-1)  # once for keys and weights, since this waits for a device
+    kept = keep.nonzero().view(-1)  # computed only once, since this waits for the device
     return Bags(
         bags.values[kept],
         kept_before if bags.offsets is None else kept_before[bags.offsets],

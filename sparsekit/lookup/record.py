@@ -42,9 +42,9 @@ class LookupRecord:
         calls: the record of a call of the ops for each of `LookupPlan.batches`.
         weights: weights of the distinct tables.
         autograd_inputs: tensors to which autograd passes gradients: the weights, or only one of
-            them if `fused`. Each input of a backward costs time, and gradients that an optimizer
-            consumes in backward do not pass through autograd.
-        fused: whether one optimizer takes all gradients in backward.
+            them if `fused`. A single input saves time, and gradients that an optimizer applies in
+            backward do not pass through autograd.
+        fused: whether one optimizer applies all gradients in backward.
     """
 
     calls: tuple[CallRecord, ...]

@@ -106,7 +106,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 def _begin_on_ranks(
     exchange: Exchange, cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 ) -> ByKey | ByBag:
-    # Counted before anything can fail or be interrupted, so that all ranks count alike.
+    # Count the lookup before anything can fail or be interrupted, so that all ranks count alike.
     exchange.lookups += 1
 
     def default_route() -> ByKey:

@@ -47,7 +47,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     if len(batches) == 1:
         call = TableOps(batches[0], requests, None)
         return _result([call], call.run())
-    # Otherwise the first call would already have inserted keys when the second is refused.
+    # Otherwise one call might already have inserted keys when the next call is refused.
     for request in requests:
         request.check()
     outputs: dict[int, torch.Tensor] = {}
@@ -167,7 +167,8 @@ class TableOps:
         if tables.inserts and not tables.seen:
             tables.have_keys()
         if (now := _numbers(sizes)) != before:
-            # Without this, a backward that saved a weight would silently use its new rows.
+            # Without this, a backward that has saved a weight would silently use the weight's new
+            # rows.
             each = zip(tables.hashed, before, now, strict=True)
             changed = [self.weights[t] for t, then, size in each if size > then]
             increment_version(changed)

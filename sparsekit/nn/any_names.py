@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import torch
 
-# A module in a ModuleDict cannot have the name of one of its attributes.
+# A module in a ModuleDict cannot have the name of one of the ModuleDict's attributes.
 _EMPTY = torch.nn.ModuleDict()
 
 
@@ -40,9 +40,9 @@ class LayersByName(torch.nn.ModuleDict):
         return map(unquote, self._modules)
 
     def keys(self) -> KeysView[str]:
-        """Return the names as they were given."""
+        """Return the names as given, not encoded."""
         return dict.fromkeys(self).keys()
 
     def items(self) -> ItemsView[str, torch.nn.Module]:
-        """Return the names as they were given, and the modules."""
+        """Return the names as given, not encoded, with the modules."""
         return dict(zip(self, self.values(), strict=True)).items()

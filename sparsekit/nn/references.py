@@ -191,7 +191,7 @@ def _inside(place: Reference, value: Any) -> Iterator[Reference]:
 
 
 def _chains(kind: type) -> Iterator[tuple[str, list[str]]]:
-    """Yield each ``self.a.b.weight`` in a class as the method's name and ``[a, b]``."""
+    """Yield each use of ``self.a.b.weight`` in a class: the method's name, and ``[a, b]``."""
     for of in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for name, method in vars(of).items():
             code = getattr(method, "__code__", None)

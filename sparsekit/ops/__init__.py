@@ -1,4 +1,4 @@
-"""The ops: plain functions on tensors, each with its fake kernel and gradient."""
+"""The ops: plain functions on tensors, with fake kernels and gradients."""
 
 from ._group_gradients import (
     group_embedding_bag_backward,

@@ -113,7 +113,7 @@ def split_by_table(
 def bags_like(
     like: torch.Tensor, keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> Tensors:
-    """Return the results bags and key_starts of a fake kernel."""
+    """Return the results ``bags`` and ``key_starts`` for a fake kernel."""
     each = zip(keys, offsets, strict=True)
     count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
     key_starts = like.new_empty([features.shape[0]], dtype=torch.int64)

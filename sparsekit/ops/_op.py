@@ -1,4 +1,4 @@
-"""Declares an op: the requirements on its tensors, its checks, its call and its fake."""
+"""Declares ops: how to check their arguments, call them, and register their fake kernels."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 def _backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if any(ctx.needs_input_grad[1:]):
         _no_second_derivative(ctx, grad)
-    # The backward is linear in its grad, and the pooling is its transpose.
+    # The backward is linear in grad, and pooling is the transpose of this linear map.
     rows, offsets, sample_weights = ctx.saved_tensors
     grad_grad = _pool.op(grad, rows, offsets, ctx.combiner, sample_weights)
     return grad_grad, None, None, None, None, None, None

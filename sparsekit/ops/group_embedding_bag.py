@@ -1,4 +1,4 @@
-"""Pools bags of many tables in one call; `_group_gradients` has the gradients."""
+"""Pools bags of many tables in one call; `_group_gradients` computes the gradients."""
 
 import torch
 from torch.autograd.graph import increment_version
@@ -24,25 +24,25 @@ def group_embedding_bag_(
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
 ) -> None:
-    """Pool the bags of all features, each as `embedding_bag` does, into outs.
+    """Pool the bags of all features into outs, each bag like `embedding_bag`.
 
-    ``sparsekit/ops/_group.py`` describes features and entries. After `group_find_or_insert_`, index
-    is its inverse, and rows and counts are its results of these names. After `group_find`, index is
-    its rows, and rows and counts are None; a negative index then reads zeros or, with initializers,
-    the initial vector of its key.
+    ``sparsekit/ops/_group.py`` describes features and entries. After `group_find_or_insert_`, pass
+    its results ``inverse`` as index, ``rows`` and ``counts``. After `group_find`, pass its result
+    ``rows`` as index, and None for rows and counts; a negative index then reads zeros or, with
+    initializers, the initial vector of its key.
 
     Args:
         outs: contiguous, any shape, in the dtype of weights. Elements that belong to no bag are
             left unchanged.
         weights: float32, float64 or bfloat16 ``[num_rows, dim]`` for each table, all of one dtype.
-            Their rows may lie at any distance, and overlap.
+            The rows may have any stride, and may overlap.
         index: int32 with one element per entry.
         rows: int32 with one element per entry, or None.
         counts: int64 ``[T]``, or None.
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: empty, or for each source ``[n]``, float64 for float64 rows, else float32;
-            without elements for a source that has none.
+            an empty tensor for a source without weights.
         key_starts: int64 ``[F]``, as `group_find` returns it; needed for sample_weights and keys.
         keys: int64 or int32 ``[n]`` for each source; needed for initializers.
         seeds: int64 ``[1]`` for each table, the seed of its initial vectors.

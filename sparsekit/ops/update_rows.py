@@ -113,8 +113,8 @@ def update_rows_(
         weights, states, row_steps, all_rows, grads, steps, rule, settings, per_row, seed,
         count_steps,
     )  # fmt: skip
-    # Ops outside of torch do not count as a change by themselves: without this, a backward that
-    # saved the old weight would silently use the new one.
+    # Ops outside of torch do not increment a tensor's version by themselves: without this, a
+    # backward that has saved the old weight would silently use the new weight.
     torch.autograd.graph.increment_version(weights)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers for sparse rows, and the split of a model into sparse and dense parameters."""
+"""Optimizers for sparse rows, and functions to clip, check and split parameters."""
 
 from .adagrad import Adagrad, RowWiseAdagrad
 from .adam import Adam

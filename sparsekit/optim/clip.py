@@ -84,7 +84,8 @@ def clip_grad_norm_(
         norm = torch.linalg.vector_norm(values, norm_type, dtype=accumulate).to(none)
         norms.append(norm)
         gradients.append(values)
-    # Norms of norms, since sums of p-th powers may overflow where their root does not.
+    # Compute norms of norms, since sums of p-th powers may overflow even if their p-th root does
+    # not.
     shard = torch.linalg.vector_norm(torch.stack(sharded), norm_type)
     for groups, norms in of_groups.items():
         part = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -99,7 +100,7 @@ def clip_grad_norm_(
             f"{op}: the norm of order {norm_type} is {total.item()}, so gradients cannot be "
             f"clipped; error_if_nonfinite=False scales them all the same"
         )
-    # Clamped instead of compared, since a comparison would wait for the device.
+    # Clamp the scale instead of comparing it, since a comparison would wait for the device.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for values in gradients:
         values.mul_(scale.to(values.device))

@@ -60,7 +60,7 @@ def loaded_states(
     """
     own_name = type(optimizer).__name__
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
-    # Groups need not match here, since torch itself raises if they do not.
+    # Groups are not checked here, since torch itself raises if they do not match.
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         settings = {**group, **optimizer.defaults, **saved}
         for name in _OTHER_SETTINGS:

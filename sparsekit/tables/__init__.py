@@ -1,1 +1,1 @@
-"""The part of a table that one rank stores: keys, rows and vectors, and how they are saved."""
+"""The part of a table that one rank stores: keys, rows and vectors, and their saved state."""

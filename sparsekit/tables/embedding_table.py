@@ -1,4 +1,4 @@
-"""One process's share of a table: its tensors, its rows, and how they are saved and loaded."""
+"""One process's share of a table: its tensors, its rows, and its saved state."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class EmbeddingTable(TableTensors):
             self.initializer.fill_(weight, self.rank, self.world_size, seed=seed)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch's fully_shard sets such a weight; it stops if this raises.
+        # torch's fully_shard sets a DTensor as the weight; an error here stops it.
         if name == "weight" and hasattr(value, "device_mesh"):
             raise RuntimeError(
                 f"{self.name}: fully_shard would take the table apart, which is sharded already; "
@@ -281,7 +281,7 @@ class EmbeddingTable(TableTensors):
         return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
-        """Return advice for ranks that have drawn different seeds."""
+        """Return advice for the case that ranks have drawn different seeds."""
         if self._given_seed is not None:
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"

@@ -157,7 +157,7 @@ class HashTable(torch.nn.Module):
         """Drop all keys."""
         with self.rows_of.changing():
             ops.hash_table_clear_(self.buckets)
-            # Not drawn from torch's generators, whose sequences belong to the user.
+            # Do not use torch's generators, whose sequences belong to the user.
             self.hash_seed.fill_(secrets.randbits(64) - 2**63)
             self.size.zero_()
             self.rows_of.clear_from(0)
@@ -324,7 +324,7 @@ class HashTable(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def keys(self) -> torch.Tensor:
-        """Return all keys, int64 ``[len(table)]``; the key of row i is at position i."""
+        """Return all keys in the order of their rows, int64 ``[len(table)]``."""
         return ops.hash_table_keys(*self.tensors())
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ class Filled(Initializer):
         return "constant", 0.0, 0.0  # for absent keys, which only a hash table has
 
     def __repr__(self) -> str:
-        # Without the function's address, since ranks compare the text.
+        # The text omits the function's address, since ranks compare it.
         return f"Filled({_name_of(self.function)})"
 
     def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
@@ -137,7 +137,7 @@ _MADE_BY: dict[Any, Callable[..., Initializer]] = {
 def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
     """Return the distribution of trunc_normal_, which does nothing to a tensor without memory."""
     signature = inspect.signature(torch.nn.init.trunc_normal_)
-    # Only a functools.partial has arguments.
+    # Read the arguments of a functools.partial; trunc_normal_ itself has none.
     arguments, keywords = getattr(function, "args", ()), getattr(function, "keywords", {})
     given = signature.bind(None, *arguments, **keywords)
     given.apply_defaults()

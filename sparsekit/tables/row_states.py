@@ -48,7 +48,8 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     same = int(differs[0]) if len(differs) else both
     sparse = any(state[name].is_sparse for name in names)
     if same == both and not sparse:
-        # In place, since there may be no memory for a copy. An interrupted fill can be repeated.
+        # Fill in place, since there may be no memory for a copy. An interrupted fill can be
+        # repeated.
         for name in names:
             state[name][same:end].fill_(initial.get(name, 0.0))
         del state["keys"]

@@ -92,7 +92,7 @@ class TableTensors(torch.nn.Module, Sharded):
                 load(self, entries, local_metadata.get("assign_to_params_buffers", False))
             except (TypeError, ValueError) as error:
                 error_messages.append(str(error))
-            # Leave nothing for torch to load, here or in the table.
+            # Leave nothing for torch to load into the layer or the hash table.
             state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
         with own_writes([self.weight]):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -308,5 +308,5 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
 
 
 def _are_zeros(rows: torch.Tensor) -> bool:
-    # The first rows decide in most cases.
+    # Usually the first rows are enough to decide.
     return not bool(rows[:SEEN_ROWS].any()) and not bool(rows.any())

@@ -66,10 +66,10 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Return whether code outside the library has written, by torch's version of the tensor.
+        """Return whether code outside the library has written, judging by torch's version counter.
 
-        torch does not count writes to ``weight.data``, nor writes to a weight that was made in
-        inference mode.
+        The counter misses writes to ``weight.data``, and writes in inference mode to a weight that
+        was made in that mode.
         """
         if self.noted_version is None:
             self.note_version()
