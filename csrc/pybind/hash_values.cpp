@@ -99,7 +99,7 @@ class PlainItems {
     return overflow == 0;
   }
 
-  // Hashes the added texts; their memory must stay valid until then.
+  // Hashes the added texts, whose memory must stay valid until this call.
   void flush() { hasher_.flush(); }
 
  private:

@@ -66,7 +66,8 @@ class ArrowColumn {
 
   // Opens the array in two capsules from __arrow_c_array__, which must outlive this object.
   bool open_array(PyObject* schema, PyObject* array);
-  // Opens all chunks of the stream in a capsule from __arrow_c_stream__, and takes them over.
+  // Opens all chunks of the stream in a capsule from __arrow_c_stream__, and takes ownership of
+  // them.
   bool open_stream(PyObject* stream);
 
   int64_t length() const;

@@ -43,8 +43,8 @@ uint64_t rings_begin(uint64_t world_size) {
 }  // namespace
 
 void Bell::ring() {
-  // These accesses and those in sleep() are sequentially consistent: either we see that the rank
-  // sleeps, or the futex does not let it sleep, since the word has changed.
+  // This code and sleep() use sequentially consistent atomics: either we see that the rank sleeps,
+  // or the futex does not let it sleep, since the word has changed.
   rings_.fetch_add(1);
   if (asleep_.load() != 0) futex(&rings_, FUTEX_WAKE, INT_MAX, nullptr);
 }

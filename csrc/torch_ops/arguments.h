@@ -19,7 +19,7 @@ using Tensors = std::vector<Tensor>;
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // distance of rows; 0 if contiguous or not a matrix
+  int64_t stride_bytes = 0;  // distance between rows; 0 if contiguous or not a matrix
 
   Span() = default;
 

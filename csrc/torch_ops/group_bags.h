@@ -110,7 +110,7 @@ class GroupArguments {
     }
   }
 
-  // Returns the tensors, after copying those whose vectors cannot be read in place.
+  // Returns the tensors; a tensor whose vectors cannot be read in place is copied.
   Tensors readable(Tensors tensors, const std::vector<int64_t>& dims) const {
     for (size_t f = 0; f < group.features.size(); ++f) {
       Tensor& tensor = tensors[group.placements[f].tensor];

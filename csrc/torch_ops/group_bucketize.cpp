@@ -201,7 +201,7 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
       const int64_t begin = tables[t].first_entry;
       const int64_t keys = asked.parts(t)[asked.world_size - 1].end;
       const auto bad = [=](int32_t place) { return place < 0 || place >= keys; };
-      uint32_t most = 0;  // largest place; as unsigned, negative places are huge
+      uint32_t most = 0;  // unsigned, so that negative places are huge
       for (int64_t e = begin; e < begin + keys; ++e) {
         most = std::max(most, static_cast<uint32_t>(given[e]));
       }

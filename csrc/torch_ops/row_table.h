@@ -123,7 +123,7 @@ struct TableLists {
                 size(), " weights, got ", states.size());
   }
 
-  // Checks and returns table i, and the number of its step.
+  // Checks table i and the counter of its steps, and returns them.
   template <class T>
   SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise) const {
     given.check_dtype("weight", weights[i], dtype_of(weights[0]));

@@ -20,7 +20,7 @@ from .save import CheckpointWriter
 from .snapshot import Copies, Optimizers, Stateful
 from .task import Task
 
-# Seconds between two polls for the files of other ranks.
+# Polling interval in seconds, while rank 0 waits for the files of other ranks.
 _LOOK = 0.02
 # Niceness added to the writing thread: on a busy core it gets a tenth of the time.
 _NICE = 10
@@ -56,7 +56,7 @@ class Background:
             self._task.start()
         except BaseException as error:
             if self.lost():
-                # An interrupt of this rank alone: the other ranks do not know of it.
+                # Only this rank was interrupted: report it to the others.
                 if not isinstance(error, Exception):
                     self._fail("was interrupted before it had begun")
                 writing.end()

@@ -24,7 +24,8 @@ from .tensor_file import carried
 _BLOCK = 1 << 18
 # Number of 64-byte buckets scanned at a time.
 _BUCKETS = 1 << 15
-_FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)  # odd
+# Multipliers of the hash, which must be odd.
+_FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)
 
 
 class Fingerprints:
@@ -68,7 +69,8 @@ class Fingerprints:
             new = mixed.sum(axis=1, dtype=np.uint64)
             old = self.of_rows[begin : begin + count]
             differs = new != old
-            known = max(0, self.count - begin)  # the rest are new rows
+            # Rows beyond the known ones are new.
+            known = max(0, self.count - begin)
             differs[known:] = True
             changed.append(np.flatnonzero(differs) + begin)
             old[:] = new

@@ -29,7 +29,7 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
 class Summed:
     """Writes pieces to a file while another thread computes their CRC-32.
 
-    A piece is copied first, since it may lie in a table that changes meanwhile.
+    A piece is copied first, since it may be part of a table that changes meanwhile.
     """
 
     def __init__(self) -> None:

@@ -52,8 +52,8 @@ def sources_of(
             ``""`` stands for all variables not named.
 
     Raises:
-        CheckpointError: no such table was found, or a file is damaged; the message names it.
-        ValueError: kind is none of these.
+        CheckpointError: no table was found, or a file is damaged; the message names the file.
+        ValueError: kind is unknown.
     """
     if kind not in KINDS:
         raise ValueError(f"sources_of: kind={kind!r} is none of {', '.join(KINDS)}")
@@ -175,7 +175,7 @@ def export(
     Raises:
         CheckpointError: path is damaged; out already exists or cannot be written.
         ImportError: Parquet without pyarrow.
-        ValueError: format is none of these.
+        ValueError: format is unknown.
     """
     if format not in FORMATS:
         raise ValueError(f"export: format={format!r} is none of {', '.join(FORMATS)}")

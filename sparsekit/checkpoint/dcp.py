@@ -114,7 +114,7 @@ class DcpState:
     def _to_save(self, together: Together) -> dict[str, Any]:
         what, rank = "save by torch.distributed.checkpoint", together.rank
         snapshot = together.do(what, lambda: Snapshot(self._module, self._optimizers, self._state))
-        together.do(f"{what}: {_told(snapshot)}", str)  # equal on all ranks
+        together.do(f"{what}: {_told(snapshot)}", str)  # the description must be equal on all ranks
         note: dict[str, Any] = {
             "id": together.text_of_first(what, new_id),
             "rank": rank,

@@ -22,7 +22,7 @@ from .tensor_file import Place, TensorFile, carried
 
 # A row's location is one integer: the file's index above these bits, the row's index below.
 _ROW_BITS = 40
-# Largest number of memory maps at a time: each keeps a file open, and the system limits those.
+# Largest number of memory maps at a time: each keeps a file open, and open files are limited.
 _MOST_MAPS = 32
 
 

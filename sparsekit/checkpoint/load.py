@@ -66,8 +66,9 @@ def load(
     each rank reads the rows that it owns, piece by piece. Everything is checked first: the module
     is unchanged if something does not fit, if a file is damaged, or if an object of ``state``, all
     of which load before it, refuses its state. While loading, keys need 21 bytes for each row of a
-    hash table's capacity. On the same number of ranks, with tables made alike, rows get their old
-    places and torch's random numbers continue, so that on the CPU training goes on bit for bit.
+    hash table's capacity. With the same number of ranks and equally constructed tables, keys keep
+    their rows and torch's random numbers continue, so training on the CPU gives the same bits as
+    without the interruption.
     With several ranks it is a collective.
 
     Args:

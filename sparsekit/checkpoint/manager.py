@@ -32,7 +32,7 @@ class Checkpoints:
 
     Args:
         folder: created if it is missing; on a disk that all ranks share.
-        keep: number of checkpoints to keep, the newest; those that they build on are kept too.
+        keep: number of newest checkpoints to keep; checkpoints that they build on are kept, too.
         complete_every: every checkpoint of this number is complete, the others are incremental:
             they have only the rows that changed since the checkpoint before. 1 makes all complete.
         process_group: group of the ranks that save; None is the default group.

@@ -193,7 +193,7 @@ def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
-    """Return the int64 keys of rows ``[begin, end)``; allocate memory for these alone."""
+    """Return the int64 keys of rows ``[begin, end)``, with memory for these rows only."""
     keys = np.empty(end - begin, dtype=np.int64)
     found = 0
     for first in range(0, len(buckets), _BUCKETS):

@@ -151,7 +151,7 @@ def sok2(path: Path) -> list[ForeignTable]:
     """List the tables named in ``meta_info``, each in ``<table>-key`` and ``<table>-weight``.
 
     Args:
-        path: folder of these files.
+        path: folder of the files.
     """
     meta = path / "meta_info"
     with plain_file(meta) as file:

@@ -63,7 +63,7 @@ class Column:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as the manifest has it, such as ``"float32"``."""
+    """Return a dtype's name in the manifest, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 

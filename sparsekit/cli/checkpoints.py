@@ -26,7 +26,7 @@ _FREE = {
 # Options that name data files: `data` for models that load the files into memory, the others for
 # models that stream them.
 _DATA = ("data", "data.train", "data.validation", "data.test")
-# Of files larger than the first number, only this many bytes at the beginning and end are compared.
+# Files of more than _WHOLE_BYTES are compared by their first and last _END_BYTES only.
 _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 
@@ -123,7 +123,7 @@ def _size_and_crc(path: str) -> list[int]:
 
 def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) -> None:
     if not (folder / RUN).exists():
-        return  # a script made these checkpoints, without options
+        return  # made by a script, which writes no options
     before = json.loads((folder / RUN).read_text())
     for path, was in before.pop("contents", {}).items():
         if contents.get(path, was) != was:

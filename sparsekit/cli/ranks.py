@@ -90,7 +90,7 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
             raise BrokenPipeError from None
         raise
     finally:
-        # A rank that was terminated leaves its progress bar behind.
+        # A terminated rank may have left its progress bar on the screen.
         Progress("", 0, sys.stdout).clear()
     return 0
 

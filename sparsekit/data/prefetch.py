@@ -86,7 +86,7 @@ class Prefetcher:
                 thread.join(_GRACE_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reader's state after the last batch yielded, not after those read ahead.
+        """Return the reader's state after the last batch yielded, ignoring batches read ahead.
 
         Raises:
             TypeError: the source has no state.

@@ -214,10 +214,10 @@ class Corpus:
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    A rating adds the words of its film to the user's document. Since all ratings would add the same
-    words to the film's own document, they add there the words of another film: the one that the
-    user rated just before (or just after, for the first). A film's document begins with its own
-    words.
+    A rating adds the words of its film to the user's document. All ratings would add the same
+    words to the film's own document, so there they add the words of another film instead: the film
+    that the user rated just before (or just after, for the first rating). A film's document begins
+    with its own words.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()

@@ -59,7 +59,8 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            undo.callback(signal.signal, number, signal.getsignal(number))  # changed by it
+            # The launcher sets handlers of its own.
+            undo.callback(signal.signal, number, signal.getsignal(number))
         undo.enter_context(_interrupts_held_back())
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)  # the launcher would log the error raised below
@@ -118,7 +119,7 @@ def _interrupts_held_back() -> Iterator[None]:
     print a traceback. This process still receives the signal: another thread accepts it, and Python
     handles it in the main thread.
     """
-    # Otherwise the tracker starts with the first process, and unblocks SIGINT.
+    # Start the tracker now: it would start with the first process, and unblock SIGINT.
     resource_tracker.ensure_running()
     done = threading.Event()
     thread = threading.Thread(target=done.wait, daemon=True)

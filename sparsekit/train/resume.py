@@ -50,7 +50,7 @@ class Position:
         batches: number of batches done in this epoch on this rank.
         samples: number of samples in these batches, on all ranks.
         seconds: time spent on these batches.
-        losses: losses of these batches; see `Losses.state`.
+        losses: state of the losses of these batches; see `Losses.state`.
         data: numbers that identify the data; see `FitData.facts`. Empty if the state was saved by
             a version that did not record them.
     """

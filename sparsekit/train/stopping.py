@@ -42,7 +42,7 @@ class EarlyStopping:
             )
 
     def reached(self, history: Sequence[Any]) -> bool:
-        """Return whether training should end after these epochs.
+        """Return whether training should end after the epochs in history.
 
         Raises:
             ValueError: the result of evaluate lacks the metric.

@@ -168,8 +168,8 @@ class Trainer:
             stop: early stopping, based on rank 0's value of a metric from evaluate.
             resume: whether to continue from the latest of the trainer's checkpoints, if there is
                 one. Then epochs includes those already trained, so that a restarted script ends
-                where it would have ended. The data must be those of the checkpoint, and in
-                mid-epoch their batches too: tensors are compared by size and checksum, readers by
+                where it would have ended. The data must be the checkpoint's, and in
+                mid-epoch its batches too: tensors are compared by size and checksum, readers by
                 their state, other loaders by size. In mid-epoch on another number of ranks, a
                 loader restarts its epoch, and tensors continue if global_batch_size is the same.
 
@@ -177,7 +177,7 @@ class Trainer:
             ``history``, the epochs of all calls of fit.
 
         Raises:
-            TypeError: a batch has none of these forms.
+            TypeError: a batch has a form not listed above.
             ValueError: data is empty or of unequal lengths, a number is out of range, or stop's
                 metric does not exist.
             ResumeError: data or schedulers differ from the checkpoint's; nothing is loaded.

@@ -31,7 +31,7 @@ from .recommend import MOVIELENS
 from .recommendations import Recommendations, popular, recommend
 
 K = 10
-# This number and the model's defaults were chosen on the latest fifth of each user's training
+# Defaults of the command and the model were chosen on the latest fifth of each user's training
 # ratings.
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64

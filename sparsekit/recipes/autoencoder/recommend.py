@@ -59,7 +59,7 @@ def _recommend(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.model}: {why(error, args.model)}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # There are no more than this number of items to recommend.
+    # k must not exceed the number of items.
     best = recommend(model, min(args.k, len(model.history.items)))
     with writing("--out", args.out):
         best.write(args.out)

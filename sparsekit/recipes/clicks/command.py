@@ -205,7 +205,7 @@ def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Read
 def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
     losses = torch.nn.functional.binary_cross_entropy_with_logits(
         scores(model, batch).float(),
-        cast(torch.Tensor, batch.label),  # these readers always have labels
+        cast(torch.Tensor, batch.label),  # readers of the run always have labels
         reduction="none",
     )
     return losses, 0.0
@@ -304,7 +304,7 @@ def _report(trainer: Trainer) -> None:
     last = trainer.history[-1]
     seconds = sum(epoch.seconds for epoch in trainer.history)
     rows = ", ".join(f"{n} {f['rows']:,.0f}" for n, f in last.tables.items() if "rows" in f)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # from KiB, on Linux, to MiB
     print(
         f"\n{len(trainer.history)} epochs in {seconds:.1f} s, the last at "
         f"{last.samples_per_second:,.0f} samples/s; peak memory {peak:,.0f} MiB on rank 0"
