@@ -314,7 +314,7 @@ class Exchange:
         if group is None:
             return
         self.transport.close()
-        with contextlib.suppress(ValueError):  # all groups have been destroyed already
+        with contextlib.suppress(ValueError):  # raised if all groups have been destroyed already
             dist.destroy_process_group(group)
         # Threads and connections end with the last reference.
         self._teller = None

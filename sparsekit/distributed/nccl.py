@@ -19,7 +19,7 @@ from .watch import Watch, within
 
 
 def missing() -> str:
-    """Return why this process cannot use libnccl; empty if it can."""
+    """Return the reason why this process cannot use libnccl, or an empty string if it can."""
     if not _pybind.build_info()["nccl"]:
         return (
             "this build of sparsekit has no NCCL: it was built without CUDA (SPARSEKIT_CUDA=1 asks "

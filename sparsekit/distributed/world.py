@@ -15,8 +15,8 @@ from ..errors import check_choice, check_int
 from .backend import check_backend, make_transport
 from .exchange import Exchange
 
-# The exchanges of each process group, by device, backend and timeout of `init`, and purpose. Weak
-# keys let a group end when its owner destroys it.
+# The exchanges of each process group, keyed by device, by backend and timeout of `init`, and by
+# purpose. Weak keys let a group end when its owner destroys it.
 _exchanges: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[torch.device, str, timedelta, str], Exchange]
 ] = WeakKeyDictionary()

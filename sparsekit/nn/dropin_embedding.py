@@ -32,8 +32,8 @@ class Embedding(DropIn):
             that it can hold. With ``use_hashtable=False`` ids are row numbers below num_embeddings,
             as in torch.
         embedding_dim: length of a vector.
-        padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 stands for the last one.
-            Its vector is and remains zeros, has no row, and gets no gradient.
+        padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 means the last id. Its
+            vector is always zero, has no row, and gets no gradient.
         max_norm: None, or the largest norm: a vector with a larger norm is scaled by ``max_norm /
             (norm + 1e-7)`` before it is read, in ``weight`` itself, by the rank that owns it. As in
             torch this happens in evaluation too, so only one thread at a time may look up. On CUDA
@@ -45,7 +45,7 @@ class Embedding(DropIn):
         _weight, _freeze: refused; see `from_pretrained`.
         device: as in `DistributedEmbedding`.
         dtype: float32, float64 or bfloat16; None means torch's default dtype.
-        padding_key: instead of padding_idx, any int64; -1 is a key like any other.
+        padding_key: may be given instead of padding_idx; any int64, and -1 is a key like any other.
         embedding_initializer: as in `DistributedEmbedding`, but None means ``Normal(0.0, 1.0)``,
             which is torch's.
         name: name of the layer, for error messages. Initial vectors depend on the name, or on

@@ -91,12 +91,12 @@ class DistributedEmbedding(EmbeddingLayer):
             of a group must have the limit. None means no limit.
         insert: False keeps the vocabulary unchanged in training too: a key without a row reads what
             it would read in evaluation and gets no row and no gradient, while keys with a row are
-            trained. It is also an attribute; set it on all ranks alike. `assign` inserts in any
-            case.
+            trained. It is also an attribute; set it to the same value on all ranks. `assign` always
+            inserts.
         strategy: what the ranks that own a bag's keys send. ``"all_to_all"``: the vector of each
             distinct key, which is pooled here. ``"reduce_scatter"``: sums over the keys of each
             rank, for which every rank sends all its keys to all ranks; for large bags of keys that
-            seldom repeat, and not for sample_weights that need a gradient. ``"auto"``: in each
+            seldom repeat; not possible for sample_weights that need a gradient. ``"auto"``: in each
             call, the strategy that moves fewer bytes over all ranks.
 
     Shape:

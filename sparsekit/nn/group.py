@@ -36,22 +36,21 @@ class EmbeddingGroup(torch.nn.Module):
 
     Dims, dtypes, combiners and slots may differ; process group and device are shared.
 
-    Inputs are a dict, such as one of JaggedTensors, or one KeyedJaggedTensor with a key for each
-    feature in any order (other keys are ignored), whose weights, if it has any, are sample weights.
-    On one process its values are read in place.
+    Inputs are a dict, for example of JaggedTensors, or one KeyedJaggedTensor with a key for each
+    feature, in any order; other keys are ignored. Weights of a KeyedJaggedTensor are sample
+    weights. On a single process, the values of a KeyedJaggedTensor are read in place.
 
     Args:
         layers: name -> layer of sparsekit. Names must not be empty, and the layers' own names must
-            differ. Ranks look up in this order, or in that of features, so it must be the same on
-            all ranks.
+            differ. Ranks look up in the order of layers, or of features, so the order must be the
+            same on all ranks.
         features: name -> layer's name, or a `Feature` with its own combiner and max_nnz, for bags
             of one slot. Features of one layer share its table. None means a feature for each layer,
             of the same name; in a dict it has all slots of the layer.
         output: ``"dict"``: name -> ``[batch, dim]`` of a feature, or jagged ``[batch, j, dim]``
-            where it does not pool (zeros for a padding key); without features, a dict gives what
-            the layer returns. ``"concatenated"``: ``[batch, sum of dims]`` in the order of
-            features, all of which pool, in one dtype. ``"keyed"``: the same as torchrec's
-            KeyedTensor.
+            where it does not pool (zeros for a padding key); without features, each layer's own
+            output. ``"concatenated"``: ``[batch, sum of dims]`` in the order of features, all of
+            which pool, in one dtype. ``"keyed"``: the same, as a KeyedTensor of torchrec.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names the feature and the layer.
@@ -91,8 +90,8 @@ class EmbeddingGroup(torch.nn.Module):
             self.layers = LayersByName(layers)
         except KeyError as error:
             raise ValueError(f"{GROUP}: layers has a name that is none: {error.args[0]}") from error
-        # Unless the caller has given features, there is one for each layer, for a
-        # KeyedJaggedTensor.
+        # Without features from the caller, a KeyedJaggedTensor gets one default feature for each
+        # layer.
         self.has_features = features is not None
         if features is None:
             features = {name: whole(name, layer) for name, layer in layers.items()}

@@ -74,19 +74,20 @@ def replace_embeddings(
 
     Attributes, lists, dicts, tuples and closures in the model that have the old layer or its weight
     get the new one, so that a regulariser keeps working; a layer is kept where this is impossible,
-    as in an optimizer. A warning names methods that read ``.weight`` of a layer by its name, such
-    as a softmax over all items, if the new weight has other rows than one for each of the old ids.
+    as in an optimizer. A warning names methods that read a layer's ``.weight`` by name, for example
+    for a softmax over all items, if the rows of the new weight are not exactly the old ids.
 
     Args:
         model: changed in place, all layers or, if this raises, none.
-        names: which layers, by their names in `model.named_modules()`: a pattern or several, in
-            which ``*`` stands for anything, as in fnmatch.
-        min_rows: layers with fewer rows are not touched.
-        extra_rows: rows beyond n in each new table, for further ids, which may be any int64. They
-            start from a normal distribution with the mean and deviation of the weight.
+        names: one or several patterns for the names of layers in `model.named_modules()`; ``*``
+            matches anything, as in fnmatch.
+        min_rows: layers with fewer rows are left unchanged.
+        extra_rows: number of rows beyond n in each new table, for further ids, which may be any
+            int64. Their vectors start from a normal distribution with the weight's mean and
+            standard deviation.
         verbose: whether to print what was done.
-        options: keywords of all new layers, such as placement, or embedding_initializer for how
-            further ids start.
+        options: keywords of all new layers, such as placement, or the embedding_initializer of
+            further ids.
 
     Returns:
         One report for each layer that names selects.
@@ -160,7 +161,7 @@ def _names_of_parameters(model: torch.nn.Module) -> dict[torch.Tensor, list[str]
 
 
 def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
-    """Return why a layer cannot be swapped; empty if it can."""
+    """Return the reason why a layer cannot be swapped, or an empty string if it can."""
     if type(layer) not in _OF_TORCH or "forward" in vars(layer):
         return "its class, or its forward, is its own"
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -191,7 +192,7 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
 
 
 def _why_not_rebound(held: Sequence[Reference]) -> str:
-    """Return why other references to a layer cannot be changed; empty if they can."""
+    """Return the reason why other references to a layer cannot be changed, or an empty string."""
     for place in held:
         if place.set is None:
             return f"{place.name} has it, its weight or a view of that, and cannot be given another"

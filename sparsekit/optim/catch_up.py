@@ -147,7 +147,7 @@ class CatchUpOptimizer(RowOptimizer):
             for parameter, _, _ in updates:
                 missed, count = self._counted(parameter)
                 if missed is not None and count:
-                    changed = missed.settings[1:] != settings[1:]  # any setting but lr
+                    changed = missed.settings[1:] != settings[1:]  # compare all settings except lr
                     if not moves_all or changed or count == _MOST:
                         self.catch_up(parameter)  # with the settings of the missed steps
             if not moves_all:

@@ -160,7 +160,10 @@ def _rows(tensor: torch.Tensor) -> int:
 def _rows_saved(
     parameter: torch.Tensor, states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> int:
-    """Return the number of saved rows; the parameter's if the state must have the same number."""
+    """Return the number of rows of a saved state.
+
+    This is the parameter's number of rows if the state must have as many, or is inconsistent.
+    """
     own = _rows(local(parameter))
     if not isinstance(parameter, EmbeddingWeight):
         return own

@@ -50,12 +50,12 @@ def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, 
 class EmbeddingTable(TableTensors):
     """One process's share of an embedding table: its storage, and which rank owns which key.
 
-    Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim], ``table``
-    (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64 [2], rank
-    and world size, and on several ranks with ``placement="hash"`` ``owners`` int16 [65536], the
-    rank of each virtual shard; see `sparsekit.ops.bucketize`. Layers may share the tensor
-    ``owners``: instead of writing to it, assign another tensor, the same on all ranks, before there
-    are any keys.
+    Its parameters are those of `DistributedEmbedding`. Its state has ``weight`` [capacity, dim];
+    ``table``, a `HashTable`, unless use_hashtable is False; ``seed`` int64 [1]; ``shard`` int64
+    [2], the rank and world size; and, on several ranks with ``placement="hash"``, ``owners`` int16
+    [65536], the rank of each virtual shard (see `sparsekit.ops.bucketize`). Layers may share the
+    tensor ``owners``: instead of writing to it, assign another tensor, the same on all ranks,
+    before there are any keys.
     """
 
     # Limit on the norm of rows that are read, and the p of that norm; see `Embedding`.

@@ -55,7 +55,10 @@ class EmbeddingWeight(torch.nn.Parameter):
             self._note_rows()
 
     def _note_rows(self) -> None:
-        """Accept rows as they are: before a save, an optimizer may have changed free rows too."""
+        """Accept all values as written by the library, including those of rows without a key.
+
+        An optimizer may have changed rows without a key before they were saved.
+        """
         self.note_version()
         table = None if self._table is None else self._table()
         if table is not None and not self.is_meta and (keys := len(table)):
@@ -217,8 +220,8 @@ def _sparse(
     if isinstance(weight, EmbeddingWeight):
         weight._on_its_way = rows.data_ptr(), rows.shape[0]
         weight._shard_of = shard_of
-    # Not torch.sparse_coo_tensor: in torch 2.11 it warns that checks are off, although its argument
-    # turns them off.
+    # Avoid torch.sparse_coo_tensor: in torch 2.11 it warns about disabled checks even if its own
+    # argument disables them.
     return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         1,
         1,
