@@ -151,16 +151,15 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
   given.read("grad", grad, dtype_of(weight), 2);
   const BagArguments arguments(given, rows, offsets, combiner, sample_weights);
   given.check_size("grad", grad, 0, arguments.bags.num_bags);
-  given.check_size("grad", grad, 1, weight.size(1));
-  given.check_row_size("weight", weight.size(1));
-  arguments.check_dim_of_rows(weight.size(1));
+  const int64_t num_rows = weight.size(0), dim = weight.size(1);
+  given.check_size("grad", grad, 1, dim);
+  given.check_row_size("weight", dim);
+  arguments.check_dim_of_rows(dim);
   const DeviceContext context(weight);
   if constexpr (!kOnDevice) {
-    for (int64_t i = 0; i < arguments.bags.n; ++i) {
-      if (arguments.bags.rows[i] >= weight.size(0)) {
-        arguments.check_row(i, weight.size(0), context);
-      }
-    }
+    const int64_t *begin = arguments.bags.rows, *end = begin + arguments.bags.n;
+    const auto* bad = std::find_if(begin, end, [=](int64_t row) { return row >= num_rows; });
+    if (bad != end) arguments.check_row(bad - begin, num_rows, context);
   }
   grad = packed(grad);
   weight = packed(weight);
@@ -170,11 +169,11 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
     const auto* weights = arguments.sample_weights_data<T>();
     if constexpr (kOnDevice) {
       cuda::embedding_bag_backward_sample_weights(
-          data<T>(grad), data<T>(weight), weight.size(0), weight.size(1), arguments.bags, weights,
+          data<T>(grad), data<T>(weight), num_rows, dim, arguments.bags, weights,
           arguments.combiner, mutable_data<Acc<T>>(out), errors_of(context), context.stream());
-      arguments.check_found(weight.size(0), context);
+      arguments.check_found(num_rows, context);
     } else {
-      cpu::embedding_bag_backward_sample_weights(data<T>(grad), data<T>(weight), weight.size(1),
+      cpu::embedding_bag_backward_sample_weights(data<T>(grad), data<T>(weight), dim,
                                                  arguments.bags, weights, arguments.combiner,
                                                  mutable_data<Acc<T>>(out), torch_parallel_for());
     }

@@ -42,9 +42,7 @@ inline void check_size_value(const Arguments& given, const Item& name, int64_t s
 // device it covers the launches; their stream keeps the kernels in order.
 class Exclusive {
  public:
-  Exclusive(const Arguments& given, const Tensor& buckets) : spans_{Span(buckets)} {
-    enter(given.op());
-  }
+  Exclusive(const Arguments& given, const Tensor& buckets) : Exclusive(given, Tensors{buckets}) {}
   // Takes several tables, all of them or none.
   Exclusive(const Arguments& given, const Tensors& buckets)
       : spans_(buckets.begin(), buckets.end()) {
