@@ -5,11 +5,11 @@
 
 #include "cpu/bags.h"
 #include "cpu/first_bad.h"
-#include "cpu/init_row.h"
 #include "cpu/segment_reduce.h"
 #include "cpu/share_work.h"
 #include "cpu/sort_rows.h"
 #include "sparsekit/arena.h"
+#include "sparsekit/initial_values.h"
 
 namespace sparsekit::cpu {
 namespace {

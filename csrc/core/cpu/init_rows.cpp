@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cpu/first_bad.h"
-#include "cpu/init_row.h"
+#include "sparsekit/initial_values.h"
 
 namespace sparsekit::cpu {
 template <class T>

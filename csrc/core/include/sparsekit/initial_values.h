@@ -1,9 +1,11 @@
 // The values that init_rows writes, computed by the same code on the CPU and on devices.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "sparsekit/dtypes.h"
 #include "sparsekit/host_device.h"
 #include "sparsekit/init_rows.h"
 #include "sparsekit/philox.h"
@@ -49,6 +51,17 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
 #endif
     values[j] = static_cast<float>(a + b * (radius * cosine));
     values[j + 1] = static_cast<float>(a + b * (radius * sine));
+  }
+}
+
+// Computes the initial vector of a key, on the CPU.
+template <class T>
+void init_row(T* row, int64_t dim, int64_t key, const Initializer& initializer) {
+  for (int64_t column = 0; column < dim; column += 4) {
+    float values[4];
+    initial_values(initializer, key, column / 4, values);
+    const int64_t width = std::min<int64_t>(4, dim - column);
+    for (int64_t j = 0; j < width; ++j) row[column + j] = store<T>(Acc<T>{values[j]});
   }
 }
 
