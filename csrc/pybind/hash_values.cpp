@@ -92,10 +92,13 @@ class PlainItems {
       hasher_.add(nullptr, 0, place);
       return true;
     }
-    if (!PyLong_Check(item) || PyBool_Check(item)) return false;
+    return PyLong_Check(item) && !PyBool_Check(item) && add_int(item, place);
+  }
+
+  bool add_int(PyObject* item, Py_ssize_t place) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-    codes_[place] = code_of_integer(value, seed_);
+    if (overflow == 0) codes_[place] = code_of_integer(value, seed_);
     return overflow == 0;
   }
 
@@ -222,7 +225,7 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
       integer.reset(to_int(item, i));
       if (!integer) return false;
       item = integer.get();
-      if (plain.add(item, i)) continue;
+      if (plain.add_int(item, i)) continue;
     }
     if (!hash_big_int(item, i, seed, &codes[i])) return false;
   }
