@@ -180,3 +180,13 @@ def test_what_is_refused():
     for keys in (two.float(), two.long(), "12", two.to("meta")):
         with pytest.raises((TypeError, ValueError), match="keys"):
             layer.vectors(keys)
+
+
+@pytest.mark.parametrize("padding", [-1, 5])
+def test_a_padding_key_that_is_no_row_cannot_be_assigned(padding):
+    layer = sparsekit.Embedding(5, 2, use_hashtable=False, padding_key=padding, name="rows")
+    before = layer.weight.detach().clone()
+    message = rf"^rows: key {padding} at position 1 is padding_key and has no row; .* in \[0, 5\)$"
+    with pytest.raises(IndexError, match=message):
+        layer.assign(torch.tensor([0, padding]), torch.ones(2, 2))
+    assert torch.equal(layer.weight, before)

@@ -128,8 +128,14 @@ def saved_as_a_whole(rank):
 def test_a_layer_of_two_ranks_is_refused_where_there_is_one(two_ranks):
     for rank, saved in enumerate(two_ranks(saved_as_a_whole)):
         layer = torch.load(io.BytesIO(saved), weights_only=False)
-        with pytest.raises(RuntimeError, match=f"saved: made on rank {rank} of 2, .* rank 0 of 1"):
-            layer(torch.tensor([[[3, 4]]]))
+        keys = torch.tensor([3, 4])
+        for call in (
+            lambda: layer(keys.view(1, 1, 2)),  # noqa: B023
+            lambda: layer.vectors(keys),  # noqa: B023
+            lambda: layer.assign(keys, torch.ones(2, 3)),  # noqa: B023
+        ):
+            with pytest.raises(RuntimeError, match=f"saved: made on rank {rank} of 2, .* 0 of 1"):
+                call()
         assert len(layer.table) == 1
 
 
