@@ -31,10 +31,11 @@ def truncated(bags, most):
 
 
 # Uncoalesced bags hold their keys in another order.
+@pytest.mark.parametrize("limit", [[2, 1, None], 1])
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"uncoalesced_coo"}))
-def test_what_is_truncated_was_never_there(form):
-    most = [2, 1, None]
-    layer = make_layer("mean", max_nnz=most, truncate=True, padding_key=PADDING)
+def test_what_is_truncated_was_never_there(form, limit):
+    most = limit if isinstance(limit, list) else [limit] * SLOTS
+    layer = make_layer("mean", max_nnz=limit, truncate=True, padding_key=PADDING)
     bags = [[key % 1000 for key in bag] for bag in BAGS[::-1]]
     weights = random_weights(sum(map(len, bags)))
     cut, places = truncated(bags, most)

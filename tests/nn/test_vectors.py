@@ -190,3 +190,10 @@ def test_a_padding_key_that_is_no_row_cannot_be_assigned(padding):
     with pytest.raises(IndexError, match=message):
         layer.assign(torch.tensor([0, padding]), torch.ones(2, 2))
     assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("padding", [-1, 5])
+def test_a_padding_key_that_is_no_row_is_looked_up(padding):
+    layer = sparsekit.Embedding(5, 2, use_hashtable=False, padding_key=padding)
+    vectors = layer(torch.tensor([4, padding]))
+    assert torch.equal(vectors, torch.stack([layer.weight[4], torch.zeros(2)]))
