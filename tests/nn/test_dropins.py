@@ -341,3 +341,22 @@ def test_in_a_compiled_model(mode):
     assert torch.equal(compiled(ids), layer(ids).tanh())
     compiled(ids).sum().backward()
     assert layer.weight.grad._nnz() == 3
+
+
+@pytest.mark.parametrize("max_norm", [5.0, 4.0])
+def test_a_vector_is_scaled_only_if_its_norm_is_above_the_limit(max_norm):
+    vectors = T([[3.0, 4.0]], dtype=torch.float64)
+    layers = [
+        kind.from_pretrained(vectors.clone(), max_norm=max_norm)
+        for kind in (Embedding, nn.Embedding)
+    ]
+    found, expected = (layer(T([0])) for layer in layers)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, vectors) == (max_norm == 5)
+
+
+def test_norms_of_bfloat16_are_computed_in_float32():
+    vectors = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer, wide = Embedding.from_pretrained(vectors, max_norm=1.0), vectors.float()
+    norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+    assert torch.equal(layer(torch.arange(5)), (wide * (1 / (norms + 1e-7))).bfloat16())
