@@ -233,6 +233,31 @@ def test_special_files(tmp_path):
         TensorFile(tmp_path / "none")
 
 
+def test_a_header_may_name_tensors_in_any_order(tmp_path):
+    header = {
+        name: {"dtype": "U8", "shape": [2], "data_offsets": place}
+        for name, place in (("x", [2, 4]), ("y", [0, 2]))
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(text)) + text + b"\1\2\3\4")
+    with TensorFile(tmp_path / "a") as file:
+        assert [file.read(name).tolist() for name in "xy"] == [[3, 4], [1, 2]]
+
+
+@pytest.mark.time_limit(20)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("plain")])
+def test_files_that_are_no_plain_ones_any_more(tmp_path, monkeypatch, make):
+    """Once they have been looked at: no link is followed, and no writer of a pipe waited for."""
+    (tmp_path / "plain").write_bytes(struct.pack("<Q", 2) + b"{}")
+    TensorFile(tmp_path / "plain").close()
+    make(tmp_path / "a")
+    earlier = os.stat(tmp_path / "plain")
+    with monkeypatch.context() as context:
+        context.setattr(os, "lstat", lambda _: earlier)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/a: "):
+            TensorFile(tmp_path / "a")
+
+
 def test_links_of_a_chain(saved, tmp_path):
     model, optimizers = made()
     folder = tmp_path / "gap"
