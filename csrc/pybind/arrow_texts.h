@@ -21,7 +21,7 @@ inline std::string_view outside(cpu::FirstBad* bad, int64_t i) {
   return {};
 }
 
-// The types below return text i of an array.
+// Each type below returns text i of an array when it is called with i.
 template <class Offset>
 struct OffsetTexts {
   using Size = std::make_unsigned_t<Offset>;  // negative offsets become huge

@@ -16,7 +16,7 @@ namespace sparsekit::shared_memory {
 
 using Clock = std::chrono::steady_clock;
 
-// The collectives of one rank.
+// Runs the collectives of one rank.
 //
 // Each rank sends to each other rank a stream of messages, one per collective, in order. A message
 // is a word with its size, then its bytes. So a rank finds by counting which collective a byte

@@ -6,7 +6,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns each table's map of owners, and the range of keys that it allows.
+// Returns, for each table, the map of owners and the range of allowed keys.
 std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
                                        const std::vector<int64_t>& maps,
                                        const std::vector<int64_t>& ends, int64_t world_size,

@@ -40,7 +40,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     sizes of files are checked; `load` checks their contents.
 
     Args:
-        folder: one that `Checkpoints` writes to.
+        folder: folder to which `Checkpoints` writes.
     """
     folder = Path(folder)
     recover(folder)

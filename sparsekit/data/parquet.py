@@ -1,4 +1,4 @@
-"""A reader of Parquet files."""
+"""Reads Parquet files."""
 
 from __future__ import annotations
 

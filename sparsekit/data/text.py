@@ -1,4 +1,4 @@
-"""Readers of delimited text: CSV, TSV and Criteo's format."""
+"""Reads delimited text: CSV, TSV and Criteo's format."""
 
 from __future__ import annotations
 

