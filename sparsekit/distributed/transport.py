@@ -84,7 +84,7 @@ def room_for(
 
 
 class TorchTransport(Transport):
-    """A transport over torch.distributed: gloo for the CPU, nccl, which is exact, for CUDA."""
+    """A transport over torch.distributed: gloo for the CPU; nccl for CUDA, with exact sizes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -195,7 +195,7 @@ def _check_2d(inputs: torch.Tensor, layer: str) -> None:
 
 def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     _check_2d(inputs, layer)
-    # Never coalesce(): that would add up the keys of equal positions.
+    # Never call coalesce(), which would add up keys at the same position.
     indices, values = inputs._indices(), inputs._values()
     if _same_form(inputs, weights):
         _check_structure(layer, indices=(indices, weights._indices()))
@@ -204,7 +204,7 @@ def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
                 f"{layer}: sample_weights requires a gradient but is not coalesced, and torch "
                 f"would lose the gradient; pass the weights flat, shape ({len(values)},)"
             )
-        # Unlike values(), _values() takes an uncoalesced tensor, but stops the gradient.
+        # Unlike values(), _values() accepts an uncoalesced tensor, but stops the gradient.
         weights = weights.values() if weights.is_coalesced() else weights._values()
     flat = _flat_weights(weights, len(values), layer, "a sparse tensor like inputs")
     bag, order = indices[0], None

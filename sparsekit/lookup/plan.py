@@ -146,7 +146,7 @@ class TableBatch:
                 weight = weights[t]
                 if weight._version != weight.noted_version:
                     return True
-        except (AttributeError, RuntimeError):  # not a layer's weight, or it has no version
+        except (AttributeError, RuntimeError):  # no layer's weight, or a tensor without a version
             return True
         return False
 

@@ -48,7 +48,7 @@ class EmbeddingBag(DropIn):
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
 
     In an `EmbeddingGroup` inputs are ``[bags, m]``, or in any other form of `DistributedEmbedding`
-    with one slot, where offsets always include the last end.
+    with one slot, where offsets always include the end of the last bag.
 
     Raises:
         TypeError, ValueError: a bad argument or input; the message names the layer, the argument,

@@ -99,7 +99,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
         elif isinstance(value, torch.Tensor):
             if (memory := _memory(value)) in of_memory:
                 found[of_memory[memory]].append(place.fixed())
-        elif isinstance(value, tuple):  # may be in several places; each is searched
+        elif isinstance(value, tuple):  # search a tuple again in every place that holds it
             containers.append(map(place.element, range(len(value))))
         elif id(value) not in seen:
             seen.add(id(value))

@@ -32,8 +32,8 @@ def group_embedding_bag_backward(
     Args:
         grads: gradients of outs, laid out like them, all of one dtype.
         dims: length of a row of each table.
-        index: int32 with one element per entry: the number of its row among the distinct rows of
-            its table; a negative number gets no gradient.
+        index: int32 with one element per entry: the index of its row among the distinct rows of
+            its table; a negative index gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them, or None.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
@@ -137,18 +137,18 @@ def group_embedding_bag_update_(
 
     Args:
         grads: gradients of outs, laid out like them, in the dtype of weights.
-        index: int32 with one element per entry: the number of its row among the distinct rows of
-            its table; a negative number gets no gradient.
+        index: int32 with one element per entry: the index of its row among the distinct rows of
+            its table; a negative index gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them.
-        counts: int64 ``[T]``, number of distinct rows of each table. A table without rows makes a
-            step too, if steps are counted.
+        counts: int64 ``[T]``, number of distinct rows of each table. If count_steps is set, the
+            step of a table without rows is counted as well.
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
         weights: as in `update_rows_`, one for each table, changed in place.
         states: as in `update_rows_`, table after table, changed in place.
-        row_steps: as in `update_rows_`, one for each table or none at all.
+        row_steps: as in `update_rows_`, one for each table, or empty.
         steps: as in `update_rows_`, one for each table.
         rule: the optimizer, as in `update_rows_`.
         settings: as in `update_rows_`.

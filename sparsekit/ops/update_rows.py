@@ -119,7 +119,7 @@ def update_rows_(
 
 
 def _listed(argument: torch.Tensor | Tensors | None) -> Tensors:
-    """Return the tensors of all tables as a sequence; None gives an empty one."""
+    """Return the tensors of all tables as a sequence, which is empty for None."""
     if argument is None:
         return ()
     return (argument,) if isinstance(argument, torch.Tensor) else argument

@@ -180,7 +180,7 @@ class EmbeddingTable(TableTensors):
         return self._process_group.group
 
     def process_exchange(self) -> Exchange | None:
-        """Return the exchange without checking that the layer was made for its ranks."""
+        """Return the exchange, without checking that the layer was made for the same ranks."""
         self.refuse_meta()
         return exchange_of(self.process_group, self.weight.device)
 

@@ -154,7 +154,7 @@ class HashTable(torch.nn.Module):
         self._note_maker()
 
     def clear_(self) -> None:
-        """Drop all keys."""
+        """Remove all keys."""
         with self.rows_of.changing():
             ops.hash_table_clear_(self.buckets)
             # Do not use torch's generators, whose sequences belong to the user.
