@@ -1,4 +1,4 @@
-"""Comparison of layers that are looked up one by one with the same layers in a group."""
+"""Compares layers called one by one with the same layers in a group."""
 
 import torch
 from conftest import generator
@@ -19,7 +19,7 @@ def upstream(outputs, seed):
 
 
 def state_of(layers):
-    """Return the state without the buckets, whose hash has a random seed."""
+    """Return the layers' state without the hash tables' buckets, which depend on a random seed."""
     state = layers.state_dict()
     return {
         name: value for name, value in state.items() if not name.endswith(("buckets", "hash_seed"))
@@ -27,7 +27,7 @@ def state_of(layers):
 
 
 def check_step(apart, together, optimizers):
-    """Take a step with both optimizers; check that layers and states of optimizers stay equal."""
+    """Take a step with each optimizer; check that layers and optimizer states stay equal."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

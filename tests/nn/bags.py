@@ -1,7 +1,7 @@
 """Bags of keys in every form of input, and the outputs expected for them.
 
-Bags are a list of lists of keys. A form is a function that maps bags and flat weights, or None, to
-inputs and sample_weights.
+Bags are a list of lists of keys. A form of input is a function that maps bags and flat weights (or
+None) to a layer's arguments `inputs` and `sample_weights`.
 """
 
 import itertools
@@ -46,7 +46,7 @@ def make_layer(combiner="sum", **changes):
 
 
 def vectors(layer, keys):
-    """Look up bags of one key each; returns the vector of each key."""
+    """Look up each key in a bag of its own; return the keys' vectors."""
     keys = torch.tensor(keys)
     with torch.no_grad():
         return layer((keys, torch.arange(len(keys) + 1))).view(-1, layer.embedding_vec_size)
@@ -90,7 +90,7 @@ def as_coo(bags, weights):
 
 
 def as_uncoalesced_coo(bags, weights):
-    """Return an uncoalesced COO tensor with entries in random order, all in column 0."""
+    """Return an uncoalesced COO tensor whose entries are in random order and all in column 0."""
     indices, shape = _positions(bags)
     order = torch.randperm(indices.shape[1], generator=torch.Generator().manual_seed(1))
     indices[1] = 0
@@ -169,7 +169,7 @@ FORMS = {
 
 
 def oracle(layer, bags, weights):
-    """Return output, rows and weights as computed by nn.EmbeddingBag, or by plain torch."""
+    """Return the expected output, computed by torch, with the weight and sample weights used."""
     values, offsets = flat(bags)
     rows = values if layer.table is None else layer.table.find(values)
     assert (rows >= 0).all()

@@ -1,4 +1,4 @@
-"""Stand-in for torchrec's KeyedJaggedTensor, with random contents, and layers for its features."""
+"""A stand-in for torchrec's KeyedJaggedTensor, random batches of it, and layers for them."""
 
 import random
 
@@ -48,7 +48,7 @@ class Keyed:
 
 
 def random_keyed(keys, batch, seed, device="cpu", weighted=False, most=4, dtype=torch.int64):
-    """Return bags of 0 to `most` keys below 40."""
+    """Return a batch of random bags of 0 to `most` keys, which are below 40."""
     draw = random.Random(seed)
     lengths = [draw.randrange(most + 1) for _ in range(len(keys) * batch)]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(dtype)

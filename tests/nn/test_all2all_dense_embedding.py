@@ -29,7 +29,7 @@ def make_layer(**changes):
 
 
 def check_equal(layer, keys):
-    """Check forward and backward against nn.Embedding with zeros in the row of the padding key."""
+    """Compare forward and backward with an nn.Embedding whose row for the padding key is zero."""
     out = layer(keys)
     assert out.shape == (*keys.shape, layer.embedding_vec_size)
     assert out.dtype == layer.weight.dtype

@@ -1,5 +1,4 @@
-"""Layers under torch.compile: lookups break graphs, whose number stays small; some tools refuse
-them."""
+"""Layers under torch.compile: lookups break graphs, but graphs stay few; some tools raise."""
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def graphs():
-    """Return the list of compiled graphs, and a backend that fills it."""
+    """Return a list of compiled graphs, and the backend that appends to the list."""
     torch._dynamo.reset()
     counters.clear()
     seen = []
@@ -67,9 +66,9 @@ def compiled_graphs(graphs, layers):
 
 
 def test_graphs_do_not_grow_with_layers_or_batches(graphs):
-    """Each piece between layers compiles once for one batch size and once for any."""
+    """Each part between layers compiles once for the first batch size and once for any size."""
     few = compiled_graphs(graphs, 1)
-    # Every break gives sparsekit's own reason.
+    # Every graph break reports sparsekit's own reason.
     assert counters["graph_break"]
     assert all("sparsekit: a lookup" in reason for reason in counters["graph_break"])
     assert compiled_graphs(graphs, 6) == few <= 10

@@ -1,4 +1,4 @@
-"""A state damaged at random is refused without any effect, or loads into a sound layer."""
+"""Loading a randomly damaged state raises without any effect, or gives a valid layer."""
 
 import contextlib
 import random
@@ -50,7 +50,7 @@ def not_a_tensor(rng, state, name):
 
 
 def slot(state, rng, rows):
-    """Return bucket and place of a used entry."""
+    """Return the bucket and the position of a used entry."""
     used = (rows >= 0).nonzero().tolist()
     return rng.choice(used) if used else (0, 0)
 
@@ -81,7 +81,7 @@ def another_size(rng, state, name):
 
 
 def exchanged(rng, state, name):
-    """Replace the table or the vectors by those of another layer."""
+    """Replace the state's table or vectors by another layer's."""
     other = trained(some_keys(rng, rng.randint(1, 30)), embedding_vec_size=rng.choice([5, 6]))
     for name in rng.choice([["weight"], ["table.buckets"], ["table.size"], ENTRIES[3:]]):
         state[name] = other.state_dict()[name].clone()
@@ -92,8 +92,8 @@ DAMAGES = [random_bytes, another_dtype, another_shape, missing, another_entry, n
 
 
 def rows_of(state):
-    """Read a state entry by entry; returns key -> row, or None if the state is not sound."""
-    state = {"shard": torch.tensor([0, 1])} | state  # old states lack it
+    """Read a state entry by entry; return a dict of key to row, or None if the state is invalid."""
+    state = {"shard": torch.tensor([0, 1])} | state  # old states lack `shard`
     shapes = {"seed": (1,), "shard": (2,), "table.hash_seed": (1,), "table.size": (1,)}
     for name in ENTRIES:
         value = state.get(name)
@@ -127,7 +127,7 @@ def test_500_damaged_states():
         state = state_of(trained(keys, max_vocabulary_size_per_gpu=capacity))
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
             damage, name = rng.choice(DAMAGES), rng.choice(ENTRIES)
-            # An earlier damage may make a later one impossible.
+            # Earlier damage may make a later change impossible.
             with contextlib.suppress(
                 AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError
             ):
@@ -139,7 +139,7 @@ def test_500_damaged_states():
         except RuntimeError:
             assert same_state(state_of(layer), before)
             refused += 1
-            # A sound state that fits must not be refused.
+            # A valid state that fits must load.
             assert (
                 rows is None or len(rows) > 25 or (assign and state["weight"].dtype == torch.half)
             )

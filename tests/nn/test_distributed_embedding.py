@@ -31,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def check_equal(layer, form, bags, weights=None):
-    """Check that forward and backward on bags in this form equal the oracle's."""
+    """Compare forward and backward on bags in this form with the oracle."""
     inputs, sample_weights = FORMS[form](bags, weights)
     out = layer(inputs, sample_weights)
     expected, weight, expected_weights = oracle(layer, bags, weights)
@@ -179,7 +179,7 @@ def test_torch_optimizers_train_it_as_they_train_embedding_bag(name):
 
 
 def test_two_calls_and_a_step_before_backward():
-    """Backward uses the rows that forward saw, despite later insertions and updates."""
+    """Backward uses the rows that forward read, despite later insertions and updates."""
     layer = make_layer("mean")
     weights, more_weights = random_weights(5), random_weights(4)
     bags, more = [[1, 2], [1], [3, 3]], [[9, 1], [], [10, 11]]

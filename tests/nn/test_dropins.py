@@ -1,4 +1,4 @@
-"""Features that the drop-ins have beyond torch's layers: any id, and options of other layers."""
+"""Additions of the drop-ins to torch's layers: any id, and options of our other layers."""
 
 import copy
 import inspect
@@ -37,7 +37,7 @@ def test_arguments_are_those_of_torch_and_then_ours(drop_in):
     ):
         of_torch = list(parameters(theirs))
         assert list(parameters(ours))[: len(of_torch)] == of_torch
-        # Gradients are always sparse here, whatever is asked for.
+        # Our gradients are always sparse, whatever the argument says.
         defaults = [
             {name: parameters(function)[name].default for name in of_torch if name != "sparse"}
             for function in (ours, theirs)

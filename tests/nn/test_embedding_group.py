@@ -18,7 +18,7 @@ KEYS = torch.tensor([[[1, 2]]])
 
 
 def layers():
-    """Return layers of all kinds; those of float64 need a second call of the ops."""
+    """Return layers of all kinds; the float64 layers need a second call of the ops."""
     bags, vectors = sparsekit.DistributedEmbedding, sparsekit.All2AllDenseEmbedding
     wide = {"dtype": torch.float64}
     made = {
@@ -89,7 +89,7 @@ def test_training_is_that_of_the_layers(name, fused, device):
             other = call(together, inputs, given[1] if training else weights, group)
             assert_same(one, other)
         if seed % 2 == 0:
-            continue  # the last call was in evaluation
+            continue  # the last call was in evaluation mode
         torch.autograd.backward(list(one.values()), upstream(one.values(), seed))
         torch.autograd.backward(list(other.values()), upstream(other.values(), seed))
         for k in weights:
@@ -126,7 +126,7 @@ def test_gradients_in_evaluation(device):
 
 
 def expected_gradient(layer, inputs, weights, grad):
-    """Compute the gradient of existing rows with torch."""
+    """Compute with torch the gradient of the rows that a layer has."""
     weight = layer.weight.detach().clone().requires_grad_()
     keys = inputs[0] if isinstance(inputs, tuple) else inputs.reshape(-1)
     rows = layer.table.find(keys) if layer.table else keys
@@ -182,7 +182,7 @@ def test_layers_of_which_some_are_in_evaluation(device):
 
 
 def test_a_table_asked_twice(device):
-    """If several features share a table, it acts as in one call with all their keys in order."""
+    """Features that share a table act like a single call with all their keys in order."""
     shared = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 90, name="shared").to(device)
     other = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 5, name="other").to(device)
     twin = copy.deepcopy(shared)
@@ -215,7 +215,7 @@ def test_a_full_table_is_named_and_left_as_it_was(device):
     assert (error.layer, error.size, error.capacity, error.refused) == ("full", 2, 3, 3)
     assert full.table.keys().tolist() == [0, 1]
     assert torch.equal(full.weight, before)
-    # Tables that had room keep the new keys, with their initial vectors.
+    # Tables with enough capacity keep the new keys, with their initial vectors.
     twin = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 1, name="roomy").to(device)
     expected = twin(keys)
     assert roomy.table.keys().tolist() == [0, 1, 2, 3, 4]
@@ -245,7 +245,7 @@ def test_a_bad_input_changes_nothing(name, bad, error, device):
 
 
 def test_many_tables_of_few_keys(device):
-    """70 tables exceed a word with one bit per table."""
+    """70 tables are more than a 64-bit mask of tables could hold."""
     number = 70
     apart = torch.nn.ModuleDict(
         {

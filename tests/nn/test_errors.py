@@ -1,4 +1,4 @@
-"""Bad input raises the right error, which names layer, argument and value, and changes nothing."""
+"""Invalid input raises an error that names layer, argument and value, and changes nothing."""
 
 import re
 import warnings
@@ -77,7 +77,7 @@ def two_slots(by_slot):
 
 
 def with_strides(strides, inverse_indices=None):
-    """Return a KeyedJaggedTensor with these numbers of samples per key."""
+    """Return a KeyedJaggedTensor with the given number of samples for each key."""
     bags = two_slots([[1], [2], [3], [4]])
     bags.variable_stride_per_key = lambda: True
     bags.stride_per_key = lambda: strides
@@ -326,7 +326,7 @@ CALLS = {
 
 
 def trained(make):
-    """Return the layer and its optimizer after a step on three keys."""
+    """Make a layer and an optimizer, train one step on three keys, and return them."""
     layer = make()
     optimizer = sparsekit.optim.LazyAdam(layer.parameters())
     if layer.weight.dtype == torch.float16:
@@ -377,7 +377,7 @@ def test_bad_input(case):
 
 
 def test_good_input_of_the_same_kind_is_taken():
-    """The same inputs without their fault are accepted, so each case fails for that fault alone."""
+    """The same inputs without the fault are accepted, so each case fails for its fault alone."""
     for inputs in [
         [(VALUES, OFFSETS)],
         [(VALUES, OFFSETS), ONES],
@@ -407,7 +407,7 @@ def test_a_weight_that_does_not_fit_is_refused_before_keys_are_inserted(weight):
 
 
 def test_a_layer_without_a_name_is_called_by_its_size():
-    """The size tells layers without a name apart; a given name appears unchanged."""
+    """Errors identify an unnamed layer by its size, and a named layer by its name."""
     layer = sparsekit.Embedding(2, 4)
     with pytest.raises(TableFullError, match=r"^Embedding_\d+ \(2 rows of 4\): the table on"):
         layer(torch.tensor([1, 2, 3]))

@@ -1,4 +1,4 @@
-"""A CSR feature matrix is an input of layers: columns are keys, values are weights."""
+"""Layers accept a CSR feature matrix: its columns are keys, its values weights."""
 
 import numpy as np
 import pytest

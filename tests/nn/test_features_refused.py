@@ -1,4 +1,4 @@
-"""An EmbeddingGroup with features refuses bad input and says why."""
+"""An EmbeddingGroup with features raises an error for invalid input and gives the reason."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tests.nn.keyed import FEATURES, KEYS, Keyed, layers, random_keyed
 
 
 def bad(position, value):
-    """Return a batch with one number changed, in the offsets or in the keys."""
+    """Return a batch with one value changed, in the offsets or in the keys."""
     keyed = random_keyed(("a", "own", "rows", "shared_a", "shared_b"), 3, 1)
     where, at = position
     (keyed.offsets() if where == "offsets" else keyed.values())[at] = value

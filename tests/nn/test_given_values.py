@@ -155,7 +155,7 @@ def test_own_writes_of_zeros_are_no_such_write():
 @pytest.mark.parametrize("kind", [optim.LazyAdam, optim.Adam, optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_are_known_to_be_no_such_write(kind, fused):
-    """A step does not count as a write by hand; otherwise each lookup would have to check rows."""
+    """An optimizer step is not taken for a manual write, after which lookups must check rows."""
     layer = single()
     optimizer = kind(layer.parameters(), lr=0.1)
     if fused:
@@ -266,7 +266,7 @@ def test_a_state_without_keys_is_looked_at_again():
 
 @pytest.mark.parametrize("of", [lambda w: w, lambda w: w.data], ids=["", "data"])
 def test_averages_by_other_hands_are_refused_where_keys_come_late(of):
-    """A library that averages parameters itself would average these rows with zeros."""
+    """Averaging by other libraries raises: it would average rows of later keys with zeros."""
     model = single()
     vectors(model, [1])
     averaged = copy.deepcopy(model).eval()

@@ -1,4 +1,4 @@
-"""Names of layers in an EmbeddingGroup may be any, even those that torch's containers refuse."""
+"""Layers in an EmbeddingGroup may have any name, even one that torch's containers reject."""
 
 import copy
 import pickle

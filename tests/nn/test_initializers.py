@@ -1,4 +1,4 @@
-"""Uniform, Normal, Constant and functions that fill a tensor are initializers of a layer."""
+"""Initializers of a layer: Uniform, Normal, Constant, or a function that fills a tensor."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ N, DIM = 4000, 25
 
 
 def start(initializer, dtype=torch.float64, seed=3, keys=None, **changes):
-    """Return the first vectors [n, DIM] of a layer with this initializer."""
+    """Return the initial vectors [n, DIM] of a layer with this initializer."""
     layer = sparsekit.All2AllDenseEmbedding(
         N, DIM, 1, 1, True, embedding_initializer=initializer, seed=seed, dtype=dtype, **changes
     )
@@ -132,7 +132,7 @@ def test_equality_and_repr():
 
 init = torch.nn.init
 
-# Functions and the distribution that each draws for a table of 40 rows of 10.
+# Functions, and the distribution that each uses for a table of 40 rows of 10 elements.
 TRANSLATED = {
     "uniform_": (init.uniform_, Uniform(0.0, 1.0)),
     "normal_": (init.normal_, Normal(0.0, 1.0)),
@@ -171,7 +171,7 @@ def test_functions_by_what_they_draw(function, same, use_hashtable):
 
 OTHER = torch.ones(40, 10)
 
-# Functions whose distribution cannot be found, with a part of the error.
+# Functions whose distribution cannot be determined, with a part of the error's message.
 UNTRANSLATED = {
     "orthogonal_": (init.orthogonal_, "orthogonal_ does not tell .* no op that can be seen"),
     "eye_": (init.eye_, "it calls eye"),

@@ -1,4 +1,4 @@
-"""After an interrupted call, an inserted key has its initial vector in every later call."""
+"""After an interrupted call, an inserted key still starts from its initial vector."""
 
 import copy
 import functools

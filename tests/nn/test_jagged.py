@@ -1,4 +1,4 @@
-"""JaggedTensors in the style of torchrec, and keys whose vectors come back jagged."""
+"""Inputs in the style of torchrec's JaggedTensor, and jagged outputs of layers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Plans that a layer or group keeps from call to call are renewed when their inputs change."""
+"""A layer or group keeps its lookup plan between calls, and renews it when needed."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def inputs(step=0, batch=4):
 
 
 def called(made):
-    """Call the layer, so that it keeps a plan; returns the layer."""
+    """Call the layer, so that it keeps a plan; return the layer."""
     made(KEYS)
     return made
 

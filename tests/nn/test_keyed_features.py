@@ -1,4 +1,4 @@
-"""A group's features of one KeyedJaggedTensor equal its layers asked one by one, bit for bit."""
+"""A group's outputs for a KeyedJaggedTensor equal calls of its layers, bit for bit."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ BATCH = 6
 
 
 def one_by_one(layers, keyed):
-    """Return name -> [batch, dim]; features of one table share a call, as they insert together."""
+    """Return a dict of name to output [batch, dim]; features of one table share a call."""
     tables = [layers[layer] for _, layer, _ in ASKED]
     calls = [keyed.of(name) for name, _, _ in ASKED]
     outputs = {}
@@ -81,7 +81,7 @@ def test_training_is_that_of_the_layers(output, fused, kind, dtype, device):
 
 
 def test_nothing_is_copied(device, monkeypatch):
-    """The ops read the tensor in place, and write a single output."""
+    """The ops read the jagged tensor in place and write a single output."""
     group = EmbeddingGroup(layers(device), FEATURES, "concatenated")
     keyed = random_keyed(KEYS, BATCH, 0, device, weighted=True)
     seen = []
@@ -180,7 +180,7 @@ def test_vectors_that_are_not_pooled(padding, batch, device):
 
 
 def test_padding_and_samples_of_few_keys(device):
-    """Layers with padding or a limit get copies of their bags; the others share the batch's."""
+    """Layers with padding or a key limit get copies of their bags; others read the batch's."""
     apart = layers(device)
     apart["shared"] = DistributedEmbedding("sum", 90, 8, 1, 5, padding_key=7, name="p").to(device)
     apart["own"] = DistributedEmbedding("sqrtn", 90, 16, 2, 5, max_feature_num=4).to(device)
@@ -227,7 +227,7 @@ def test_a_dict_of_features(device):
 
 
 def test_layers_without_features(device):
-    """Each layer is a feature under its own name, also in a dict and for a single output."""
+    """Without `features`, each layer is a feature of its own name, for any kind of output."""
     made = {name: layer for name, layer in layers(device).items() if name != "own"}
     keyed = random_keyed(("shared", "rows"), BATCH, 5, device)
     expected = {name: layer(keyed.of(name)[0]).squeeze(1) for name, layer in made.items()}

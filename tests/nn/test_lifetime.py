@@ -1,4 +1,4 @@
-"""A layer over its life: when keys are inserted, copies, saved states, accumulated gradients."""
+"""The life of a layer: insertion of keys, copies, saved states, accumulated gradients."""
 
 import copy
 import io
@@ -177,7 +177,7 @@ def test_unseen_key_in_evaluation_has_no_gradient():
     assert layer.weight.grad.values().tolist() == [[2.0] * 5]
     layer.zero_grad()
     layer((torch.tensor([5, 7]), torch.arange(3))).sum().backward()
-    # Key 7 has a gradient, but the unseen key has none.
+    # Key 7 has a gradient; the unseen key does not.
     assert layer.weight.grad.indices().tolist() == [[0]]
 
 

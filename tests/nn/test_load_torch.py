@@ -1,4 +1,4 @@
-"""A whole state of torch's layers loads into a model with swapped layers."""
+"""A state_dict of a model with torch's layers loads into a model with replaced layers."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_whole_state_in_one_call(use_hashtable):
     optimizer = sparsekit.optim.Adam(model.parameters(), mode="catch_up")
     extra = torch.tensor([22, 23])
     initial = model.user.vectors(extra)
-    for keys in (extra, ids):  # the second step leaves the first one's rows late
+    for keys in (extra, ids):  # the second step leaves the rows of the first step late
         optimizer.zero_grad()
         model.user(keys).sum().backward()
         optimizer.step()
@@ -44,7 +44,7 @@ def test_a_whole_state_in_one_call(use_hashtable):
     assert torch.equal(model.user.vectors(extra), initial)
     assert model.user is model.again
     if use_hashtable:
-        assert model.user.table.keys().tolist() == list(range(20))  # 22 and 23 are gone
+        assert model.user.table.keys().tolist() == list(range(20))  # keys 22 and 23 are gone
     model.train()(ids).sum().backward()
     optimizer.step()
 

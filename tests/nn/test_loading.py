@@ -1,4 +1,4 @@
-"""Saved states load at another capacity, and one that does not fit changes nothing."""
+"""A saved state loads into another capacity; a state that does not fit changes nothing."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ KEYS = [3, -(2**63), 0, 2**63 - 1, -1, 17, 18, 19, 20, 21]
 
 
 def trained(keys=KEYS, **settings):
-    """Return a layer whose vectors are not the initial ones."""
+    """Return a layer whose vectors differ from the initial vectors."""
     layer = single(**settings)
     optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.1)
     layer((torch.tensor(keys), torch.arange(len(keys) + 1))).sum().backward()
@@ -36,7 +36,7 @@ def same_state(one, other):
 
 
 def refused(layer, state, *parts, **how):
-    """Check that the layer refuses the state, says why, and is unchanged."""
+    """Check that loading the state raises an error with these parts and changes nothing."""
     before = state_of(layer)
     given = dict(state)
     with pytest.raises(RuntimeError) as caught:
@@ -285,7 +285,7 @@ def test_rows_that_a_loaded_table_does_not_use_are_zeros(assign):
     layer, other = trained([1, 2, 3, 4]), trained([2])
     layer.table.load_state_dict(other.table.state_dict(), assign=assign)
     assert not layer.weight[1:].any()
-    layer((torch.tensor([9]), torch.tensor([0, 1])))  # no row looks as if it was written to
+    layer((torch.tensor([9]), torch.tensor([0, 1])))  # no row may count as written by hand
 
 
 @pytest.mark.parametrize("assign", [False, True])

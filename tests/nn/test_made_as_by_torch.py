@@ -1,4 +1,4 @@
-"""Seeds, dtypes and devices set for all of torch's modules act as on nn.Embedding."""
+"""Default seeds, dtypes and devices of torch act on our layers as on nn.Embedding."""
 
 import copy
 
@@ -36,7 +36,7 @@ each_form = pytest.mark.parametrize("use_hashtable", [True, False])
 
 
 def state_of(layer):
-    """Return everything that determines a layer's behaviour, except the seed of its hash."""
+    """Return all state that determines a layer's behaviour, except the seed of its hash."""
     pieces = list(layer.items())
     start = [] if layer.table is None else [layer.vectors(KEYS)]
     return [*(tensor for piece in pieces for tensor in piece), layer.seed, layer.shard, *start]
@@ -56,7 +56,7 @@ def test_manual_seed_decides_unnamed_layers(make, use_hashtable):
     torch.manual_seed(1)
     again = make(use_hashtable=use_hashtable)
     assert same(one, again)
-    # A layer with a name or a seed draws no random number.
+    # A layer with a given name or seed draws no random number.
     named = make(name="n")
     assert torch.equal(make(seed=5).seed, torch.tensor([5]))
     assert same(other, make())
@@ -104,7 +104,7 @@ def train(layer, keys):
 
 
 def test_default_device():
-    """The default device affects neither layers with another device nor the tensors they make."""
+    """Layers with an explicit device, and the tensors that they make, ignore the default device."""
     kept, there = embedding(name="n"), torch.device("meta")
     train(kept, KEYS)
     kept.vectors(KEYS)
@@ -182,7 +182,7 @@ def test_states_of_layers_on_meta(use_hashtable):
 
 
 def test_a_model_begun_on_meta():
-    """As FullyShardedDataParallel does, allocate memory, then call every reset_parameters."""
+    """Allocate memory and call every reset_parameters, as FullyShardedDataParallel does."""
     with torch.device("meta"):
         model = torch.nn.Sequential(embedding(name="n"), torch.nn.Linear(4, 1))
     model.to_empty(device="cpu")
@@ -247,7 +247,7 @@ def test_reset_parameters(use_hashtable):
 
 
 def test_reset_forgets_that_the_weight_was_moved():
-    """Later writes to the weight by hand would be lost, so they are refused again."""
+    """After a reset, manual writes to the weight would be lost, so they raise again."""
     layer = embedding()
     optimizer = optim.LazyAdam(layer.parameters())
     layer.weight.grad = torch.ones_like(layer.weight)

@@ -1,4 +1,4 @@
-"""References to swapped layers or weights elsewhere in the model are swapped as well."""
+"""References to replaced layers or weights elsewhere in the model are replaced as well."""
 
 import collections
 import functools
@@ -93,7 +93,7 @@ def tied_out_of_sight(model):
     model.kept[0].weight = model.tags.weight
 
 
-# References to a weight that cannot be replaced, and the place that the message names.
+# References to a weight that cannot be replaced, and the reference's name in the message.
 STUCK = {
     "set": (lambda m: setattr(m, "kept", {m.tags.weight}), "kept's element"),
     "key": (lambda m: setattr(m, "kept", {m.tags.weight: 0.1}), "kept's key"),

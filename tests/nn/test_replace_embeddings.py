@@ -1,4 +1,4 @@
-"""replace_embeddings swaps the right layers of an existing model, which then trains alike."""
+"""replace_embeddings replaces the right layers of a model, which then trains as before."""
 
 import pytest
 import torch

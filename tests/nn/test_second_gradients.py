@@ -1,4 +1,4 @@
-"""Gradients of a table's gradients are lookups again, as with torch's own embedding."""
+"""Gradients of table gradients are lookups, as with torch's own embedding."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_bags(mode, train):
 
 @pytest.mark.parametrize("output", ["dict", "concatenated"])
 def test_several_tables(output):
-    """One table is asked twice, one output is unused, and in a dict the dtypes differ."""
+    """One table is looked up twice, one output is unused, and outputs in a dict differ in dtype."""
     dtypes = [torch.float64, torch.float32 if output == "dict" else torch.float64]
     weights = [vectors(i).detach().to(dtype).requires_grad_() for i, dtype in enumerate(dtypes)]
     layers = {

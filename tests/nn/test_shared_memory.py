@@ -1,4 +1,4 @@
-"""Processes share a table in memory: one inserts, the others read."""
+"""Processes share a table in memory: one process inserts keys, the others only read."""
 
 import copy
 
@@ -18,7 +18,7 @@ def table():
 
 
 def in_another(layer, answers):
-    """Send what `use` returns, or the error, to `answers`."""
+    """Send the result of `use`, or the error that it raised, to the queue `answers`."""
     try:
         answers.put(use(layer))
     except BaseException as error:
@@ -27,7 +27,7 @@ def in_another(layer, answers):
 
 
 def use(layer):
-    """Use a layer in another process; returns what it read and the errors that it got."""
+    """Use a layer in another process; return the vectors read and the errors raised."""
     calls = [
         lambda: layer(torch.arange(60)),  # the same call as before a fork, with the plan kept
         lambda: layer.train()(torch.arange(60)),

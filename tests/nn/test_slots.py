@@ -23,7 +23,7 @@ T = torch.tensor
 
 
 def truncated(bags, most):
-    """Return the bags cut to their limits, and the former places of the remaining keys."""
+    """Return the bags cut to their key limits, and the original positions of the kept keys."""
     cut = [bag[: most[b % SLOTS]] for b, bag in enumerate(bags)]
     begins = [sum(map(len, bags[:b])) for b in range(len(bags))]
     places = [begins[b] + i for b, bag in enumerate(cut) for i in range(len(bag))]
@@ -137,7 +137,7 @@ MIXED = ["mean", "max", "sqrtn"]
 
 
 def by_itself(layer, combiner, inputs):
-    """Return a twin with one combiner for all slots, and its output."""
+    """Return a copy of the layer with one combiner for all slots, and the copy's output."""
     twin = make_layer(combiner, padding_key=PADDING)
     twin.load_state_dict(layer.state_dict())
     twin(*inputs)

@@ -146,7 +146,7 @@ def seeded():
 
 
 def like(theirs, storage):
-    """Return a drop-in with the vectors of a torch layer."""
+    """Return a drop-in with the same vectors as a torch layer."""
     weight = theirs.weight.detach()
     keywords = {"padding_idx": theirs.padding_idx, "dtype": weight.dtype}
     keywords |= {"max_norm": theirs.max_norm, "norm_type": theirs.norm_type}
@@ -175,7 +175,7 @@ def assert_close(ours, theirs, scale=1):
 
 
 def check(theirs, storage, *call, **keywords):
-    """Check that outputs and gradients equal torch's; returns our layer."""
+    """Check that outputs and gradients equal torch's; return our layer."""
     ours = like(theirs, storage)
     weights = keywords.get("per_sample_weights")
     own = {}
@@ -351,7 +351,7 @@ def test_ragged_bags_with_padding(storage, mode, include_last_offset, allpad):
 
 
 def known(mode, include_last_offset, dtype, dtypes):
-    """Return torch's example with empty bags, whose vectors are 1..10."""
+    """Return torch's example with empty bags; the vectors' elements are 1 to 10."""
     theirs = nn.EmbeddingBag(5, 2, mode=mode, include_last_offset=include_last_offset, dtype=dtype)
     theirs.weight.data.copy_(torch.arange(1, 11).view(5, 2))
     offsets = [0, 0, 3, 3, 6, *([6] if include_last_offset else [])]
@@ -516,7 +516,7 @@ def test_who_needs_a_gradient(storage, bag_trained, weights_trained):
 
 
 def trained_with_max_norm(theirs, ours, ids):
-    """Rows are scaled when read, in training and evaluation, and then trained, as in torch."""
+    """Vectors are scaled to max_norm when read, in training and evaluation, as in torch."""
     idle = [i for i in range(theirs.num_embeddings) if i not in ids.view(-1).tolist()]
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (theirs, ours)]
     start = theirs.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Vectors by key on one process: `vectors`, `assign` and `items` of every layer."""
+"""Access to vectors by key: `vectors`, `assign` and `items` of every layer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random groups: pooling of their bags, and its gradients, compared with the reference."""
+"""Pooling of random groups, and the gradients of pooling, compared with the reference."""
 
 import random
 
@@ -46,7 +46,7 @@ def on_cpu(value):
 
 
 def in_double(value):
-    """Return tensors on the CPU in float64, where the order of additions does not matter."""
+    """Copy tensors to the CPU in float64, in which the order of additions hardly matters."""
     if isinstance(value, torch.Tensor):
         return value.cpu().double() if value.is_floating_point() else value.cpu()
     return [in_double(tensor) for tensor in value]
@@ -75,15 +75,15 @@ def check_pool(group, found, initial=False):
     longest = int(bags[: num_bags + 1].diff().max()) if initial and num_bags else 0
     each = zip(outs, pooled(weights), pooled([w.abs() for w in weights]), strict=True)
     for out, expected, magnitude in each:
-        # Initial values count as well; like most weights of keys, they are below 1.
+        # The magnitude must include initial values, which are below 1, as are most weights of keys.
         assert_equal_but_for_rounding(out, expected, magnitude + longest)
     return outs
 
 
 def assert_equal_but_for_rounding(actual, expected, magnitude):
-    """Check for equality up to rounding; `magnitude` is the sum of the terms' absolute values."""
+    """Check equality up to rounding; `magnitude` is the sum of the terms' absolute values."""
     largest = magnitude.max().item() if magnitude.numel() else 0
-    # A term passes through the additions of its run, 1024 in a gradient, and a few more.
+    # A term takes part in the additions of its run, up to 1024 in a gradient, and a few more.
     of_run = 1100 * torch.finfo(accumulate_dtype(actual.dtype)).eps / 2
     tolerance = max(TOLERANCE[actual.dtype], of_run) * max(1, largest)
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=tolerance)
@@ -112,7 +112,7 @@ def random_grads(group):
 
 
 def sums_of(group, counts, sums):
-    """Split the gradients of all tables by table."""
+    """Split the gradients of all tables into one tensor per table."""
     return split_by_table(group.dims, counts.tolist(), torch.empty(int(counts.sum())), sums)[1]
 
 
@@ -146,7 +146,7 @@ def check_backward(group, found, divisor=1, with_rows=True):
 
 
 def entries_of(group, counts):
-    """Yield, for each table, the entries that stand for its distinct rows."""
+    """Yield, for each table, the slice of entries in which its distinct rows are listed."""
     entry = 0
     for t, count in enumerate(counts.tolist()):
         yield slice(entry, entry + count)
@@ -154,9 +154,9 @@ def entries_of(group, counts):
 
 
 def places_for(group, found, seed):
-    """Return `out`, `row_strides` and `found` with places for gradients in any order and with gaps.
+    """Return `out`, `row_strides`, and `found` with a row of `out` for each gradient.
 
-    The strides allow wide reads and writes of some tables' vectors.
+    The rows are in random order and have gaps. Some strides allow wide reads and writes.
     """
     draw = random.Random(seed)
     rows, inverse, counts, *rest = found
@@ -185,7 +185,7 @@ def backward_at(group, grads, found, out, row_strides, placed):
 
 
 def check_backward_at(group, found, seed=0):
-    """Check that gradients equal those in one piece bit for bit, and nothing else is written."""
+    """Check that exactly the gradients, bit for bit, are written to `out`."""
     grads = random_grads(group)
     if not grads:
         return
@@ -213,7 +213,7 @@ def check_backward_at(group, found, seed=0):
 
 
 def check_strided(group, found):
-    """Check rows anywhere in one piece of memory, like vectors that ranks have sent."""
+    """Check pooling of rows anywhere in one buffer, as with vectors received from ranks."""
     counts = found[2]
     space, row_strides, placed = places_for(group, found, seed=1)
     space = misaligned(space) if len(space) % 2 else space

@@ -28,7 +28,7 @@ class Source:
 
 @dataclass
 class Group:
-    """Tables and the requests for them; see sparsekit.ops._group."""
+    """Tables and the requests that look them up; see sparsekit.ops._group."""
 
     dtype: torch.dtype
     dims: list[int]
@@ -73,7 +73,7 @@ class Group:
 
     @property
     def asked(self) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        """Return keys, offsets and features."""
+        """Arguments of group ops: keys and offsets of all sources, and the features."""
         features = torch.tensor(self.features, dtype=torch.int64).view(-1, 9)
         keys = [source.keys.to(self.device) for source in self.sources]
         return keys, [source.offsets.to(self.device) for source in self.sources], features
@@ -97,7 +97,7 @@ class Group:
     def ask(
         self, table: int, source: int, first_bag: int, bags: int, combiner: str, stride: int = 0
     ) -> None:
-        """Add a feature whose vectors get an output of their own."""
+        """Add a feature with a separate output."""
         dim = self.dims[table]
         stride = max(stride, dim)
         begin = stride - dim
@@ -129,7 +129,7 @@ class Group:
         )
 
     def bucketize(self, world_size: int, distinct: bool = True, op=None):
-        """Sort keys by owner; keys of tables without a hash table must be in range."""
+        """Call group_bucketize; keys of tables without a hash table must be in range."""
         ends = [
             -1 if hashed else capacity * ranks
             for hashed, capacity, ranks in zip(
@@ -154,7 +154,7 @@ def random_bags(
 def random_group(
     seed: int, dtype: torch.dtype, device: torch.device, most_keys: int = 300
 ) -> Group:
-    """Return tables of all kinds and sources of all kinds; several tables share one source."""
+    """Return a group with all kinds of tables and sources; several tables share one source."""
     draw = random.Random(seed)
     n = draw.randint(1, 6)
     hashed = [draw.random() < 0.8 for _ in range(n)]

@@ -29,11 +29,11 @@ CASES = {
     "partial row-wise adam": ("partial_row_wise_adam", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
     "lamb": ("lamb", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
 }
-# Rules whose last state is one number per row, and rules whose rows may count their own steps.
+# Rules whose last state has one value per row, and rules whose rows may count their own steps.
 ROW_WISE = ("row_wise_adagrad", "partial_row_wise_adam")
 PER_ROW = ("adam", "partial_row_wise_adam", "lamb")
 _MOMENTS = [("sgd", 0), ("adam", 0), ("partial_row_wise_adam", 0), ("lamb", 0)]
-# (rule, number of a state) for the states that may be negative.
+# (rule, index of a state) for the states that may be negative.
 SIGNED = [*_MOMENTS, ("rms_prop", 1), ("ftrl", 1)]
 
 
@@ -54,7 +54,7 @@ def wide(dtype):
 def table_of(case, num_rows, dim, dtype, together=True):
     """Return a weight and states as after some steps; sums of squares are positive.
 
-    together: the states of a row are neighbours in memory, as in optimizers.
+    together: if True, the states of a row are adjacent in memory, as in optimizers.
     """
     rule, _, count = CASES[case]
     weight = random((num_rows, dim), dtype, seed=1)
@@ -66,7 +66,7 @@ def table_of(case, num_rows, dim, dtype, together=True):
 
 
 def _neighbours(states):
-    """Copy states; those of the same width share memory, in which a row's states are neighbours."""
+    """Copy states; states of the same width share memory, where a row's states are adjacent."""
     alike = [state for state in states if state.shape == states[0].shape]
     together = list(torch.stack(alike, 1).unbind(1)) if alike else []
     return [*together, *(state.clone() for state in states[len(alike) :])]

@@ -1,4 +1,4 @@
-"""Offsets that exceed the entries are refused before anything past the entries is read."""
+"""Offsets beyond the entries raise an error before anything past the entries is read."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ for backend in (contextlib.nullcontext, simt.SimtMode):
 
 
 def test_nothing_beyond_the_entries_is_read():
-    """This holds on the CPU and for the kernels on the host runner."""
+    """Check the CPU engine and the kernels on the host runner."""
     tests = Path(__file__).parents[1]
     path = [str(Path(sparsekit.__file__).parents[1]), str(tests), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(

@@ -241,7 +241,7 @@ def test_an_owner_that_is_no_rank(device, rank):
     message = rf"bucketize: owners\[{shards[7]}\] is {rank}, but must be a rank, in \[0, 3\)"
     with pytest.raises(ValueError, match=message):
         ops.bucketize(keys, 3, owners)
-    # An owner that no key asks for is not checked.
+    # Map elements that no key uses are not checked.
     unused = (torch.bincount(torch.tensor(shards), minlength=65536) == 0).nonzero()[0]
     owners = random_map(3)
     owners[unused] = rank

@@ -15,7 +15,7 @@ REPLAYED = ("momentum", "nesterov", "exact adam", "lazy adam")
 
 
 def numbers_of(case, steps):
-    """Return learning rates that change, and the numbers that an optimizer keeps of each step."""
+    """Return changing learning rates, and the values that an optimizer records for each step."""
     rule, settings, _ = CASES[case]
     rates = [0.1 / (1 + step % 7) for step in steps]
     if rule == "sgd":
@@ -30,13 +30,13 @@ def numbers_of(case, steps):
 
 
 def settings_of(case):
-    """Return rule and settings without weight decay, which rows without a gradient do not get."""
+    """Return a rule and its settings without weight decay, which late rows do not get."""
     rule, settings, _ = CASES[case]
     return rule, [*settings[:2], 0.0, settings[3]] if rule == "sgd" else settings
 
 
 def step_by_step(case, table, row_step, rates, first_step):
-    """Take the same steps by update_rows_ with zero gradients, for rows with at least one step."""
+    """Take the missed steps with update_rows_ and zero gradients, for rows with a step so far."""
     rule, settings = settings_of(case)
     for i, rate in enumerate(rates):
         step = first_step + i

@@ -1,4 +1,4 @@
-"""An op itself refuses what the Python checks of its tensors refuse: it runs before they do."""
+"""Ops check their tensors themselves: the Python checks run only after an op has failed."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from sparsekit import HashTable, ops
 KEYS = torch.tensor([1, 2])
 TABLE = HashTable(5)
 
-# Public function, the tensors that op and function both take first, and the remaining arguments.
+# Public function, the tensors that the op and the function take first, the other arguments.
 CASES = {
     "unique": (ops.unique, {"keys": KEYS}, ()),
     "bucketize": (ops.bucketize, {"keys": KEYS}, (3,)),

@@ -1,4 +1,4 @@
-"""Keys that collide under the hash without a seed cost no more than other keys."""
+"""Keys that collide under the unseeded hash cost no more than other keys."""
 
 import time
 
@@ -30,7 +30,7 @@ def key_of_hash(hash):
 
 
 def colliding(n):
-    """Return keys whose hashes without a seed agree in the upper 20 and the lower 27 bits."""
+    """Return keys whose unseeded hashes agree in the upper 20 and the lower 27 bits."""
     assert n <= 2**17
     return torch.tensor([key_of_hash(0x123 << 52 | i << 27 | 77) for i in range(n)])
 
@@ -52,7 +52,7 @@ def test_the_keys_do_collide():
 
 @pytest.mark.parametrize("n", [300, 3000])
 def test_few_keys_move_on(device, n):
-    """Colliding keys pass few buckets; without a seed they would pass about n^2 / 10."""
+    """Colliding keys skip few full buckets; without a seed, they would skip about n^2 / 10."""
     passed = []
     for keys in (random_keys(n), colliding(n)):
         table = HashTable(n, device=device)
@@ -69,7 +69,7 @@ def test_few_keys_move_on(device, n):
 
 
 def seconds(calls, repeats):
-    """Return each call's least thread time; the calls take turns."""
+    """Return the shortest thread time of each call; the calls are repeated in turn."""
     times = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):

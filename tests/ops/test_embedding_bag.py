@@ -103,7 +103,7 @@ SHORT = [[2], [0, 0, 5], [1, 0, 2, 0], [0, 3, 4, 0, 0, 1, 2], [2] * 33, [1] * 30
 @pytest.mark.parametrize("dim", [1, 4, 20, 64, 132])
 @pytest.mark.parametrize("lengths", SHORT)
 def test_short_bags(device, lengths, dim, weighted, dtype):
-    """Short bags share a tile on a device, both alone and around a bag that is cut into parts."""
+    """On a device, short bags share a tile, with or without a long bag between them."""
     # In bfloat16, the gradients of such a long bag round differently in the reference.
     for extra in ([], *([[700, *[1] * 150]] if dtype != torch.bfloat16 else [])):
         rows, offsets = bags_of(lengths + extra + lengths, 23)
@@ -410,10 +410,10 @@ def test_the_last_offset_is_checked_among_many_bags(engine, bags):
 @pytest.mark.parametrize("n", [257, 512, 70_000, 150_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_error_of_a_long_sum_is_bounded(device, n, dtype, combiner):
-    """The documented bound holds for sums whose rounding errors all have the same sign.
+    """The documented error bound holds even if all rounding errors have the same sign.
 
-    Repeated numbers of one exponent round in the same direction many times; added one after
-    another, 70,000 of them exceed the bound ten times.
+    Repeated numbers with one exponent round in the same direction many times; a sequential sum of
+    70,000 of them exceeds the bound tenfold.
     """
     unit = torch.finfo(dtype).eps / 2
     weight = torch.tensor([[0.1, 0.7, 1 / 3, 0.9, 1.1]] * 3, dtype=dtype)
@@ -426,8 +426,8 @@ def test_the_error_of_a_long_sum_is_bounded(device, n, dtype, combiner):
     pooled = ops.embedding_bag(
         *(t.to(device) for t in (weight, rows, offsets)), combiner, samples.to(device)
     )
-    # Additions that a term passes through, its product with the weight, and the rounding of exact
-    # products.
+    # Roundings that affect a term: its additions, its product with the weight, and the rounding
+    # of exact products.
     factors = 256 + n / 256 + 1
     if combiner == "mean":
         exact, factors = exact / math.fsum(samples.tolist()), 2 * factors + 1

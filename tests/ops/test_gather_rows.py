@@ -87,7 +87,7 @@ def test_rows_that_are_not_aligned(device, dim, dtype):
     table, rows = misaligned(randn(5, dim, dtype=dtype).to(device)), some_rows(40, 5).to(device)
     check(table, rows, device)
     assert same_bits(ops.gather_rows(table, rows), ops.gather_rows(table.clone(), rows))
-    # The gradient adds rows up, in any order; sums of whole numbers are exact.
+    # The gradient sums rows in any order; sums of whole numbers are exact.
     upstream = whole_numbers(40, dim, dtype=dtype).to(device)
     grads = []
     for grad in (upstream, misaligned(upstream)):

@@ -1,4 +1,4 @@
-"""Gradients of bags may have any strides, and may be written to the caller's memory."""
+"""Gradients of bags may have any strides; gradients of rows may go to the caller's memory."""
 
 import contextlib
 import random
@@ -56,7 +56,7 @@ def test_gradients_of_any_strides(device, kind, dim):
 
 
 def at(group, found, out, row_strides=(4,), **changed):
-    """Write gradients of ones to `out`."""
+    """Write the gradients to `out`, for upstream gradients of ones."""
     rows, inverse, counts, bags, key_starts = found
     arguments = {
         "out": out,
@@ -165,7 +165,7 @@ def test_dtypes_of_gradients_that_are_refused(device, wrong):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_stay_within_out_without_checks(seed):
-    """On a device nothing beyond `out` is written, whatever rows, index, counts and bags hold."""
+    """On a device, nothing outside `out` is written, whatever rows, index, counts and bags hold."""
     draw = random.Random(seed)
     for _ in range(20):
         group, found = small("cpu")
@@ -193,7 +193,7 @@ def test_a_backward_to_places_without_tables(device):
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_weights_whose_rows_overlap(device, wide):
-    """Rows may begin at every element, or at every fourth."""
+    """The rows of a weight may overlap: they begin at every element, or at every fourth."""
     unit = 4 if wide else 1
     group, (_, inverse, *rest) = small(device)
     space = torch.arange(20.0, device=device)
@@ -210,7 +210,7 @@ def test_weights_whose_rows_overlap(device, wide):
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 5), (0, 0)])
 def test_weights_that_are_copied(device, strides):
-    """The elements of a row may lie apart, or all rows may share memory."""
+    """The elements of a row may be strided, or all rows may share memory."""
     group, found = small(device)
     space = torch.arange(60.0, device=device)
     group.weights = [space.as_strided((10, 4), strides)]

@@ -28,7 +28,7 @@ WORLD_SIZES = (1, 2, 3, 8, 40)  # the last one exceeds kFewRanks
 
 
 def first_entries(group):
-    """Return the number of each table's first entry."""
+    """Return the index of each table's first entry."""
     entry, first = 0, []
     for t in range(len(group.dims)):
         first.append(entry)
@@ -37,7 +37,7 @@ def first_entries(group):
 
 
 def defined(group, results):
-    """Return the defined parts of the results, with the places table by table."""
+    """Return the specified parts of the results, with places split by table."""
     by_owner, counts, numbers, inverse, places, bags, key_starts = (r.cpu() for r in results)
     begin, keys = 0, []
     for count in counts.sum(1).tolist():
@@ -69,7 +69,7 @@ def check(group, world_size, distinct=True):
 
 
 def come_for(counts, steps, seed):
-    """Return where the vectors of each table and rank lie, in any order and with gaps."""
+    """Return the argument `come`, for vectors that are received in any order and with gaps."""
     draw = random.Random(seed)
     world_size, tables = counts.shape
     come = torch.zeros(tables, world_size, 2, dtype=torch.int64)
@@ -123,7 +123,7 @@ def test_any_keys(device, pattern, dtype):
     group = one_table(device, key_pattern(pattern, 3000, dtype))
     for world_size in (1, 7, 2048):
         results = check(group, world_size)
-        # Alone in a group, a table gets the results of the ops for one table.
+        # A group of one table gives the results of the ops for one table.
         keys, inverse, _ = ops.unique(group.asked[0][0].long())
         by_owner, counts, _ = bucketize(keys, world_size)
         assert torch.equal(results[0][: len(keys)], by_owner)
@@ -143,7 +143,7 @@ def test_large_and_small_tables(device):
         keys = key_pattern("half on one" if t else "distinct", n)
         group.sources.append(Source(keys, NONE, torch.empty(0)))
         group.ask(t, t, 0, n, "none")
-    # Two sources ask for keys of the last table, one of them in int32.
+    # Two sources request keys of the last table; one source has int32 keys.
     keys = key_pattern("few", 20_000, torch.int32)
     group.sources.append(Source(keys, NONE, torch.empty(0)))
     group.ask(3, 4, 0, 20_000, "none")
@@ -276,7 +276,7 @@ def test_a_product_of_tables_and_ranks_that_is_too_large(device):
 
 
 def mapped(device, elements, world_size=3):
-    """Return arguments for two tables, the second of which has a map of owners."""
+    """Sort keys of two tables, the second of which has a map of owners with these elements."""
     group = Group(torch.float32, [4] * 2, [9] * 2, [True] * 2, [1] * 2, device)
     for t in range(2):
         group.sources.append(Source(torch.tensor([5, -6, 5, 2**40]), NONE, torch.empty(0)))
@@ -300,7 +300,7 @@ def test_maps_that_name_no_rank(device, bad):
 
 
 def rows_of(device):
-    """Return arguments for two tables with 3 and 2 keys, on two ranks."""
+    """Return arguments of group_exchange_rows: two tables with 3 and 2 keys, two ranks."""
     features = [[0, 0, 0, 2, 0, NO_LIMIT, 0, 0, 4], [1, 1, 0, 1, 0, NO_LIMIT, 0, 0, 4]]
     return {
         "places": torch.tensor([2, 0, 1, 9, 1, 0], dtype=torch.int32, device=device),
@@ -393,7 +393,7 @@ def test_dtypes_of_rows_that_are_refused(device, wrong):
 
 
 def reports(message):
-    """Check that the next op with checks on raises the error of an earlier call."""
+    """Check that the next op with checks on raises the error of the earlier call."""
     left_over = f"{message} was out of range in an earlier call"
     with pytest.raises(IndexError, match=left_over), simt.SimtMode():
         ops.unique(torch.zeros(1).long())
@@ -401,7 +401,7 @@ def reports(message):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_but_results_is_written_without_checks(seed):
-    """On a device nothing but results is written, whatever offsets, places and bags hold."""
+    """On a device, only results are written, whatever offsets, places and bags hold."""
     draw = random.Random(seed)
     group = random_group(seed, torch.float32, torch.device("cpu"))
     group.sources.append(Source(torch.arange(5), torch.tensor([0, 2, 4, 5]), torch.empty(0)))

@@ -107,7 +107,7 @@ def test_copies_keep_the_sign_of_zero(device):
 
 
 def test_one_output_for_all(device):
-    """The output may be columns of a matrix, or slots of a layer whose bags lie slot by slot."""
+    """Features may share an output: as columns of a matrix, or as slots of a layer."""
     group = Group(torch.float32, [3, 2], [50] * 2, [True] * 2, [1] * 2, device)
     keys = torch.arange(12) % 7
     offsets = torch.tensor([0, 2, 2, 5, 6, 9, 12])
@@ -135,14 +135,14 @@ def test_one_output_for_all(device):
 
 @pytest.mark.parametrize("kept", [0, 1, 64, 65, 130])
 def test_rows_without_entries_have_zeros(device, kept):
-    """Entries with negative numbers add no gradient, even if they fill whole chunks."""
+    """Entries with a negative index add no gradient, even if they fill whole chunks."""
     group = Group(torch.float32, [16, 16], [300] * 2, [True] * 2, [1] * 2, device)
     for t in range(2):
         group.sources.append(Source(torch.arange(200), torch.empty(0).long(), torch.empty(0)))
         group.ask(t, t, 0, 200, "sum")
     found = group.find_or_insert()
     found[1][kept:200] = -1
-    for value in (1.0, 2.0, 3.0):  # fills memory that may be used for the result
+    for value in (1.0, 2.0, 3.0):  # fill memory that may be reused for the result
         junk = torch.full((2 * 200 * 16,), value, device=device)
         del junk
         check_backward(group, found)
@@ -214,7 +214,7 @@ def test_bags_that_are_refused(device, backend, bad):
         with pytest.raises(ValueError, match="bags must"):
             pool(group, group.outs(), found)
     else:
-        # A device skips bad bags, and may then find undefined rows.
+        # A device skips invalid bags, and may then meet unspecified rows.
         with contextlib.suppress(IndexError):
             pool(group, group.outs(), found)
     with pytest.raises(ValueError, match="bags has 2 elements, but features have 2 bags"):

@@ -31,7 +31,7 @@ def tables_of(group):
 
 
 def check(group):
-    """Check two calls that insert and one that does not."""
+    """Check two calls of group_find_or_insert_ and one of group_find."""
     plain_weights = [weight.cpu().clone() for weight in group.weights]
     seeds = [seed.cpu() for seed in group.seeds]
     keys, offsets, features = group.asked
@@ -82,7 +82,7 @@ def test_large_and_small_tables(device):
         keys = key_pattern("half on one" if t else "distinct", n)
         group.sources.append(Source(keys, NONE, torch.empty(0)))
         group.ask(t, t, 0, n, "none")
-    # Two sources ask for keys of the last table, one of them in int32.
+    # Two sources request keys of the last table; one source has int32 keys.
     keys = key_pattern("few", 20_000, torch.int32)
     group.sources.append(Source(keys, NONE, torch.empty(0)))
     group.ask(3, 4, 0, 20_000, "none")
@@ -113,7 +113,7 @@ def test_bits_are_those_of_the_single_ops_for_any_threads(device):
 
 
 def refused(group, error, match, call=None):
-    """Check that the call raises and that no table has changed."""
+    """Check that the call raises the error and changes no table."""
     before = tables_of(group)
     with pytest.raises(error, match=match):
         (call or group.find_or_insert)()

@@ -34,7 +34,7 @@ def batch_of(tables, bags, nnz, dims=(128,), keys=1000):
 
 
 def step_of(group, fused=True) -> Counts:
-    """Return the counts of a second step, in which all keys are known."""
+    """Return the launch counts of a second step, in which all keys are known."""
     outs, tables = group.outs(), tables_of(group, "lazy adam")
     for _ in range(2):
         with counted() as counts:
@@ -76,7 +76,7 @@ def test_larger_tables_take_a_launch_for_64_times_the_entries():
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_of_routing(tables, distinct):
-    """Count the launches that route keys to owners, and those that find where vectors come back."""
+    """Count the launches that sort keys by owner, and those that locate received vectors."""
     group, world_size = batch_of(tables, 4, 3), 4
     with counted() as counts:
         results = group.bucketize(world_size, distinct)
@@ -135,7 +135,7 @@ def test_long_bags_are_looked_for_only_where_there_may_be_some():
 @needs_bytes
 @pytest.mark.parametrize(("bags", "nnz", "most"), [(512, 1, 1.25), (128, 4, 1.3)])
 def test_bytes_of_a_step(bags, nnz, most):
-    """A step moves little beyond keys, offsets, vectors, rows and states, each once per use."""
+    """A step moves little more than its keys, offsets, vectors, rows and states, once per use."""
     tables, dim = 26, 128
     group = batch_of(tables, bags, nnz)
     moved = step_of(group).sum().moved
@@ -148,7 +148,7 @@ def test_bytes_of_a_step(bags, nnz, most):
 
 @pytest.mark.parametrize("tables", [60, 700])
 def test_groups_that_come_in_several_pieces(tables):
-    """The descriptions exceed one launch, which takes 32 KB; each table needs 140 bytes."""
+    """Table descriptors exceed the 32 KB of a launch: each table needs 140 bytes."""
     group = batch_of(tables, 2, 2, (4, 3, 8))
     grads = [torch.full_like(out, i + 1) for i, out in enumerate(group.outs())]
     with counted():

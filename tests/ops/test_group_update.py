@@ -48,7 +48,7 @@ def mixed_group(count, dtype, device, keys=40, others=40, weighted=False):
 
 @dataclass
 class Tables:
-    """Everything that a step changes, with the rule and its settings."""
+    """All tensors that a step changes, with the rule and its settings."""
 
     weights: list[torch.Tensor]
     states: list[torch.Tensor]
@@ -71,7 +71,7 @@ class Tables:
 
 
 def tables_of(group, case, own_steps=False, device=None):
-    """Return new tables, equal in every call."""
+    """Return new tables with the same values in every call."""
     device = group.device if device is None else device
     rule, settings, _ = CASES[case]
     states, row_steps, steps = [], [], []
@@ -159,7 +159,7 @@ def test_any_number_of_tables(device, count, dtype):
         ]
 
 
-# Number of entries of each row of a table. On a device, 64 entries of a table are a chunk.
+# Number of entries of each row of a table. On a device, a chunk has 64 entries of a table.
 LENGTHS = (
     [64],
     [65],
@@ -177,7 +177,7 @@ LENGTHS = (
 @pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_rows_of_any_number_of_entries(device, lengths, case, dtype):
-    """This also holds after another table, and for vectors that many lanes share."""
+    """Rows may have any number of entries, also after another table and with wide vectors."""
     dims = [8, 16, 7, 1, 520, 301]
     group = Group(dtype, dims, [200] * len(dims), [True] * len(dims), [1] * len(dims), device)
     without = []
@@ -212,7 +212,7 @@ def test_a_large_table_beside_small_ones(device, threads, case):
 
 
 def test_tables_that_threads_do_alone():
-    """There are enough tables for several threads, and none is large enough to be split."""
+    """With enough small tables, each thread updates whole tables."""
     group = mixed_group(40, torch.float32, "cpu", keys=3000, others=3000)
     try:
         for threads in (2, 4):
@@ -259,7 +259,7 @@ def test_a_backward_that_needs_the_old_weight_notices(device):
 
 
 def refused(error, message, group, found, tables, grads=None, changed=False, **keywords):
-    """Check that an error changes nothing, or, with `changed`, at least counts no step."""
+    """Check that the call raises and changes nothing; with `changed`, that it counts no step."""
     grads = random_grads(group) if grads is None else grads
     before = [tensor.clone() for tensor in tables.changed]
     with pytest.raises(error, match=f"^group_embedding_bag_update_: {message}"):
@@ -313,7 +313,7 @@ def test_bags_that_are_refused(device, backend, bag, bad):
     if backend == "cpu":
         refused(ValueError, "bags must|bag ", group, found, tables)
         return
-    # A device skips bad bags, and numbers may then have no row.
+    # A device skips invalid bags, and an index may then have no row.
     with contextlib.suppress(IndexError):
         update(group, random_grads(group), found, tables)
     for weight in tables.weights:
@@ -321,7 +321,7 @@ def test_bags_that_are_refused(device, backend, bag, bad):
 
 
 def of(name, change):
-    """Return a function that changes one of the lists of tables."""
+    """Return a function that changes one of a step's lists of tensors."""
 
     def apply(group, tables):
         setattr(tables, name, change(getattr(tables, name)))

@@ -1,4 +1,4 @@
-"""The hash table's ops and sparsekit.HashTable behave like a dict, and their bytes are right."""
+"""The hash table's ops and sparsekit.HashTable act like a dict and have the right layout."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def assert_unchanged(table, before):
 
 
 def check_layout(table):
-    """Places fill in order, empty ones are clean, and `spilled` counts the keys that moved on."""
+    """Check that places fill in order, empty places are zero, and `spilled` counts moved keys."""
     buckets = table.buckets.cpu().numpy().view(BUCKET).reshape(-1)
     used = buckets["rows"] >= 0
     assert (used[:, :-1] >= used[:, 1:]).all()
@@ -80,7 +80,7 @@ def insert(table, keys, capacity, size=None):
 
 
 def check_against_dict(table, batches):
-    """Insert batch after batch; every answer, refusals included, must equal that of the dict."""
+    """Insert batch after batch; every result and every refusal must match a dict."""
     expected = reference.HashTable(table.capacity)
     for keys in batches:
         before = snapshot(table)
@@ -164,7 +164,7 @@ def test_any_capacity_is_exact(device, capacity, load_factor, cuts, seed):
 def test_a_refused_call_with_repeats_is_undone(device, load_factor):
     table = HashTable(20, device=device, load_factor=load_factor)
     old = torch.arange(100, 113)
-    new = torch.arange(8).repeat(3) - 4  # 8 distinct keys, but room for 7
+    new = torch.arange(8).repeat(3) - 4  # 8 distinct keys, but a capacity of 7
     fits = torch.arange(7).repeat(3)
     mixed = torch.stack([new[:13], old]).t().reshape(-1)
     check_against_dict(table, [old, new, mixed, torch.cat([old, new]), fits, new, old])
@@ -244,7 +244,7 @@ def test_bits_do_not_depend_on_threads(device):
         table.hash_seed.fill_(7)
         first = table.find_or_insert(keys[:30_000])
         again = table.find_or_insert(keys)
-        # On a device it depends on timing which keys of a bucket take which place or spill over,
+        # On a device, timing decides which keys of a bucket take which place or spill over,
         # but not how many do.
         lines = table.buckets.cpu().numpy().view(BUCKET).reshape(-1)
         used = torch.from_numpy((lines["rows"] >= 0).sum(1)), torch.from_numpy(lines["spilled"] + 0)
@@ -255,7 +255,7 @@ def test_bits_do_not_depend_on_threads(device):
 
 @pytest.mark.parametrize("size", [21, 22, 2**31, 2**62, -1, -(2**63)])
 def test_a_size_that_the_buckets_cannot_have(device, backend, size):
-    """The CPU raises; a device, which reads the size itself, returns a status below 0."""
+    """The CPU raises; on a device, where kernels read the size, the status is negative."""
     table = HashTable(20, load_factor=1.0, device=device)
     table.find_or_insert(torch.tensor([7], device=device))
     table.size.fill_(size)
@@ -402,10 +402,10 @@ def test_random_bytes_in_the_buckets_and_some_that_leave_no_free_slot():
 
 
 def test_a_call_that_finds_no_free_slot_changes_nothing():
-    """This holds on the CPU; on a device the damaged table is lost."""
+    """This is checked on the CPU; on a device, the damaged table is lost."""
     table = HashTable(20, load_factor=1.0)
     table.find_or_insert(torch.arange(20))
-    table.size.fill_(10)  # fewer than the places, all of which are used
+    table.size.fill_(10)  # the size claims free places, but all are used
     before = snapshot(table)
     with pytest.raises(ValueError, match="damaged: no slot is free for row 10"):
         table.find_or_insert(torch.tensor([3, 20, 21]))
@@ -439,7 +439,7 @@ def with_counts(table, counts):
 
 
 def balanced(counts):
-    """Add 1 to one zero count and subtract 1 from another, so that the total stays right."""
+    """Add 1 to a count of zero and subtract 1 from another, which leaves the total unchanged."""
     none = (counts == 0).nonzero().squeeze(1)
     return counts.index_put((none[:2],), counts.new_tensor([1, -1]))
 
@@ -481,7 +481,7 @@ def test_wrong_counts_do_not_make_searches_walk_far(device, backend):
         rows = table.find(asked)
         times.append(time.process_time() - begin)
         assert (rows[:few] == -1).all()
-        if (damaged >= counts).all():  # a count that is too small hides keys
+        if (damaged >= counts).all():  # too small a count hides keys
             assert torch.equal(rows[few:].cpu(), torch.arange(few))
     # Without a limit, each absent key would walk past all buckets.
     assert max(times[1:]) < 50 * times[0] + 0.1

@@ -1,4 +1,4 @@
-"""Bags that the CUDA kernels treat differently: by fours, one by one, or in parts of 256 entries.
+"""Bags that CUDA kernels pool in groups of four, one by one, or in parts of 256 entries.
 
 The sums of parts are added 256 at a time.
 """
@@ -27,7 +27,7 @@ def positive_weights(n, dtype=torch.float64):
     "lengths", [[257] * 9, [257, 0, 258] * 3, [513] * 4, [255, 256, 257, 511, 512, 513], [300] * 40]
 )
 def test_bags_just_over_a_part(device, lengths, combiner, weighted):
-    """Each bag has a small last part: the most parts that this number of entries can have."""
+    """Each bag has a small last part, which gives the most parts for this number of entries."""
     rows, offsets = bags_of(lengths, 40)
     weights = positive_weights(len(rows)) if weighted else None
     check(randn(40, 5, dtype=torch.float64), rows, offsets, combiner, weights, device)
@@ -60,7 +60,7 @@ def test_a_long_bag_gives_the_same_bits_alone_and_among_short_ones(device, lengt
 @all_combiners
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_mostly_empty_bags(device, dtype, combiner, weighted):
-    """With more bags than entries, the backward still has room for its data on each bag."""
+    """With more bags than entries, the backward's workspace still holds its data on each bag."""
     lengths = [0] * 1500
     lengths[7], lengths[800], lengths[-1] = 1, 2, 1
     rows, offsets = bags_of(lengths, 3, lowest=0)

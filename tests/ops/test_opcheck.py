@@ -60,7 +60,7 @@ def bags_backward_sample_weights(dtype, combiner):
 
 
 def update(case, dtype, *rows, own_steps=False, count_steps=False):
-    """Return arguments of update_rows_: a table per tensor of rows, or one with all rows."""
+    """Return arguments of update_rows_: a table per tensor of rows, or one table, updated whole."""
     rule, settings, _ = RULES[case]
     weights, states = [], []
     for _ in rows or range(1):
@@ -81,7 +81,7 @@ def catch_up(case, dtype, rows):
 
 
 def group(dtype=torch.float32, weighted=False):
-    """Return two tables, one without a hash table, asked by two sources."""
+    """Return a group of two tables, one of them without a hash table, and two sources."""
     made = Group(dtype, [3, 4], [9, 9], [True, False], [1, 1])
     made.hash_tables[0].find_or_insert(int64(5, 6))
     weights = torch.rand(3 if weighted else 0, dtype=accumulate_dtype(dtype))
@@ -95,7 +95,7 @@ def group(dtype=torch.float32, weighted=False):
 
 
 def group_find(made, insert):
-    """Return arguments with distinct keys: memory past the results is undefined otherwise."""
+    """Return arguments with distinct keys: otherwise the end of the results is unspecified."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
     (table,) = made.hash_tables
     if not insert:
@@ -105,21 +105,21 @@ def group_find(made, insert):
 
 
 def group_routes(made, owners=(), distinct=True):
-    """Return arguments of group_bucketize, again with distinct keys."""
+    """Return arguments of group_bucketize with distinct keys, as in `group_find`."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
     maps = [len(owners) - 1] * len(made.dims)
     return list(owners), maps, [-1, 9], *made.asked, 3, distinct
 
 
 def group_rows(made):
-    """Return arguments of group_exchange_rows: owners of keys have sent a vector per table."""
+    """Return arguments of group_exchange_rows, with a vector received for each table."""
     places, bags = torch.ops.sparsekit.group_bucketize(*group_routes(made))[4:6]
     come = torch.tensor([[[0, 1], [0, 1], [9, 2]], [[7, 1], [8, 2], [0, 2]]])
     return places, bags, made.asked[2], come, [2, 3]
 
 
 def group_bags(made, kind):
-    """Return arguments of the pooling, of its backward, or of related ops."""
+    """Return arguments of group_embedding_bag_, of its backward, or of related ops."""
     rows, inverse, counts, bags, key_starts = made.find_or_insert()
     keys, _, features = made.asked
     asked = bags, features, made.sample_weights, key_starts
@@ -174,7 +174,7 @@ CASES = {
         (int64(7, 7, 7, 7, 7, 7),),
     ],
     "unique_padded": lambda: [
-        # All distinct: memory past the results is undefined and would differ.
+        # All keys are distinct: otherwise the end of the results is unspecified and would differ.
         *((int64(7, 8, 9).to(dtype), count) for dtype in KEY_DTYPES for count in (None, int64(3))),
         (int64(), None),
     ],
@@ -283,7 +283,7 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
     op = getattr(torch.ops.sparsekit, name).default
 
     def moved(arguments):
-        """Yield the arguments with one tensor at a time on the meta device."""
+        """Yield copies of the arguments, each with another tensor on the meta device."""
         for i, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor):
                 yield [*arguments[:i], argument.to("meta"), *arguments[i + 1 :]]
@@ -312,7 +312,7 @@ ON_CPU = {name for name, of in TENSORS.items() if of.on_cpu}
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_where_the_keys_and_rows_are(name):
-    """As the fake kernel says; only descriptors are on the CPU. It takes no GPU to ask for it."""
+    """Results are on the device of keys and rows, by the fake kernel, so no GPU is needed."""
     op = getattr(torch.ops.sparsekit, name).default
     names = [argument.name for argument in op._schema.arguments]
     arguments = next(iter(CASES[name]()))
@@ -342,7 +342,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_torch_counts_what_is_written(name):
-    """The count makes a backward raise that needs the overwritten values."""
+    """The version counter makes backward raise if it needs overwritten values."""
     arguments = next(iter(CASES[name]()))
     written = [arguments[0]] if isinstance(arguments[0], torch.Tensor) else arguments[0]
     before = [tensor._version for tensor in written]

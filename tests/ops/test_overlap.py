@@ -1,4 +1,4 @@
-"""An op's outputs must not overlap another argument; such calls hung or crashed."""
+"""Outputs that overlap another argument raise an error; such calls once hung or crashed."""
 
 import os
 import subprocess
@@ -104,13 +104,13 @@ CASES = [
     ("update(whole, s, row_step=whole.view(torch.int32).view(-1)[-8:])", "row_step", "weight"),
     ("t = torch.arange(8); update(whole, s, rows=t[4:6], row_step=t.view(torch.int32)[8:])",
      "rows", "row_step"),
-    # The rows of these states are neighbours, but the states share one column.
+    # The rows of these states are adjacent, but the states share one column.
     ("p = torch.zeros(8, 7); update(whole, [p[:, :4], p[:, 3:]])", "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[:64].view(8, 8)[:, :4], p[6:70].view(8, 8)[:, :4]])",
      "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[8:].view(8, 8)[:, 4:], p[:64].view(8, 8)[:, 2:6]])",
      "states[1]", "states[0]"),
-    # The weight begins as many elements later as the state has, so a row of the state lies in it.
+    # The weight has elements 64 to 95 of p, and the state's rows 4 and 5 begin at 64 and 80.
     ("p = torch.zeros(128); update(p[64:96].view(8, 4), [p.view(8, 16)[:, :4], s[0]])",
      "states[0]", "weight"),
     ("init(out=floats[4:], keys=numbered[::4, 0], rows=two)", "keys", "out"),
@@ -123,7 +123,7 @@ CASES = [
 
 
 def test_overlaps_are_refused():
-    """One process makes all calls, on the CPU and by the kernels, and prints the errors."""
+    """One process makes all calls, on the CPU and on the host runner, and prints the errors."""
     body = "".join(f"attempt({call!r})\n" for call, *_ in CASES)
     body += f"import simt; simt.load(); simt.SimtMode().__enter__()\n{body}"
     program = f"""{CALLS}
@@ -151,7 +151,7 @@ def attempt(call):
 
 
 def test_what_may_share_memory(engine):
-    """States side by side, numbers that are only read, and neighbours in one tensor are allowed."""
+    """Interleaved states, shared inputs that are only read, and adjacent views are allowed."""
     rule, settings, _ = RULES["lazy adam"]
     space = torch.zeros(9, 3, 4)
     weight, grad, step = torch.ones(9, 4), torch.ones(2, 4), torch.tensor([1])

@@ -75,7 +75,7 @@ def test_segments_across_chunks(device, n, pattern):
 @pytest.mark.parametrize("before", [0, 1, 1023, 1024, 1025])
 @pytest.mark.parametrize("hot", [1, 1023, 1024, 1025, 2048, 3071, 5000])
 def test_a_hot_segment_between_two_others(device, before, hot):
-    # A segment begins and ends inside, at and beyond the bounds of a chunk.
+    # Segments begin and end inside a chunk, at its bounds and beyond them.
     sizes = torch.tensor([before, hot, 700])
     ids = torch.repeat_interleave(torch.arange(3), sizes)
     ids = ids[torch.randperm(len(ids), generator=generator(hot))]
@@ -146,7 +146,7 @@ def test_infinite_values_stay_in_their_segment(device):
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("pattern", ["one", "half on one", "random", "dropped"])
 def test_bits_do_not_depend_on_threads(device, pattern, dtype):
-    # On the CPU, the columns are divided among threads; if they are few, so are runs of entries.
+    # On the CPU, threads divide the columns and, if these are few, also runs of entries.
     for n, dim in ((10_000, 19), (50_000, 3)) if device.type == "cpu" else ((10_000, 19),):
         data = randn(n, dim, dtype=dtype).to(device)
         ids = ids_of(pattern, n, 300).to(device)
@@ -167,7 +167,7 @@ def test_long_segments_on_both_sides_of_a_bound_between_threads(threads):
 
 
 def test_a_long_sum_is_accurate(device):
-    # Added one after another in float32, these numbers would be off by about 1e-4.
+    # A sequential sum of these numbers in float32 would be off by about 1e-4.
     n = 1_000_000 if device.type == "cpu" else 50_000
     data = torch.rand(n, 1, generator=generator(0))
     with deterministic():

@@ -1,4 +1,4 @@
-"""sparsekit.ops.update_rows_ with several tables does what separate calls do, or nothing at all."""
+"""sparsekit.ops.update_rows_ of several tables equals separate calls, or changes nothing."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STEPS = [1, 2, 7, 1000]
 
 
 class Call:
-    """Arguments of a call."""
+    """Arguments of a call of update_rows_ with several tables."""
 
     def __init__(self, case, dtype, device, sizes=SIZES, own_steps=False, all_rows=False):
         self.rule, self.settings, _ = CASES[case]
@@ -43,7 +43,7 @@ class Call:
         self.steps = [torch.tensor(STEPS[i % 4], device=device) for i in range(len(sizes))]
 
     def changed(self):
-        """Return everything that a call may change."""
+        """Return all tensors that a call may change."""
         return [*self.weights, *self.states, *self.row_steps, *self.steps]
 
     def arguments(self):
@@ -90,7 +90,7 @@ def test_equals_a_call_for_each(device, case, dtype):
 
 @pytest.mark.parametrize("count", [29, 30, 31, 80])
 def test_any_number_of_tables(device, count):
-    """On a device, the descriptions of few tables fit into the launch; those of more are copied."""
+    """On a device, descriptors of few tables fit into a launch; otherwise they are copied."""
     sizes = [(5 + i % 7, (1, 4, 6, 16)[i % 4], i % 4) for i in range(count)]
     for _ in range(2):
         check("lazy adam", torch.float32, device, {"count_steps": True}, sizes=sizes)
@@ -104,7 +104,7 @@ def test_more_tables_than_a_launch_takes(device):
 def test_launches_do_not_depend_on_the_number_of_tables(count):
     """One launch updates the rows and one counts the steps."""
     call = Call("lazy adam", torch.float32, "cpu", sizes=[(3, 4, 2)] * count)
-    # The tables are copied once; later steps find them on the device.
+    # The descriptors are copied once; later steps reuse them on the device.
     copies = 1 if count > 30 else 0
     for expected in (copies, 0):
         with counted() as counts:
@@ -124,7 +124,7 @@ def test_equals_the_reference(device):
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 def test_tables_of_which_some_are_not_aligned(device, dtype):
-    """Some tables need accesses of other widths than the rest."""
+    """Some tables are not aligned and need narrower accesses than the others."""
     results = []
     for odd in (False, True):
         call = Call("lazy adam", dtype, device, sizes=[(30, 16, 9)] * 5)

@@ -1,7 +1,7 @@
-"""No op computes with sizes beyond any memory, loops over them or allocates by them.
+"""Sizes that exceed any memory cause no overflow, long loop or huge allocation in an op.
 
-A tensor without elements may have any other size, and a number of rows is only a number, so the
-tests need no memory for these sizes.
+A tensor without elements may be huge in another dimension, and a number of rows is only an
+integer, so the tests need no memory for these sizes.
 """
 
 import re
@@ -103,7 +103,7 @@ CASES = {
 @pytest.mark.parametrize("huge", HUGE)
 @pytest.mark.parametrize("case", CASES)
 def test_huge_sizes(engine, case, huge):
-    """An op raises an error that names op and sizes or bytes, or its result has no elements."""
+    """An op returns a result without elements, or raises an error that names op and size."""
     op, arguments = CASES[case]
     try:
         arguments = arguments(huge)
@@ -123,7 +123,7 @@ def test_huge_sizes(engine, case, huge):
 
 
 def outcome_of(op, arguments):
-    """Return type and message of the error that a call raises, and its result."""
+    """Return the type and message of a call's error, if any, and the call's result."""
     try:
         return None, op(*arguments)
     except (ValueError, RuntimeError) as error:
@@ -132,7 +132,7 @@ def outcome_of(op, arguments):
 
 @pytest.mark.parametrize("sizes", [(2**22, 2**23), (2**31, 2**31), (2**62, 2), (2**32, 2**32)])
 def test_results_whose_bytes_overflow(engine, sizes):
-    """Each size is possible for its argument, but their product is not."""
+    """Each size alone is valid for its argument, but the product of the sizes overflows."""
     segments, dim = sizes
     with pytest.raises(ValueError, match=r"unsorted_segment_sum: .* (shape \[|at most|must be in)"):
         OPS.unsorted_segment_sum(none(0, dim), ints(), segments)

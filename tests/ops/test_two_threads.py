@@ -1,4 +1,4 @@
-"""When two threads insert into one table, one gets an error and the table stays sound."""
+"""When two threads insert into one table at once, one raises and the table stays valid."""
 
 import os
 import subprocess

@@ -61,7 +61,7 @@ def test_keys_with_low_bits_alike(device):
 
 
 def check_with_numpy(keys):
-    """Check the results, fast enough for many keys."""
+    """Compare with numpy, which is fast enough for many keys."""
     unique, inverse, counts = ops.unique(keys)
     distinct, first, expected_counts = np.unique(keys, return_index=True, return_counts=True)
     order = np.argsort(first)
@@ -70,7 +70,7 @@ def check_with_numpy(keys):
     assert torch.equal(unique[inverse], keys)
 
 
-# On the CPU, threads number pieces of at least 8192 keys. From 2^16 keys on the op takes a sample;
+# On the CPU, threads take pieces of at least 8192 keys. From 2^16 keys on the op takes a sample;
 # if keys seldom repeat, they are split into parts from 2^17 keys on with more than 4 threads, and
 # always beyond 2^21.
 @pytest.mark.parametrize("dtype", KEY_DTYPES)

@@ -1,4 +1,4 @@
-"""sparsekit.ops.update_rows_: every rule equals the reference; then behaviour that rules share."""
+"""sparsekit.ops.update_rows_: every rule equals the reference; checks of all rules follow."""
 
 import re
 
@@ -23,7 +23,7 @@ from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, flat, table_
 
 
 def check_steps(case, num_rows, dim, touched, dtype, device, steps=1, together=True, **keywords):
-    """Take steps with op and reference; rows without a gradient must keep their bits."""
+    """Compare steps with the reference; rows without a gradient must keep their bits."""
     rule, settings, _ = CASES[case]
     expected = table_of(case, num_rows, dim, dtype)
     table = copied(expected, device, together)
@@ -313,7 +313,7 @@ def test_a_row_out_of_range(device, backend, bad):
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", ["momentum", "amsgrad", "ftrl"])
 def test_states_whose_rows_are_not_aligned(device, case, dtype):
-    """A GPU, like a sanitizer, faults on a wide access to rows at odd distances."""
+    """A GPU, like a sanitizer, faults on a wide access to rows with an odd stride."""
     rule, settings, _ = CASES[case]
     rows = distinct_rows(11, 30).to(device)
     grad, step = randn(11, 16, dtype=dtype).to(device), torch.tensor([3], device=device)
@@ -334,7 +334,7 @@ MOST = 2**31 - 1
 
 @pytest.mark.parametrize("step", [MOST - 1, MOST, MOST + 1, 2**32 + 5, 2**62])
 def test_steps_beyond_what_row_step_can_have(device, step):
-    """Later steps count as the last one that row_step can hold, in kernels and reference."""
+    """A step number beyond the range of row_step is clamped, in kernels and reference."""
     rule, settings, _ = CASES["lazy adam"]
     for per_row in (False, True):
         expected = table_of("lazy adam", 4, 3, torch.float64)
@@ -358,7 +358,7 @@ def test_steps_beyond_what_row_step_can_have(device, step):
 
 @pytest.mark.parametrize("lr_power", [0.0, -0.0, -0.5, -1.0, -2.0])
 def test_ftrl_as_numpy_has_it(device, lr_power):
-    """ftrl equals the formulas of its docstring; lr_power 0 means a fixed rate."""
+    """ftrl equals the formulas of its docstring; lr_power = 0 means a constant rate."""
     lr, l1, l2 = 0.25, 0.5, 0.125
     weight, n, z = (randn(6, 5, dtype=torch.float64, seed=k) for k in range(3))
     n.square_()

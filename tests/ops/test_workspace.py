@@ -1,4 +1,4 @@
-"""The engine stays within the workspace that it asks for.
+"""The engine stays within the workspace size that it requests.
 
 The ops take workspace in blocks of 2 MiB, where small overruns would go unnoticed.
 """

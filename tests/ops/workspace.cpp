@@ -1,4 +1,4 @@
-// Runs the engine's ops with exactly the workspace that they ask for; see test_workspace.py. A
+// Runs the engine's ops with exactly the workspace that they request; see test_workspace.py. A
 // pattern past its end must be intact afterwards.
 #include <algorithm>
 #include <cstdint>

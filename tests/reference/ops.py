@@ -121,7 +121,7 @@ class HashTable:
         return torch.tensor([self.row.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
     def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Insert absent keys; return the rows of all keys, and (old size, number of refused keys).
+        """Insert absent keys; return the rows of all keys, and (old size, entries without a row).
 
         All or nothing: if the new keys do not all fit, none is inserted, and their rows are -1.
         """
@@ -207,8 +207,8 @@ def init_rows_(
 ) -> None:
     """Set ``out[rows[i]]`` to the initial vector of ``keys[i]``.
 
-    Rows below ``status[0]``, or below 0 without a status, are left unchanged. Without `rows`, row i
-    belongs to ``keys[i]``.
+    Rows below 0 or below ``status[0]`` are left unchanged. Without `rows`, row i is that of
+    ``keys[i]``.
     """
     rows = torch.arange(len(keys), device=keys.device) if rows is None else rows
     written = rows >= max(0, 0 if status is None else int(status[0]))
