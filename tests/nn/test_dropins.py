@@ -360,3 +360,11 @@ def test_norms_of_bfloat16_are_computed_in_float32():
     layer, wide = Embedding.from_pretrained(vectors, max_norm=1.0), vectors.float()
     norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
     assert torch.equal(layer(torch.arange(5)), (wide * (1 / (norms + 1e-7))).bfloat16())
+
+
+def test_a_lookup_that_scales_nothing_writes_nothing():
+    layer = Embedding.from_pretrained(torch.ones(3, 2), freeze=False, max_norm=9.0)
+    penalty = layer.weight.square().sum()
+    layer(T([0, 1]))
+    penalty.backward()  # it has saved the weight
+    assert torch.equal(layer.weight.grad, torch.full((3, 2), 2.0))
