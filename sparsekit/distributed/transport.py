@@ -35,7 +35,7 @@ class Transport(ABC):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start to send a part of ``send`` to each rank; return a function that waits for the end.
+        """Start an all-to-all exchange of the parts of ``send``; return a function that waits.
 
         A part for another rank, but not for the sender itself, may be shorter than the receiver's
         buffer; the rest of the buffer is then undefined. A part must not be longer: gloo would end

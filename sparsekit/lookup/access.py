@@ -24,7 +24,7 @@ from .table_ops import insert
 
 
 class Items(NamedTuple):
-    """Keys of a layer's rows, with a vector for each key.
+    """Keys of a layer's rows, and the vector of each key.
 
     Attributes:
         keys: int64 ``[n]``.

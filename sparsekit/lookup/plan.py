@@ -15,7 +15,7 @@ from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from .request import check_weight
 
-# Number of input forms to cache at most; the batch size is part of a form.
+# Maximum number of input forms to cache; the batch size is part of a form.
 _MOST_FORMS = 64
 
 

@@ -12,7 +12,7 @@ _EMPTY = torch.nn.ModuleDict()
 
 
 def name_in_state(name: str) -> str:
-    """Return the encoded name of a module; see `LayersByName`."""
+    """Return the name of a module, encoded as `LayersByName` describes."""
     name = name.replace("%", "%25").replace(".", "%2E")
     return f"%{ord(name[0]):02X}{name[1:]}" if name and hasattr(_EMPTY, name) else name
 

@@ -26,7 +26,7 @@ _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
 
 class RowsOf:
-    """A table's reference to the layer whose rows it assigns; copies of a table drop it."""
+    """A table's reference to the layer whose rows it assigns; copying a table drops it."""
 
     def __init__(self, layer: torch.nn.Module | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
@@ -167,7 +167,7 @@ class HashTable(torch.nn.Module):
         self._note_maker()  # share_memory calls this method
         super()._apply(*args, **kwargs)
         if was_meta and not self.buckets.is_meta:
-            self.clear_()  # after meta, memory is uninitialized
+            self.clear_()  # memory is uninitialized after a move from meta
         return self
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Owner maps: the rank of each virtual shard, by which the hash of a key selects its owner."""
+"""Owner maps, from virtual shards (values of a key's hash) to the ranks that own the keys."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         if state[name].is_sparse:
             moved[name] = _moved_sparse(state[name], taken, rows)
     strided = {name: state[name] for name in names if name not in moved}
-    for name, tensor in copy.deepcopy(strided).items():  # keeps interleaved states interleaved
+    for name, tensor in copy.deepcopy(strided).items():  # a copy keeps states interleaved
         tensor.fill_(initial.get(name, 0.0))
         tensor[rows] = state[name][taken]
         moved[name] = tensor

@@ -55,7 +55,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self._note_rows()
 
     def _note_rows(self) -> None:
-        """Accept all values as written by the library, including those of rows without a key.
+        """Treat all values as written by the library, including those of rows without a key.
 
         An optimizer may have changed rows without a key before they were saved.
         """
