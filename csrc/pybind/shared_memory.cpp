@@ -66,7 +66,7 @@ class SharedMemoryCommunicator {
   void let_go() {
     const uint64_t completed = communicator_.completed();
     while (!kept_.empty() && kept_.front().first < completed) {
-      const py::object last = std::move(kept_.front().second);  // destroying it may run Python code
+      const py::object last = std::move(kept_.front().second);  // destruction may run Python code
       kept_.pop_front();
     }
   }

@@ -101,7 +101,7 @@ class Background:
     def _copy(self) -> None:
         try:
             self._writing.snapshot.copy_to(self._copies)
-        except RuntimeError as error:  # torch raises it for failed allocations too
+        except RuntimeError as error:  # torch also raises this when memory runs out
             raise CheckpointError(
                 f"{self._writing.draft.target}: not saved: the tables cannot be copied: "
                 f"{str(error).splitlines()[0]}; save() needs no copy"
@@ -144,7 +144,7 @@ def _wait_for_others(writing: CheckpointWriter) -> None:
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
         if missing:
-            with contextlib.suppress(FileNotFoundError):  # already renamed, so rank 0 does write
+            with contextlib.suppress(FileNotFoundError):  # already renamed by rank 0
                 if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
                     grown = time.monotonic()
             if time.monotonic() - grown > patience:

@@ -29,14 +29,14 @@ _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)
 
 
 class Fingerprints:
-    """Fingerprints of a table's rows."""
+    """Fingerprints of a table's rows; each covers a row of all tensors."""
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
         self.count = 0  # number of rows that have a fingerprint
 
     def update(self, tensors: Sequence[torch.Tensor], rows: int) -> np.ndarray:
-        """Update the fingerprints of rows ``[0, rows)``; each covers the row in all tensors.
+        """Compute the fingerprints of rows ``[0, rows)``, and find the rows that have changed.
 
         Args:
             tensors: on any device, each with at least as many rows as the table's capacity.
@@ -131,7 +131,7 @@ class Marks:
     tables: dict[str, MarkedTable] = field(default_factory=dict)
 
     def follow(self, shards: Sequence[TableShard], before: Mapping[str, MarkedTable]) -> set[str]:
-        """Prepare the marks of all tables.
+        """Start new marks of all tables, and find the tables that must be written in full.
 
         Args:
             shards: this rank's parts of the tables to save.

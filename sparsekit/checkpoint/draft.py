@@ -123,13 +123,13 @@ class Draft:
         """
         try:
             for note in entries(self.folder):
-                if note.suffix == ".part":  # a rank's note to rank 0, which publishes
+                if note.suffix == ".part":  # a rank's note, which only rank 0 needs
                     note.unlink(missing_ok=True)
             sync_folder(self.folder)
             if self._replace:
                 _replace(self.folder, self.target)
             else:
-                os.rename(self.folder, self.target)  # replaces an empty folder at most
+                os.rename(self.folder, self.target)  # can replace nothing but an empty folder
             # Not earlier: a draft without this file would be taken for abandoned.
             (self.target / _WRITER).unlink(missing_ok=True)
             sync_folder(self.target.parent)
@@ -251,7 +251,7 @@ def _remove_if_abandoned(draft: Path) -> None:
         with contextlib.suppress(OSError):
             draft.rmdir()  # its writer may just have made it, and will make it again
         names = {path.name for path in entries(draft)}
-        if names and _WRITER not in names:  # left by an exchange, or half removed
+        if names and _WRITER not in names:  # a replaced checkpoint, or half removed
             discard(draft)
         return
     except OSError:

@@ -109,7 +109,7 @@ class TablePlan:
     def _place_keys(self) -> None:
         """Assign rows to the keys of the whole chain, in the order in which `load` reads them."""
         folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
-        numbers = torch.empty(0, dtype=torch.bool)  # without a hash table: True for rows read
+        numbers = torch.empty(0, dtype=torch.bool)  # marks the rows read so far
         if self._new_table is None:
             numbers = torch.zeros(rows, dtype=torch.bool)
         for number, (at, part) in enumerate(self._parts):

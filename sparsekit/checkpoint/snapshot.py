@@ -44,7 +44,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     while name := within.get(type(module).__name__):
         inner = getattr(module, name, None)
         if not isinstance(inner, torch.nn.Module):
-            break  # another class of this name
+            break  # another class of the same name
         module = inner
     return module
 

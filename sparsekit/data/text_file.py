@@ -211,7 +211,7 @@ class _Block(Unit):
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """Return `first`, the number of lines from there on, and the offset of their end."""
+        """Return `first`, the number of lines that begin from there on, and the last line's end."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)

@@ -128,7 +128,7 @@ class _Ahead(NamedTuple):
     rows: int
     error: Exception | None
     counts: torch.Tensor
-    work: Any  # a dist.Work; None on a single rank
+    work: Any  # the pending all-reduce, a dist.Work; None on a single rank
 
 
 def rows_of(batch: Any) -> int:

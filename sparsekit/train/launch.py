@@ -63,7 +63,7 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
             undo.callback(signal.signal, number, signal.getsignal(number))
         undo.enter_context(_interrupts_held_back())
         undo.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.CRITICAL)  # the launcher would log the error raised below
+        logging.disable(logging.CRITICAL)  # the launcher would also log errors
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -39,7 +39,7 @@ def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None)
 def go_on(
     logs: Sequence[Log], step: int, stream: TextIO | None, exchange: Exchange | None = None
 ) -> None:
-    """Call ``forget_after`` on the logs of rank 0 that have it; if that raises, all ranks raise.
+    """Remove records of later steps from the logs of rank 0; if that raises, all ranks raise.
 
     Shows the numbers of lines that were not records.
     """

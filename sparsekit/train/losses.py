@@ -31,7 +31,8 @@ class Losses:
         # Counted on the device: asking a GPU after each step would mean waiting for it.
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = 0
-        # Values at the last call of `since_last`: total and samples of all ranks, steps, seconds.
+        # Values at the last call of `since_last`: total loss and number of samples of all ranks,
+        # number of steps, seconds.
         self._last: tuple[float, float, float, float] = 0.0, 0, 0, 0.0
         self.steps = 0
 
