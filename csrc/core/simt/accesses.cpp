@@ -28,25 +28,22 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
-#define SPARSEKIT_ACCESSES(bytes)                \
-  void __tsan_read##bytes(void* at) {            \
-    plain(Access::kRead, at, bytes);             \
-  }                                              \
-  void __tsan_write##bytes(void* at) {           \
-    plain(Access::kWrite, at, bytes);            \
-  }                                              \
-  void __tsan_unaligned_read##bytes(void* at) {  \
-    plain(Access::kRead, at, bytes);             \
-  }                                              \
-  void __tsan_unaligned_write##bytes(void* at) { \
-    plain(Access::kWrite, at, bytes);            \
+#define SPARSEKIT_ACCESS(name, access, bytes) \
+  void __tsan_##name##bytes(void* at) {       \
+    plain(Access::access, at, bytes);         \
   }
+#define SPARSEKIT_ACCESSES(bytes)                \
+  SPARSEKIT_ACCESS(read, kRead, bytes)           \
+  SPARSEKIT_ACCESS(write, kWrite, bytes)         \
+  SPARSEKIT_ACCESS(unaligned_read, kRead, bytes) \
+  SPARSEKIT_ACCESS(unaligned_write, kWrite, bytes)
 SPARSEKIT_ACCESSES(1)
 SPARSEKIT_ACCESSES(2)
 SPARSEKIT_ACCESSES(4)
 SPARSEKIT_ACCESSES(8)
 SPARSEKIT_ACCESSES(16)
 #undef SPARSEKIT_ACCESSES
+#undef SPARSEKIT_ACCESS
 void __tsan_read_range(void* at, size_t bytes) {
   plain(Access::kRead, at, bytes);
 }
