@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/distinct_keys.h"
+#include "sparsekit/dtypes.h"
 
 namespace sparsekit::cpu {
 namespace {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "sparsekit/dtypes.h"
 #include "sparsekit/parallel.h"
 
 namespace sparsekit {
