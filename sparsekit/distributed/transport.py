@@ -49,7 +49,8 @@ class Transport(ABC):
                 contiguous. A new buffer by default.
 
         Returns:
-            A function that waits and returns received, rank 0's part first.
+            A function that waits for all parts and returns `received`, with the part from rank 0
+            first.
         """
 
     def all_to_all(

@@ -153,7 +153,7 @@ class TableBatch:
     def _weights(self) -> list[Any]:
         try:
             return [parameters["weight"] for parameters in self._parameters]
-        except KeyError:  # the weight is the result of a parametrization
+        except KeyError:  # a parametrization computes the weight
             return [table.weight for table in self.tables]
 
     def owners(self) -> tuple[list[torch.Tensor], list[int]]:

@@ -165,7 +165,7 @@ def ask_each(
 def asked_of(
     features: Mapping[str, Feature], tables: Sequence[EmbeddingTable]
 ) -> list[BoundFeature]:
-    """Return the features with their tables."""
+    """Return the features, each bound to its table."""
     each = zip(features.items(), tables, strict=True)
     return [BoundFeature(name, table, feature) for (name, feature), table in each]
 

@@ -235,7 +235,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
                 if module in new:
                     undo.append(functools.partial(parent._modules.__setitem__, attribute, module))
                     setattr(parent, attribute, new[module])
-    except BaseException:  # a module's __setattr__ may raise
+    except BaseException:  # for example from a module's __setattr__
         for step in undo:
             step()
         raise

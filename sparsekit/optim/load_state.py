@@ -162,7 +162,8 @@ def _rows_saved(
 ) -> int:
     """Return the number of rows of a saved state.
 
-    This is the parameter's number of rows if the state must have as many, or is inconsistent.
+    If the saved tensors differ in this number, or the parameter cannot load another number of rows,
+    return the parameter's number of rows.
     """
     own = _rows(local(parameter))
     if not isinstance(parameter, EmbeddingWeight):

@@ -307,9 +307,9 @@ class RowOptimizer(torch.optim.Optimizer):
         if self._has_row_step(group) and "row_step" not in state:
             new["row_step"] = row_steps(local(parameter))
         if any(name not in state for name in self._initial_states(group)):
-            # At the first step, or when a setting has been changed to one with more states.
+            # This is the first step, or a changed setting needs more states.
             new = self._new_states(parameter, group) | new
-        state.update(new | state)  # one assignment, so that an interrupt finds all or none
+        state.update(new | state)  # one call, so that an interrupt cannot leave only some states
 
     def initial_values(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, float]:
         """Return, by name, the value of each state for a row that no step has touched."""
@@ -346,7 +346,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__
         kept = {name: own[name] for name in ("_layers", "_attached")}
-        # One assignment, so that an interrupt finds all or none.
+        # A single call, so that an interrupt cannot leave only some of the attributes.
         super().__setstate__({"_updated": set(), **kept, **state})
         for group in self.param_groups:
             self._follow_keys(group)

@@ -89,7 +89,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self.note_version()
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register an optimizer, whose states move with their keys from now on."""
+        """Register an optimizer: from now on, its states move with their keys."""
         if self._optimizers is None:
             self._optimizers = weakref.WeakSet()
         self._optimizers.add(optimizer)
