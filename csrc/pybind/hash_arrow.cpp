@@ -152,7 +152,8 @@ int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
   return bad.position();
 }
 
-// Hashes an array without a dictionary. Returns the first bad item as hash_offset_texts does.
+// Hashes an array without a dictionary. Returns the first item whose text is outside of the
+// array's memory, or kAllGood.
 int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
                          int64_t* codes) {
   if (array.length == 0) return kAllGood;

@@ -39,7 +39,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Do not wait for other ranks: without a call of destroy(), they need not be about to disconnect.
+  // Do not wait for other ranks: destroy() was not called, so they may not be disconnecting.
   ~NcclCommunicator() { nccl::abort(communicator_); }
 
   void all_to_all(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,

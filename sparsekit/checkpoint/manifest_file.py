@@ -142,7 +142,7 @@ class _Value:
         return self.value
 
     def instead(self, value: Any) -> _Value:
-        """Return another value with this one's path in the document."""
+        """Wrap another value, to be named in errors by the same path in the document."""
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:

@@ -17,7 +17,7 @@ from ..models import DLRM
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from .trainer import Trainer
 
-STEPS = 8  # number of steps in an epoch, each with its own batch
+STEPS = 8  # number of steps in an epoch; each step has a different batch
 WARM_UP = 2  # number of epochs not timed: the first one inserts new keys
 
 
