@@ -1,4 +1,4 @@
-"""Shared by all suites: backends, reproducibility, and inputs that are hard to get right."""
+"""Shared by all tests: backends, reproducibility, and difficult inputs."""
 
 import contextlib
 import faulthandler
@@ -24,7 +24,7 @@ from patience import patience
 
 import sparsekit
 
-# The backends that every op suite runs on: the CPU engine, the CUDA kernels on the host runner,
+# The backends on which tests of ops run: the CPU engine, the CUDA kernels on the host runner,
 # and the CUDA kernels on a GPU if there is one.
 HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
@@ -61,7 +61,7 @@ KEYS = st.one_of(
 LIMIT_S = 180
 # A test and its fixtures together may take this multiple of the test's limit.
 WITH_FIXTURES = 1.5
-# Seconds left for pytest to report that a test was over its limit, enough on a busy machine too.
+# Seconds left for pytest to report a test that exceeded its limit, even on a busy machine.
 REPORT_S = 15
 
 
@@ -129,27 +129,27 @@ def needs_gpu(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(params=BACKENDS, scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device of an op suite's tensors; the suite runs once per backend."""
+    """Return the device of a test's tensors; tests of ops run once per backend."""
     return torch.device("cpu" if request.param == "simt" else request.param)
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    """Return the name of the backend that `device` stands for."""
+    """Return the name of the backend that belongs to `device`."""
     return request.node.callspec.params["device"]
 
 
 @pytest.fixture(params=["cpu", "simt"], scope="session")
 def engine(request: pytest.FixtureRequest) -> str:
-    """Return the engine whose kernels a suite of layers uses; its tensors are on the CPU."""
+    """Return the engine whose kernels a test of layers uses; the test's tensors are on the CPU."""
     return request.param
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Run tests of the simt backend under SimtMode, and those of a GPU with checks on.
+    """Run tests of the simt backend under SimtMode, and tests on a GPU with checks on.
 
-    The CPU and the host runner always check; a GPU would report a bad row only later.
+    The CPU and the host runner always check; without checks, a GPU reports an invalid row late.
     """
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
     mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -162,7 +162,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
 
 def pytest_report_header() -> str:
-    """Say why no test may run on a GPU."""
+    """Report in pytest's header why no test runs on a GPU."""
     reason = "" if HAS_GPU else " (no GPU or a build without CUDA: nothing runs on a device)"
     cpu = f"cpu ({sparsekit.instruction_set()})"
     return f"sparsekit backends: {cpu}, simt{', cuda' if HAS_GPU else reason}"
@@ -173,7 +173,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def key_pattern(name: str, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return n keys of one of the shapes in KEY_PATTERNS, the same ones on every call."""
+    """Return n keys of one of the patterns in KEY_PATTERNS, the same keys on every call."""
     limits = torch.iinfo(dtype)
     random = torch.randint(limits.min, limits.max, (n,), generator=generator(n), dtype=dtype)
     if name == "equal":
@@ -193,7 +193,7 @@ KEY_PATTERNS = ("equal", "distinct", "half on one", "few", "extremes")
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Return small whole numbers: their sums are exact in any order, so results must be equal."""
+    """Return small whole numbers, whose sums are exact in any order, so that results are equal."""
     return torch.randint(-8, 9, shape, generator=generator(seed)).to(dtype)
 
 
@@ -204,7 +204,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy that begins one element past an aligned address.
 
-    A GPU faults on a wide access to it, so kernels must take their narrow path.
+    A GPU faults on a wide access to such memory, so kernels must use narrow accesses.
     """
     space = torch.empty(1 + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     copy = space[1:].view(tensor.shape)
@@ -215,7 +215,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that values are equal up to rounding, relative to the largest one in the sums."""
+    """Check that values are equal up to rounding, relative to the largest value."""
     tolerance = TOLERANCE[actual.dtype]
     largest = expected.abs().max().item() if expected.numel() else 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(1, largest))
@@ -249,7 +249,7 @@ def deterministic(on: bool = True):
 def assert_same_bits_for_any_threads(compute) -> None:
     """Call `compute`, which returns tensors, with several thread counts and compare the bits.
 
-    On the host runner and on a GPU, threads interleave differently in each call anyway.
+    On the host runner and on a GPU, the interleaving of threads differs in each call anyway.
     """
     before = torch.get_num_threads()
     try:

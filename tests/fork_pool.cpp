@@ -1,4 +1,4 @@
-// Forks while other threads take and give back large memory; see test_memory.py. It is a separate
+// Forks while other threads allocate and free large blocks; see test_memory.py. It is a separate
 // program because forking a process that has loaded torch takes ten times as long.
 #include <sys/wait.h>
 #include <unistd.h>

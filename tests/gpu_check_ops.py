@@ -29,7 +29,7 @@ EXTREMES = torch.tensor([0, -1, -(2**63), 2**63 - 1])
 
 
 def both(function, device, *arguments, mode, exact=True):
-    """Call with tensors on the CPU and on the device, and check that the results are the same."""
+    """Call a function on the CPU and on the device, and check that the results are the same."""
     expected = function(*(a.clone() if torch.is_tensor(a) else a for a in arguments))
     with mode():
         actual = function(*(a.to(device) if torch.is_tensor(a) else a for a in arguments))
@@ -68,7 +68,7 @@ def padded(keys):
 
 
 def table_of(keys):
-    """Return everything that a hash table answers, over two batches."""
+    """Return all results of a hash table for two batches of keys."""
     table = sparsekit.HashTable(max(1, len(keys)), load_factor=0.9, device=keys.device)
     first = table.find_or_insert(keys[: len(keys) // 2])
     before = table.find(keys)
@@ -77,7 +77,7 @@ def table_of(keys):
 
 
 def full_table(keys):
-    """Insert into a table that has no room: it must refuse, and stay as it was."""
+    """Insert into a full table, which must raise and stay unchanged."""
     table = sparsekit.HashTable(3, load_factor=1.0, device=keys.device)
     rows, status = ops.hash_table_find_or_insert_(
         table.buckets, table.hash_seed, table.size, keys, 3
@@ -103,7 +103,7 @@ def initial(keys, dim, dtype, distribution):
 
 
 def updated(weight, rows, grad, case, per_row, seed):
-    """Take two steps of a rule, the second without some rows; late rows catch up if possible."""
+    """Take two steps of a rule, the second without some rows; late rows catch up if supported."""
     rule, settings, count = CASES[case]
     wide = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
     columns = widths(rule, count, weight.shape[1])
@@ -174,7 +174,7 @@ def check_rows(device, mode, n, dim, dtype):
 
 
 def check_groups(device, mode, seed, dtype):
-    """Check the ops on many tables with random groups, by the functions of their suites."""
+    """Check the ops on many tables with random groups, by the functions of tests/ops."""
     draw = random.Random(seed)
 
     def group():
@@ -205,7 +205,7 @@ def main(device, seconds):
         simt.load()
     mode = simt.SimtMode if simt_mode else contextlib.nullcontext
     todo = list(cases(torch.device("cpu" if simt_mode else device), mode))
-    random.Random(0).shuffle(todo)  # so that even a short run covers some of everything
+    random.Random(0).shuffle(todo)  # so that even a short run covers all kinds of cases
     begin = said = time.monotonic()
     done = 0
     for case in todo:

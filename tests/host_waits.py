@@ -46,11 +46,11 @@ _READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class HostWaits(Counter[str]):
-    """Number of waits of each kind."""
+    """Counter of waits by kind."""
 
 
 class _Device:
-    """Storages that a device would have; kept alive, so that no other gets their address."""
+    """Storages that would be on a device. They are kept alive, so that no address is reused."""
 
     def __init__(self) -> None:
         self._storages: dict[int, Any] = {}
@@ -70,7 +70,7 @@ class _Device:
 
 
 class _Functions(TorchFunctionMode):
-    """Mode that sees calls before they reach an op: tensors are made, read, copied or set."""
+    """Mode that sees calls of functions that create, read, copy or set tensors."""
 
     def __init__(self, device: _Device, waits: HostWaits) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Functions(TorchFunctionMode):
         self._waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function and count its wait."""
+        """Call the function and count the wait that it would cause."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         of_device = bool(args) and isinstance(args[0], torch.Tensor) and self._device.has(args[0])
@@ -102,7 +102,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _moved(self, name: str, of_device: bool, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count a copy between the host's memory and the device's; a change of dtype is none."""
+        """Count a copy between host and device; a mere change of dtype does not count."""
         asked = [kwargs.get("device"), *args[1:]]
         to_host = name == "cpu" or "cpu" in [a for a in asked if isinstance(a, str)]
         to_device = any(isinstance(a, torch.device) for a in asked)
@@ -130,7 +130,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):
-    """Mode that sees ops, also those in backward: the tensors that they read and make."""
+    """Mode that sees the tensors that ops read and create, also in backward."""
 
     def __init__(self, device: _Device, waits: HostWaits) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Ops(TorchDispatchMode):
         self._waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the op and count its wait."""
+        """Call the op and count the wait that it would cause."""
         name = func._schema.name.split("::")[1]
         inputs = _tensors([args, kwargs or {}])
         of_device = [self._device.has(tensor) for tensor in inputs]
@@ -158,7 +158,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _counted_backward(*args: Any, **kwargs: Any) -> Any:
-    """Run backward with the mode on: torch calls it from a handler, where modes are off."""
+    """Run backward with the mode on: torch turns modes off when it calls backward."""
     with _following.mode or nullcontext():
         return _run_backward(*args, **kwargs)
 

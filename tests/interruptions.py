@@ -1,4 +1,4 @@
-"""Raises exceptions at a chosen moment, as a signal handler would."""
+"""Raises an exception at a chosen moment, as a signal handler would."""
 
 import os
 import sys
@@ -15,12 +15,12 @@ class Interrupted(BaseException):
 
 
 def interrupt(call, moment):
-    """Call a function; raise Interrupted at bytecode number `moment` that sparsekit's code runs.
+    """Call a function; raise Interrupted at the `moment`-th bytecode that sparsekit runs.
 
-    Python runs signal handlers between bytecodes, so this reaches every place that a signal can.
+    Python runs signal handlers between bytecodes, so this covers every point of an interrupt.
 
     Returns:
-        None if the call was interrupted, else the number of bytecodes that ran.
+        None if the call was interrupted, otherwise the number of bytecodes that ran.
     """
     seen = 0
 

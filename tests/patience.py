@@ -4,7 +4,7 @@ import os
 
 
 def patience(seconds: float) -> float:
-    """Return how long to wait for what takes at most `seconds` on an idle machine.
+    """Return a time limit for work that takes at most `seconds` on an idle machine.
 
     The limit grows with the number of processes per core that are ready to run, averaged over the
     last minute: other processes, such as a build, must not fail a test.

@@ -2,7 +2,7 @@
 
 
 def forget_peak():
-    """Reset the peak; returns the bytes in use, from which it starts."""
+    """Reset the peak to the bytes now in use, and return these."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return peak()

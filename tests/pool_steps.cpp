@@ -1,4 +1,4 @@
-// Takes and gives back large memory of varying sizes under a sanitizer; see test_memory.py.
+// Allocates and frees large blocks of varying sizes under a sanitizer; see test_memory.py.
 #include <cstdio>
 #include <random>
 #include <vector>

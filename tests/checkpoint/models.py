@@ -1,4 +1,4 @@
-"""A small model with both kinds of tables and a dense part; its steps depend only on a seed."""
+"""A small model with both kinds of tables and a dense part, trained on seeded random steps."""
 
 import torch
 
@@ -59,7 +59,7 @@ def keys_of_step(number, samples=32):
 
 
 def train(model, optimizers, first, last, part=slice(None)):
-    """Take steps `first` to `last` - 1, each with its own keys."""
+    """Train for steps `first` to `last` - 1, each with other keys."""
     model.train()
     for number in range(first, last):
         for optimizer in optimizers:
@@ -70,7 +70,7 @@ def train(model, optimizers, first, last, part=slice(None)):
 
 
 def saved_chain(folder):
-    """Save a complete checkpoint and two of changes; returns the model and its optimizers."""
+    """Save a complete and two incremental checkpoints; return the model and its optimizers."""
     model, optimizers = made("Ftrl", hash_table=False)
     keep = Checkpoints(folder, complete_every=3)
     for step in range(3):
@@ -81,7 +81,7 @@ def saved_chain(folder):
 
 
 def contents(model, optimizers):
-    """Return everything that a checkpoint must restore, by name and in the order of keys."""
+    """Return all that a checkpoint must restore, by name; tables are sorted by key."""
     found = {}
     for name in ("users", "rows"):
         layer = getattr(model, name)

@@ -1,4 +1,4 @@
-"""Random faults: wrong types, sizes, names, nesting or length of files and values."""
+"""Makes random faults in files and values: wrong types, sizes, names, nesting or lengths."""
 
 import copy
 import os
@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-# Number of seeds of each test. `make test` tries few; 2000 in SPARSEKIT_MUTATIONS take about a
+# Number of seeds per test. `make test` tries few; SPARSEKIT_MUTATIONS=2000 takes about a
 # minute per test.
 COUNT = int(os.environ.get("SPARSEKIT_MUTATIONS", "30"))
 time_limit = pytest.mark.time_limit(max(180, 2 * COUNT))
@@ -19,7 +19,7 @@ ODD = [
 
 
 def places_in(value, at=()):
-    """Yield the path to each place in nested dicts and lists."""
+    """Yield the path to each value in nested dicts and lists."""
     yield at
     for key, each in value.items() if isinstance(value, dict) else ():
         yield from places_in(each, (*at, key))
@@ -28,7 +28,7 @@ def places_in(value, at=()):
 
 
 def mutated(value, chance):
-    """Return a copy of a nested value in which something is changed."""
+    """Return a copy of a nested value with one random change."""
     value = copy.deepcopy(value)
     *path, last = chance.choice([place for place in places_in(value) if place])
     parent = value

@@ -1,4 +1,4 @@
-"""Reads a checkpoint with NumPy alone, as docs/checkpoint_format.md says, in under 60 lines."""
+"""Reads a checkpoint with NumPy alone, following docs/checkpoint_format.md, in under 60 lines."""
 
 import json
 import zlib
@@ -39,7 +39,7 @@ def read_manifest(folder):
 
 
 def read_table(folder, name):
-    """Return key -> name -> vector or state, over a whole chain."""
+    """Return a dict of key to dict of name to vector or state, read from a whole chain."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     table, rows = manifest["tables"][name], {}

@@ -1,4 +1,4 @@
-"""Each way to save or load passes on all its arguments."""
+"""Every function and class that saves or loads honours all its arguments."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def test_all_that_is_given_is_saved(tmp_path, way):
 
 
 def test_paths_may_be_texts_and_relative(tmp_path, monkeypatch):
-    """Results are absolute paths, since the program may change its folder."""
+    """Results are absolute paths, since the program may change its working directory."""
     layer = sparsekit.Embedding(9, 2, name="ids")
     layer.assign(torch.arange(3), torch.ones(3, 2))
     monkeypatch.chdir(tmp_path)
@@ -191,7 +191,7 @@ def test_what_writes_in_the_background_is_nice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("again", ["load", "wait"])
 def test_what_a_load_waits_for(tmp_path, monkeypatch, again):
-    """A save in the background appears before the load, and its error is raised once."""
+    """A load first waits for a save in the background and raises that save's error once."""
     original = checkpoint.save.__globals__["write"]
     go_on = threading.Event()
 

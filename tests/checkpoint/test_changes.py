@@ -1,4 +1,4 @@
-"""A checkpoint of changes is right relative to its base, after any restore or failure."""
+"""Incremental checkpoints load correctly on their base, after any restore or failure."""
 
 import copy
 import os
@@ -41,14 +41,14 @@ def loads_as_it_is(path, model, optimizers):
 
 
 def complete(path):
-    """Return whether each table is complete in the checkpoint; None if it has no base."""
+    """Return, by table, whether the checkpoint has all rows; None for one without a base."""
     manifest = read_manifest(path)
     written = {name: table.complete for name, table in manifest.tables.items()}
     return written if manifest.base else None
 
 
 def test_back_to_an_earlier_state(tmp_path, monkeypatch):
-    """Afterwards newer rows belong to other keys. Small limits make the save work in pieces."""
+    """After the restore, newer rows belong to other keys. Small limits force saves in pieces."""
     for module, name, value in (
         (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
         (tensor_file, "PIECE", 500),
@@ -133,7 +133,7 @@ def test_new_rows_of_zeros(tmp_path):
 
 
 def test_a_change_of_any_element_is_saved(tmp_path):
-    """The bytes of a row's vector and states need not be a multiple of 8."""
+    """A change in any byte counts, even if a row's size is not a multiple of 8 bytes."""
     keep = keeps_changes(tmp_path)
     layer, loaded = (sparsekit.Embedding(20, 3, name="ids") for _ in range(2))
     optimizer, of_loaded = (
@@ -193,7 +193,7 @@ def test_after_a_failure_nothing_is_taken_as_saved(tmp_path, monkeypatch, what, 
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_the_start_of_a_thread_is_interrupted(tmp_path, monkeypatch, runs):
-    """The thread may or may not run: Python does not say which."""
+    """After the interrupt, Python does not tell whether the thread has started."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     keep.save(0, model, optimizers)
@@ -236,14 +236,14 @@ def test_the_start_of_a_checksum_is_interrupted(tmp_path, monkeypatch, runs):
 
 
 def test_checksums_of_large_columns(tmp_path, monkeypatch):
-    """One thread at a time computes the checksum, however long that takes."""
+    """Only one thread at a time computes the checksum, however slow it is."""
     monkeypatch.setattr(checksum, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(tensor_file, "PIECE", 16)
     done = []
 
     def slow(piece, before):
         done.append(len(piece))
-        # Any piece may be the last, and the save waits for that one too.
+        # Any piece may finish last, and the save waits for that piece, too.
         threading.Event().wait(0.05 if len(done) in (3, 4) else 0.001)
         return zlib.crc32(piece, before)
 
@@ -254,7 +254,7 @@ def test_checksums_of_large_columns(tmp_path, monkeypatch):
 
 
 def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
-    """The checksum matches the file's contents."""
+    """If rows change during the save, the checksum still matches the file's contents."""
     layer, add = table(*range(9)), checksum.Summed._add
     monkeypatch.setattr(tensor_file, "PIECE", 16)
 
@@ -270,7 +270,7 @@ def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
 
 
 def test_a_file_that_takes_a_few_bytes_at_a_time(monkeypatch):
-    """All bytes are written, and the disk is asked once to begin writing each part."""
+    """All bytes are written, and write-back to disk is started once for each part."""
     taken, asked = bytearray(), []
 
     class File:
@@ -295,7 +295,7 @@ def test_a_file_that_takes_a_few_bytes_at_a_time(monkeypatch):
 def test_late_rows_are_saved_as_they_are_now(tmp_path):
     model, optimizers = made("Adam")
     train(model, optimizers, 0, 4)
-    path = checkpoint.save(model, tmp_path / "a")  # saved without the optimizer
+    path = checkpoint.save(model, tmp_path / "a")  # this checkpoint lacks the optimizer
     loaded, _ = made("Adam", seed=1)
     checkpoint.load(loaded, path)
     for name in ("users", "rows"):
@@ -305,7 +305,7 @@ def test_late_rows_are_saved_as_they_are_now(tmp_path):
 
 
 def test_a_copy_of_another_dtype(tmp_path):
-    """The buffers kept for copies depend on the dtype, too."""
+    """Buffers that are reused for copies must fit the new dtype."""
     keep = Checkpoints(tmp_path)
     for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
         layer = sparsekit.Embedding(20, 2, name="ids", dtype=dtype)
@@ -326,7 +326,7 @@ def test_one_in_so_many_is_complete(tmp_path, every):
 
 
 def test_a_checkpoint_that_has_all_rows_follows_none(tmp_path):
-    """Nor does the next one count those before it."""
+    """A checkpoint that has all rows has no base, and complete_every counts from it."""
     keep = Checkpoints(tmp_path, keep=9, complete_every=3)
     bases = []
     for step, layer in enumerate((table(1), table(2), table(2), table(2), table(2))):
@@ -336,7 +336,7 @@ def test_a_checkpoint_that_has_all_rows_follows_none(tmp_path):
 
 
 def test_an_interrupted_rank_tells_the_first(tmp_path, monkeypatch):
-    """Rank 1 says that it will write nothing, so that rank 0 need not wait for it."""
+    """Rank 1 reports that it will write nothing, so rank 0 does not wait."""
     writing = checkpoint.save.__globals__["CheckpointWriter"](
         table(1), tmp_path / "a", None, None, 0, None
     )
@@ -371,7 +371,7 @@ def test_an_error_that_nobody_thought_of_is_told_by_wait(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_failure_that_cannot_be_noted_as_it_is(tmp_path, monkeypatch, gone):
-    """The text of the error is no UTF-8, or the note's folder is gone; the thread ends normally."""
+    """If an error cannot be noted (not UTF-8, or the folder is gone), the thread ends normally."""
     path = tmp_path / os.fsdecode(b"caf\xe9")
 
     def fail(file, *_):
@@ -452,7 +452,7 @@ class Clock:
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
-    """Rank 0's timeout starts again whenever a file has grown."""
+    """The timeout of rank 0 restarts whenever a file has grown."""
     writing = checkpoint.save.__globals__["CheckpointWriter"](
         table(1), tmp_path / "a", None, None, 0, None
     )

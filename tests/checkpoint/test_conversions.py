@@ -1,4 +1,4 @@
-"""Imports of many pieces and of odd dumps, exports of any size, and reshards of many rows."""
+"""Imports in many pieces or of odd dumps, exports of any size, and reshards of many rows."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ def written(path, keys):
 
 
 def test_keys_of_many_pieces(tmp_path, monkeypatch):
-    """The table of known keys grows without losing any."""
+    """The table of known keys grows without losing a key."""
     few_at_a_time(monkeypatch)
     keys = [(7 * i) % 41 - 20 for i in range(41)]
     rows = written(tmp_path / "t.npz", keys)
@@ -124,7 +124,7 @@ def test_no_group_of_rows_of_a_parquet_file_is_empty(tmp_path):
 
 
 def test_arrays_of_a_npz_may_be_of_any_size(tmp_path):
-    """zipfile does not know their size in advance, so it must use the format for large ones."""
+    """zipfile does not know array sizes in advance, so it must use the format for large files."""
     checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")
     checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
     with zipfile.ZipFile(tmp_path / "out" / "table.npz") as archive:

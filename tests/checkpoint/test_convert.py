@@ -26,7 +26,7 @@ def run(capsys, *arguments, status=0):
 
 
 def loaded(path, name, dim, rows=200):
-    """Load into a module with one layer as documented; returns the layer."""
+    """Load a checkpoint into a module with one layer, as documented; return the layer."""
     module = torch.nn.ModuleDict({name: sparsekit.Embedding(rows, dim, name=name)})
     module["dense"] = torch.nn.Linear(2, 2)
     checkpoint.load(module, path, strict=False)
@@ -39,7 +39,7 @@ def vectors(rows, dim, seed=0):
 
 @pytest.fixture(params=[40, PIECE])
 def pieces(request, monkeypatch):
-    """Work on a few rows at a time, or on all."""
+    """Make imports and exports work on a few rows at a time, or on all rows at once."""
     monkeypatch.setattr("sparsekit.checkpoint.sources.PIECE", request.param)
     monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", request.param)
 
@@ -172,7 +172,7 @@ def test_npz(tmp_path, capsys, pieces):
 
 
 def test_torchrec(tmp_path, capsys, pieces):
-    """Import a collection's state as TorchRec names it; outputs equal those of EmbeddingBags."""
+    """Import a state with TorchRec's names; outputs equal those of the original EmbeddingBags."""
     torch.manual_seed(0)
     state = {
         "model.sparse.embedding_bags.users.weight": torch.randn(50, 4),
@@ -229,7 +229,7 @@ def test_torchrec_itself(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Save a chain of three; returns its folder, the model and its optimizers."""
+    """Save a chain of three checkpoints; return its folder, the model and its optimizers."""
     return tmp_path / "saved", *saved_chain(tmp_path / "saved")
 
 

@@ -1,4 +1,4 @@
-"""After a save that is killed or cannot write, the earlier checkpoints stay whole."""
+"""If a save is killed or cannot write, the earlier checkpoints stay intact."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ KILLS = 100
 
 
 def in_a_fork(function):
-    """Run a function in another process; returns the process's id."""
+    """Run a function in a forked process; return the process id."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -47,7 +47,7 @@ def ended_well(process):
 
 
 def save_for_ever(folder, model, optimizers, seed):
-    """Save in all ways, again and again, until the process is killed."""
+    """Save with every function in an endless loop, until the process is killed."""
     chance = random.Random(seed)
     keep = Checkpoints(folder, keep=2, complete_every=chance.choice([1, 3]))
     latest = keep.latest()
@@ -83,7 +83,7 @@ def test_killed_at_any_moment(tmp_path):
         step = found.step
         assert loaded.out.bias.item() == step
         assert loaded.users.vectors(torch.tensor([2**40])).unique().tolist() == [step]
-    assert step > KILLS / 4  # otherwise all were killed before they had saved
+    assert step > KILLS / 4  # otherwise most processes were killed before their first save
     Checkpoints(tmp_path, keep=1).save(step + 1000, model, optimizers)
     left = [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
     assert left == [f"step-{step + 1000:012d}"]  # drafts of killed saves are removed
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
             Checkpoints(tmp_path).save(0, model, optimizers)
 
     for parent in tmp_path.parents:
-        if "pytest-of-" in str(parent):  # pytest closes these to other users
+        if "pytest-of-" in str(parent):  # pytest denies other users access to these folders
             parent.chmod(0o755)
     try:
         assert ended_well(in_a_fork(save_read_only))
@@ -228,7 +228,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def held_up(monkeypatch):
-    """Hold saves up before they write, until the block ends or the yielded function is called."""
+    """Block saves before they write, until the block ends or the yielded function is called."""
     original = checkpoint.save.__globals__["write"]
     go_on = threading.Event()
 
@@ -245,14 +245,14 @@ def held_up(monkeypatch):
 
 
 def interrupt_soon():
-    """Make this thread get a KeyboardInterrupt while it waits."""
+    """Raise a KeyboardInterrupt in this thread a little later, while it waits."""
     own = threading.get_ident()
     threading.Timer(0.05, lambda: signal.pthread_kill(own, signal.SIGINT)).start()
 
 
 @pytest.mark.parametrize("who", ["save", "background", "checkpoints", "next save", "close"])
 def test_a_wait_that_is_interrupted(tmp_path, monkeypatch, who):
-    """After an interrupted wait, the next one waits until the thread has ended."""
+    """After an interrupted wait, the next wait lasts until the thread has ended."""
     model, optimizers = made()
     keep = Checkpoints(tmp_path)
     with held_up(monkeypatch) as go_on:

@@ -1,4 +1,4 @@
-"""Any damage to a checkpoint's files is found, and the error names the file."""
+"""Any damage to a checkpoint's files is detected, and the error names the file."""
 
 import json
 import os
@@ -22,7 +22,7 @@ CORRUPTIONS = 300
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Save a complete checkpoint and one of changes; returns the folder."""
+    """Save a complete and an incremental checkpoint; return the folder."""
     folder = tmp_path_factory.mktemp("saved")
     model, optimizers = made()
     keep = Checkpoints(folder, complete_every=2)
@@ -34,7 +34,7 @@ def saved(tmp_path_factory):
 
 
 def corrupt(folder, chance):
-    """Damage a file, chosen by the seed; returns names, one of which the error must contain."""
+    """Damage a random file; return names, at least one of which the error must contain."""
     steps = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
     files = sorted(chance.choice(steps).iterdir())
     file = chance.choice(files)
@@ -82,7 +82,7 @@ def test_every_corruption_is_found_and_nothing_is_changed(saved, tmp_path):
 
 
 def rewritten(folder, change):
-    """Change a manifest together with its checksum, as an attacker would."""
+    """Change a manifest and its checksum, as an attacker would."""
     path = folder / "manifest.json"
     values = json.loads(path.read_text())
     change(values)
@@ -321,7 +321,7 @@ def test_headers_that_are_not_as_the_manifest_says(saved, tmp_path, read):
     said = r"table-0001-rank-0000\.safetensors: is damaged: vectors should be int32"
     with pytest.raises(CheckpointError, match=said) as caught:
         READS[read](folder, tmp_path / "out")
-    assert caught.value  # the error keeps every frame's objects, but no open file
+    assert caught.value  # the error's traceback keeps all objects alive, but no file may stay open
     assert sorted(os.listdir("/proc/self/fd")) == files
 
 

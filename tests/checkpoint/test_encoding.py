@@ -1,4 +1,4 @@
-"""States as JSON and tensors: every value either comes back equal or is refused."""
+"""States as JSON and tensors: a value is restored unchanged, or saving it raises."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""If the disk fails when data are synced, the save raises and nothing appears."""
+"""If the disk fails when data are synced, the save raises and no checkpoint appears."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ WORKS = {
 
 @pytest.fixture
 def there(tmp_path):
-    """Write the files that each kind of work reads."""
+    """Write the input files of each kind of work."""
     checkpoint.save(model(), tmp_path / "saved")
     np.savez(tmp_path / "t.npz", vectors=np.ones((3, 2), "f4"))
     return tmp_path
@@ -76,7 +76,7 @@ def test_each_sync_may_fail(there, monkeypatch, work):
 
 
 def test_a_column_that_yields_too_little(tmp_path):
-    """A save or a reshard with too little or too much data raises."""
+    """A save or a reshard raises if a column yields too little or too much data."""
     for rows in (1, 3):
         column = Column("x", torch.int64, (2,), lambda rows=rows: [np.zeros(rows, "<u8")])
         said = {1: "-8 bytes", 3: r"\+8 bytes"}[rows]

@@ -1,4 +1,4 @@
-"""Fingerprints find each changed row, and marks belong to one table."""
+"""Fingerprints detect each changed row, and marks belong to one table."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from sparsekit.checkpoint.snapshot import Snapshot
 
 @pytest.mark.parametrize("block", [1, 500, 1 << 18])
 def test_the_highest_bits_of_any_words(monkeypatch, block):
-    """Changes of these bits would be lost with an even factor, or in a sum without mixing."""
+    """Changes of the highest bits must be seen: even factors or plain sums would lose them."""
     monkeypatch.setattr(changes, "_BLOCK", block)
     words = 24
     choices = [{i} for i in range(words)]
@@ -28,7 +28,7 @@ def test_the_highest_bits_of_any_words(monkeypatch, block):
 
 
 def test_new_rows_of_zeros_in_any_block(monkeypatch):
-    """Their fingerprints are the same as those of rows that do not exist."""
+    """New rows of zeros are found, although their fingerprints are those of unused rows."""
     monkeypatch.setattr(changes, "_BLOCK", 16)  # two rows
     rows = torch.zeros(9, 1, dtype=torch.float64)
     prints = Fingerprints(len(rows))
@@ -70,7 +70,7 @@ def test_a_table_that_has_lost_a_key_is_not_saved(monkeypatch):
     (keys, *_) = shard.columns_to_write(None)
     assert [each.tolist() for each in keys.pieces()] == [[0, 1, 2, 3, 4]]
     buckets = layer.table.buckets.view(torch.int32)
-    buckets[buckets == 3] = -1  # no key has row 3 any more
+    buckets[buckets == 3] = -1  # row 3 now has no key
     monkeypatch.setattr(snapshot, "_KEYS", 2)
     pieces = keys.pieces()
     assert next(pieces).tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which ones stay, which appear, and which run owns them."""
+"""Folders of checkpoints: which are kept, when they appear, and which run owns them."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ def step(number):
 
 @contextlib.contextmanager
 def warned():
-    """Yield a list that holds the texts of warnings when the block has ended."""
+    """Yield a list to which the warnings' messages are added at the end of the block."""
     texts = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -50,7 +50,7 @@ def warned():
 
 
 def filled(path, *steps, **options):
-    """Save into a folder as an earlier run."""
+    """Fill a folder with checkpoints, as an earlier run would."""
     keep = Checkpoints(path, keep=10, **options)
     for number in steps:
         keep.save(number, layer_of(number))
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_from_the_folder_may_save_below(tmp_path):
     keep.close()
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         keep.save(25, layer_of(0))  # after close, another run may have saved here
-    # A damaged checkpoint does not count.
+    # A damaged checkpoint is ignored.
     (tmp_path / step(25) / "manifest.crc32").unlink()
     with warned():
         Checkpoints(tmp_path).save(22, layer_of(22))
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_from_the_folder_may_save_below(tmp_path):
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_the_one_just_written_stays(tmp_path, in_background):
-    """The new checkpoint stays even if older ones have higher steps, or the newest is damaged."""
+    """A new checkpoint is kept even if older ones have higher steps or the latest is damaged."""
     filled(tmp_path, 10, 20, 30)
     keep = Checkpoints(tmp_path, keep=1)
     keep.load(layer_of(0))
@@ -125,7 +125,7 @@ def test_what_a_damaged_one_may_need_stays(tmp_path):
     for number in range(3):
         keep.save(number, layer_of(number))
     (tmp_path / step(2) / "manifest.json").unlink()
-    for number in (3, 4, 5):  # step 2 is gone, so 3 cannot follow it and is complete
+    for number in (3, 4, 5):  # step 2 is gone, so step 3 has no base and is complete
         with warned() as texts:
             keep.save(number, layer_of(number))
         assert len(texts) == (number == 3)
@@ -246,7 +246,7 @@ def async_save(layer, path):
 @pytest.mark.parametrize("first", [checkpoint.save, async_save])
 @pytest.mark.parametrize("second", [checkpoint.save, async_save])
 def test_two_saves_to_one_path(tmp_path, first, second, monkeypatch):
-    """The first save to appear stays, and the other raises."""
+    """The save that finishes first is kept, and the other raises."""
     publish, begun = draft.Draft.publish, []
 
     def save_another(self):
@@ -277,7 +277,7 @@ def test_a_draft_whose_writer_comes_while_it_is_looked_at(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("moment", ["before the lock", "before it is locked"])
 def test_a_draft_is_not_removed_as_it_is_made(tmp_path, monkeypatch, moment):
-    """Another job looks for abandoned drafts while the draft is made."""
+    """A draft survives if another job removes abandoned drafts while it is created."""
     looked = []
 
     class Watched(Lock):
@@ -374,7 +374,7 @@ def test_a_folder_that_was_made_again_by_another_job(tmp_path):
 @pytest.mark.parametrize("gone", ["folder", "base", "its file", "another's"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_base_that_is_gone(tmp_path, gone, in_background):
-    """The next checkpoint is complete, so it can be loaded."""
+    """If its base is gone, the next checkpoint is complete, so that it can be loaded."""
     model, optimizers = made()
     run = tmp_path / "run"
     keep = Checkpoints(run, complete_every=9)
@@ -421,7 +421,7 @@ def test_a_base_that_goes_while_changes_are_written(tmp_path, monkeypatch):
 
 
 def test_all_reaches_the_disk_in_order(tmp_path, monkeypatch):
-    """Files are synced first, then their folder; the rename follows, then the parent's sync."""
+    """Files are synced, then their folder; then it is renamed, and the parent folder is synced."""
     calls = []
     fsync, rename, exchange = os.fsync, os.rename, draft.exchange
 

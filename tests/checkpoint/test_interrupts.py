@@ -1,4 +1,4 @@
-"""Saves, loads and reshards interrupted anywhere: what was announced exists and is right.
+"""Saves, loads and reshards interrupted anywhere: a reported checkpoint exists and is right.
 
 SPARSEKIT_INTERRUPTS=1000 tries that many moments.
 """
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 
 class Attacked:
-    """A run that is interrupted while it saves into a folder, and what it should find there."""
+    """A run that is interrupted while it saves to a folder, and the folder's expected contents."""
 
     def __init__(self, folder, seed):
         self.chance = random.Random(seed)
@@ -56,11 +56,11 @@ class Attacked:
         self.model.train_some(self.chance)
         self.earlier = self.model.state_dict(), self.model.optimizer.state_dict()
         self.keep = Checkpoints(self.folder, keep=2, complete_every=3)
-        self.attempts = {}  # step -> contents to be saved
+        self.attempts = {}  # step -> contents saved
         self.announced = -1
-        self.lengths = {}  # call -> number of its bytecodes
-        self.seconds = {}  # call -> its seconds
-        self.by_signal = self.by_bytecode = 0  # number of interrupts
+        self.lengths = {}  # call -> number of bytecodes
+        self.seconds = {}  # call -> seconds
+        self.by_signal = self.by_bytecode = 0  # numbers of interrupts
 
     def change(self):
         if self.chance.random() < 0.15:
@@ -112,7 +112,7 @@ class Attacked:
         return self.reshard(world_size=1)
 
     def interrupted(self, call, kind):
-        """Interrupt the call at a counted bytecode or by a signal."""
+        """Interrupt a call at a random bytecode, or by a signal."""
         if self.chance.random() < 0.5:
             length = self.lengths.get(kind, 3000)
             whole = interrupt(call, self.chance.randrange(1, length))
@@ -148,7 +148,7 @@ def stop(*_):
 
 
 def descriptors():
-    """Return this process's open files by number."""
+    """Return a dict of the process's open file descriptors and their paths."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own file is closed by now
@@ -176,7 +176,7 @@ def test_interrupted_at_any_moment(tmp_path):
         run.check()
     finally:
         signal.signal(signal.SIGALRM, before)
-    # Otherwise the test has tried too little.
+    # Otherwise too few calls were interrupted.
     assert min(run.by_signal, run.by_bytecode) > MOMENTS / 8
     left = [path.name for path in run.folder.iterdir() if path.name[0] == "."]
     assert left == [".lock"]

@@ -1,4 +1,4 @@
-"""Each value of a manifest is checked: other types and values beyond a bound are refused."""
+"""Each value of a manifest is checked: wrong types and values out of range raise."""
 
 import json
 import shutil
@@ -33,9 +33,9 @@ def hexadecimal(digits):
 FILES = [5, "", ".a", "a/b", "a\n", "a" * 101, ["a"]], []
 BOOLS = [0, 1, "true", []], []
 OBJECTS, LISTS = ([[], "x", 5], []), ([{}, "x", 5], [])
-# These places accept None, for a missing value; all others refuse it.
+# These values may be None if missing; all others may not.
 OPTIONAL = {("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer")}
-# For each place: values that are refused, and values that are accepted.
+# For each path: invalid values and valid values.
 PLACES = {
     ("format",): ([5, "sparsekit checkpoints"], []),
     ("format_version",): wholes(1, 1),
@@ -84,7 +84,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Save a checkpoint of changes; returns its folder."""
+    """Save an incremental checkpoint; return its folder."""
     folder = tmp_path_factory.mktemp("manifests")
     model, optimizers = made()
     keep = Checkpoints(folder, complete_every=2)
@@ -137,7 +137,7 @@ def test_a_manifest_that_is_no_object(tmp_path, content):
 
 
 def test_a_manifest_that_is_too_long(folder, tmp_path, monkeypatch):
-    """A manifest over the limit is neither written nor read; one at the limit is both."""
+    """A manifest at the size limit can be written and read; a longer one raises in both cases."""
     manifest = read_manifest(folder)
     size = (folder / "manifest.json").stat().st_size
     monkeypatch.setattr(manifest_file, "_MOST_BYTES", size)

@@ -1,4 +1,4 @@
-"""Optimizers accept fitting saved states, and a refusal leaves them unchanged."""
+"""Optimizers load saved states that fit, and stay unchanged if a state does not."""
 
 import copy
 
@@ -13,7 +13,7 @@ from .test_damage import put, rewritten
 
 
 def stepped(module=None, kind=torch.optim.Adam, **settings):
-    """Return a module and its optimizer, one group of which has a setting of the user's."""
+    """Return a module and its optimizer; one parameter group has a custom setting."""
     module = module or torch.nn.Linear(2, 1)
     group = {"params": [*module.parameters()], "label": "dense", "extra": {"of": "the user"}}
     optimizer = kind([group | settings], lr=0.1)
@@ -38,7 +38,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_group(tmp_path, name):
-    """Settings of the same type as the optimizer's own are loaded, and others are refused."""
+    """Settings are loaded if they have the type of the optimizer's own; others raise."""
     module, optimizer = stepped()
     taken, refused = SETTINGS[name]
     for number, value in enumerate([*taken, *refused]):
@@ -216,7 +216,7 @@ def test_a_table_without_a_step_has_made_none(tmp_path):
 def test_a_state_that_was_only_asked_for(tmp_path, kind):
     layer = sparsekit.Embedding(9, 2, name="ids")
     optimizer = kind([*layer.parameters()], lr=0.1)
-    assert not optimizer.state[layer.weight]  # which is there from now on
+    assert not optimizer.state[layer.weight]  # the entry now exists
     checkpoint.load(layer, checkpoint.save(layer, tmp_path / "a", optimizer), optimizer)
     layer(torch.arange(3)).sum().backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""A refused load changes nothing and raises the documented errors."""
+"""A load that fails changes nothing and raises a documented error."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from .test_damage import rewritten
 
 
 class Note:
-    """Object with a state that accepts any state, or refuses."""
+    """Object with a state; it loads any state, or raises."""
 
     def __init__(self, value, refuses=False):
         self.value, self.refuses = value, refuses
@@ -38,7 +38,7 @@ class Note:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Save a complete checkpoint and one of changes; returns the folder."""
+    """Save a complete and an incremental checkpoint; return the folder."""
     folder = tmp_path_factory.mktemp("refusals")
     model, optimizers = made(capacity=64, rows=600)
     keep = Checkpoints(folder, complete_every=2)
@@ -63,7 +63,7 @@ def train_rows(model, optimizers):
 
 
 def odd_checkpoint(folder, chance):
-    """Change something in one of the two checkpoints, and all checksums that depend on it."""
+    """Make a random change in one of the two checkpoints, and update the checksums affected."""
     step = folder / f"step-{chance.randrange(2):012d}"
     kind = chance.choice(["manifest"] * 4 + ["header"] * 2 + ["keys"] * 2 + ["cut", "bytes"])
     if kind == "manifest":
@@ -119,7 +119,7 @@ def open_files():
 
 @time_limit
 def test_odd_checkpoints_are_loaded_and_resharded_or_refused(saved, tmp_path):
-    """A refusal changes nothing and leaves nothing behind; claimed sizes take no memory."""
+    """A failure changes nothing and leaves no file; sizes that are only claimed take no memory."""
     results = dict.fromkeys(["load", "no load", "reshard", "no reshard"], 0)
     model, optimizers, note = None, [], Note(0)
     files, before = open_files(), forget_peak()
@@ -196,7 +196,7 @@ def test_an_object_that_refuses_its_state(saved):
 
 @pytest.mark.parametrize("nested", [MOST_NESTED - 3, MOST_NESTED - 2, MOST_NESTED + 1])
 def test_a_state_is_as_deep_when_saved_as_when_loaded(tmp_path, nested):
-    """A state is loaded at any depth at which it is saved; a deeper one is refused by the save."""
+    """Any state that can be saved can be loaded; the save raises if a state is too deep."""
     state = 1
     for _ in range(nested):
         state = (state,)
@@ -240,7 +240,7 @@ def test_settings_of_another_kind_are_refused(tmp_path):
 
 
 def test_states_of_another_optimizer_of_that_name(tmp_path):
-    """An optimizer whose settings require other states is refused before anything changes."""
+    """A load raises before any change if the saved states do not fit the saved settings."""
     model = OfInt32(torch.int64)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.top(model.ids(torch.arange(3))).sum().backward()
@@ -256,7 +256,7 @@ def test_states_of_another_optimizer_of_that_name(tmp_path):
 
 
 def test_a_key_that_is_there_twice_in_another_kind_of_table(tmp_path):
-    """The layer has other rows than the file, so no size reveals the repeated key."""
+    """The layer orders rows otherwise than the file, so no size reveals the repeated key."""
     model = OfInt32(torch.int64)
     model.ids.assign(torch.arange(5), torch.rand(5, 2))
     checkpoint.save(model, tmp_path / "a")

@@ -1,4 +1,4 @@
-"""A save refuses unsupported contents, names them and writes nothing."""
+"""A save raises an error that names unsupported contents, and writes nothing."""
 
 import os
 
@@ -77,7 +77,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_deep_states(tmp_path, kind):
-    """At each depth a state is saved and loaded, or refused with the path to it."""
+    """A nested state is saved and loaded, or the save raises and names the path to it."""
     saved = 0
     for depth in (40, 48, 49, 96, 97, 98, 101, 5000):
         value = 1

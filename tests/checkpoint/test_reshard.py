@@ -23,7 +23,7 @@ from .numpy_reader import read_file, read_manifest, read_table
 
 @pytest.fixture
 def saved(tmp_path):
-    """Save a chain of three; returns its folder and contents."""
+    """Save a chain of three checkpoints; return its folder and contents."""
     return tmp_path / "saved", contents(*saved_chain(tmp_path / "saved"))
 
 
@@ -85,7 +85,7 @@ def test_compact(saved, tmp_path, capsys, monkeypatch):
 
 @contextlib.contextmanager
 def files_at_most(more):
-    """Limit this process to `more` open files beyond the present ones."""
+    """Limit the process to `more` further open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = len(os.listdir("/proc/self/fd")) + more
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
@@ -115,7 +115,7 @@ WORKS = {
 
 @pytest.mark.parametrize("work", WORKS)
 def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
-    """The failure may come in any read."""
+    """No file is left if the work fails, in whichever read this happens."""
     folder, _ = saved
     read, reads_before = TensorFile.read, iter(())
 
@@ -141,7 +141,7 @@ def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
 
 
 class ShortFile(io.FileIO):
-    """File that moves few bytes per call. Linux moves at most 2 GiB, other systems maybe less."""
+    """File that reads or writes few bytes per call, as systems may do with large requests."""
 
     def readinto(self, room):
         return super().readinto(memoryview(room)[:999])
@@ -163,7 +163,7 @@ def test_short_reads_and_writes_go_on(saved, tmp_path, monkeypatch):
 
 
 class Note:
-    """State that differs by rank."""
+    """Object whose state differs by rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -176,7 +176,7 @@ class Note:
 
 
 def two_ranks(folder):
-    """Return a checkpoint of two ranks with different states, joined from two of one rank."""
+    """Return a checkpoint of two ranks with different states, made of two one-rank checkpoints."""
     for rank in (0, 1):
         checkpoint.save(torch.nn.Linear(1, 1), folder / str(rank), state={"note": Note(rank)})
     path = folder / "0"

@@ -1,4 +1,4 @@
-"""Saved contents come back bit for bit, and training continues as without a break."""
+"""Contents are restored bit for bit, and training continues as if uninterrupted."""
 
 import json
 
@@ -186,7 +186,7 @@ def test_groups_and_parameters_of_no_module_and_settings_of_none(tmp_path):
 
     module, optimizer = stepped(1.0)
     checkpoint.save(module, tmp_path / "a", optimizer)
-    for settings in ({}, {"foreach": False}):  # foreach is None by default, or may be set
+    for settings in ({}, {"foreach": False}):  # foreach is None by default, but may be set
         other, loaded = stepped(3.0, **settings)
         checkpoint.load(other, tmp_path / "a", loaded)
         parameters = [each for group in loaded.param_groups for each in group["params"]]

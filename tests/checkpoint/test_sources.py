@@ -1,4 +1,4 @@
-"""Tables of other libraries: unusual but real files, and damaged ones."""
+"""Import of other libraries' tables: unusual but valid files, and damaged files."""
 
 import io
 import os
@@ -230,7 +230,7 @@ def odd_torchrec(path, chance):
 
 
 def flip_behind(name, by):
-    """Return a function that flips the byte `by` bytes after the first occurrence of `name`."""
+    """Return a function that inverts the byte `by` bytes after the first occurrence of `name`."""
 
     def change(content):
         content[content.index(name) + by] ^= 0xFF
@@ -286,7 +286,7 @@ def test_names_of_optimizers_are_no_patterns(tmp_path, optimizer):
 @time_limit
 @pytest.mark.parametrize("kind", ["npz", "sok1", "sok2", "torchrec"])
 def test_odd_dumps_are_imported_or_refused(tmp_path, capsys, kind):
-    """A dump gives a checkpoint, or one line that names the file, and nothing else is left."""
+    """A dump gives a valid checkpoint, or a one-line error that names the file and no output."""
     results = {0: 0, 2: 0}
     files = open_files()
     before = forget_peak()
@@ -307,7 +307,7 @@ def test_odd_dumps_are_imported_or_refused(tmp_path, capsys, kind):
             assert last.startswith("sparsekit: "), (number, text)
             assert str(dump) in last, (number, text)
         else:
-            checkpoint.reshard(out, folder / "again", 2)  # the result is a whole checkpoint
+            checkpoint.reshard(out, folder / "again", 2)  # the result is a valid checkpoint
         assert {path.name for path in folder.iterdir()} <= {dump.name, "out", "again"}, number
         assert out.exists() == (status == 0)
     assert peak() - before < 100 << 20

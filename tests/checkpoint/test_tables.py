@@ -1,4 +1,4 @@
-"""A load replaces everything in a table: nothing of what it held before stays."""
+"""A load replaces the whole contents of a table."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ def test_rows_without_a_key_are_zeros_again(tmp_path):
 
 
 def moved_by_an_optimizer(layer):
-    """Move all rows, also those without a key."""
+    """Take an optimizer step that moves all rows, even rows without a key."""
     layer.weight.grad = torch.ones_like(layer.weight)
     optim.SGD(layer.parameters(), lr=0.1).step()
 
@@ -106,7 +106,7 @@ def test_steps_that_are_due_are_not_those_of_what_is_loaded(tmp_path, with_optim
 
 
 class Overwrites:
-    """Object that, when it loads its state, overwrites a file as another process might."""
+    """Object that overwrites a file when it loads its state, as another process might."""
 
     def __init__(self, file, old, new):
         self.change = file, struct.pack("<q", old), struct.pack("<q", new)
@@ -118,7 +118,7 @@ class Overwrites:
 
 @pytest.mark.parametrize("key", [100, 101, 103])
 def test_a_file_that_changes_while_it_is_loaded(tmp_path, key):
-    """The load writes no row for a key that the table does not have."""
+    """The load writes no row for a key that is not in the table."""
     keep = Checkpoints(tmp_path, complete_every=2)
     layer = layer_of(*range(100, 105))
     keep.save(0, layer, state={"it": State()})
@@ -186,7 +186,7 @@ def test_buffers_and_wrappers(tmp_path):
 
 
 def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
-    """The states name their keys, which are in other rows here."""
+    """States are matched by key, even if the keys are in other rows."""
     one, other = (layer_of(*keys, capacity=5) for keys in ((1, 2, 3), (3, 2, 1)))
     optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, other)]
     one(torch.tensor([1])).sum().backward()
@@ -203,7 +203,7 @@ def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
 
 @pytest.mark.parametrize("kind", [optim.LazyAdam, torch.optim.SparseAdam])
 def test_states_that_were_loaded_follow_the_keys(tmp_path, kind):
-    """This holds before the optimizer takes a step, as it does afterwards."""
+    """Loaded states follow their keys, even before the optimizer's first step."""
     layers = [layer_of(1, 2, 3), layer_of()]
     optimizers = [kind([*each.parameters()], lr=0.1) for each in layers]
     layers[0](torch.tensor([1])).sum().backward()
@@ -217,7 +217,7 @@ def test_states_that_were_loaded_follow_the_keys(tmp_path, kind):
 
 
 def wide_from(offset):
-    """Return three states of each element side by side, from some place of their memory on."""
+    """Return interleaved states, three per element, that begin at an offset in their memory."""
 
     def make(state):
         memory = torch.zeros(3 * state.numel() + offset)
@@ -297,7 +297,7 @@ class State:
 
 
 def test_what_is_written_in_the_background_is_as_it_was(tmp_path, monkeypatch):
-    """This covers tables, the dense part, and states of other objects."""
+    """A save in the background holds tables, dense part and other states as of the call."""
     layer, state = layer_of(1), State()
     model = torch.nn.ModuleDict({"ids": layer, "top": torch.nn.Linear(1, 1)})
     bias = model["top"].bias.item()

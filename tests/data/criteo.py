@@ -9,7 +9,7 @@ SPARSE = [f"C{i}" for i in range(1, 27)]
 
 @dataclass
 class Rows:
-    """Label, dense [13] and keys [26][...] of each row."""
+    """Rows of a file: each one's label, dense values [13] and lists of keys [26]."""
 
     labels: list[float]
     dense: list[list[float]]
@@ -37,7 +37,7 @@ def random_lines(count, seed=0):
 
 
 def read_lines(lines):
-    """Read lines of text; the readers under test must agree with this."""
+    """Read lines of text in a simple way; the readers under test must give the same rows."""
     rows = Rows([], [], [])
     for line in lines:
         fields = line.split("\t")
@@ -48,7 +48,7 @@ def read_lines(lines):
 
 
 def rows_of(batches):
-    """Return the rows that batches hold."""
+    """Return the rows of all batches."""
     rows = Rows([], [], [])
     for batch in batches:
         rows.labels += batch.label.tolist()

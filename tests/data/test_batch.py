@@ -1,4 +1,4 @@
-"""Batches and their bags of keys, on hand-written examples."""
+"""Batches and their bags of keys, checked on small examples."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_all_parts_go_to_a_device():
 
 @pytest.mark.parametrize("batch", [BATCH, BATCH._replace(label=None)])
 def test_all_parts_are_pinned_and_need_not_be_waited_for(monkeypatch, batch):
-    """Tensors are marked by the way they are moved, since pinned memory needs a GPU."""
+    """A stand-in marks pinned and moved tensors, since pinned memory needs a GPU."""
 
     def waited(tensor, device, non_blocking=False):
         return tensor + (1000 if non_blocking else 100)

@@ -1,4 +1,4 @@
-"""Faulty rows are skipped, and errors name them."""
+"""Faulty rows are skipped or raise an error that names the row."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_labels_outside_a_range_are_found_beside_malformed_rows(tmp_path, format
 
 
 def test_a_row_with_several_faults_is_skipped_once(tmp_path):
-    """A number beyond float32 counts as infinite."""
+    """A row with several faults is skipped once; numbers beyond float32 are infinite."""
     columns = {"label": [0.0, None, 2.0], "a": [1.0, math.inf, 3.0], "b": [1.0, -math.inf, 1e39]}
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table(columns), path)

@@ -1,4 +1,4 @@
-"""Formats by name: how their files are opened to find the columns, and then read."""
+"""Formats by name: files are opened to find their columns, and then read."""
 
 import os
 

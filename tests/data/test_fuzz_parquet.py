@@ -29,7 +29,7 @@ TEXTS = [b"", b"price", b"\xff\xfe", b"a.b", b"x" * 3000, b"\0"]
 
 
 def wholes(path):
-    """Write files of a few layouts; returns their contents."""
+    """Write files with a few layouts; return the files' contents."""
     day = datetime.date(2024, 1, 31)
     columns = {
         "click": [0.0, 1.0, None, 1.0] * 5,
@@ -62,7 +62,7 @@ def with_footer(content, footer):
 
 
 def nodes(kind, value, found):
-    """Return all structs and lists inside a value."""
+    """Collect all structs and lists inside a value in `found`."""
     if kind == thrift.STRUCT:
         found.append((kind, value))
         for _, inner, each in value:
@@ -75,7 +75,7 @@ def nodes(kind, value, found):
 
 
 def changed(draw, kind, value):
-    """Return another value of the same kind."""
+    """Return another value of the same Thrift type, or the same value for some types."""
     if kind in thrift.INTEGERS:
         other = draw.choice([*NUMBERS, value + 1, value - 1, -value, value * 1000])
         return (other + 2**63) % 2**64 - 2**63
@@ -85,7 +85,7 @@ def changed(draw, kind, value):
 
 
 def mutate(draw, struct):
-    """Change one place of a struct."""
+    """Make one random change inside a struct."""
     kind, node = draw.choice(nodes(thrift.STRUCT, struct, []))
     if kind == thrift.STRUCT and node:
         place = draw.randrange(len(node))
@@ -117,7 +117,7 @@ def field(struct, number):
 
 
 def mutate_page(draw, content):
-    """Return a copy with a changed page header, for which the footer is still right."""
+    """Return a copy with a changed page header and a footer adapted to the header's size."""
     footer, end = footer_of(content)
     chunks = [
         chunk
@@ -177,7 +177,7 @@ def test_structured_faults(tmp_path):
 
 
 def test_no_memory_for_what_a_footer_only_claims(tmp_path):
-    """A list of a million columns claimed by a file of some bytes takes no memory."""
+    """A tiny file whose footer claims a list of a million columns takes no memory for them."""
     footer = b"\x15\x02\x19\xfc\xbf\x84\x3d" + bytes(100)
     path = tmp_path / "x.parquet"
     path.write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")

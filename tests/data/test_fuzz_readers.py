@@ -1,4 +1,4 @@
-"""Readers of mutated files raise the documented errors, or parse.
+"""Readers parse mutated files or raise the documented errors.
 
 SPARSEKIT_FUZZ_FILES=10000 tries that many files instead of 1,000; `make sanitize` tries 3,000 under
 AddressSanitizer.
@@ -30,7 +30,7 @@ PIECES += [b" ", b"\xff", b"\xef\xbb\xbf", b"1e400", b"nan", b"9" * 30, b"f" * 1
 
 
 def mutate(draw, content):
-    """Return a copy with a few faults."""
+    """Return a copy of the content with a few faults."""
     content = bytearray(content)
     for _ in range(draw.randrange(6)):
         place = draw.randrange(len(content) + 1)
@@ -47,7 +47,7 @@ def mutate(draw, content):
 
 
 def outcome(make):
-    """Read all rows; returns skipped rows and columns, or the type and text of the error."""
+    """Read all rows; return (skipped rows, columns), or the error's type and message."""
     try:
         reader = make()
         batches = list(reader)
@@ -72,7 +72,7 @@ def same(one, other):
 
 
 def kinds(draw, path):
-    """Return a file's text and a way to read it: three columns, or Criteo's format."""
+    """Return a file's text and a function that reads it: three columns, or Criteo's format."""
     settings = {
         "on_error": draw.choice(["raise", "skip"]),
         "max_line_bytes": draw.choice([200, 1000, 1 << 20]),
@@ -102,7 +102,7 @@ def test_text(tmp_path):
         path.write_bytes(content)
         whole = outcome(make)
         parsed += whole[0] == 0
-        # The bounds between blocks make no difference.
+        # The block size makes no difference.
         for block_bytes in (draw.randrange(1, 40), draw.randrange(40, 400)):
             assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), (case, block_bytes)  # noqa: B023
         # Text that begins with gzip's magic number would be another error.
@@ -148,7 +148,7 @@ PACKS = [gzip.compress, bz2.compress, functools.partial(lzma.compress, preset=0)
 
 @pytest.mark.parametrize("kind", SETS)
 def test_data_sets(tmp_path, kind):
-    """Data sets read whole raise a documented error, or give as many rows as a packed copy."""
+    """Loading a data set raises a documented error, or gives as many rows as a compressed copy."""
     read, text = SETS[kind]
     path, parsed = tmp_path / "x", 0
     cases = CASES // 20
@@ -204,7 +204,7 @@ def test_parquet(tmp_path):
     for settings in ({}, {"compression": "gzip"}, {"compression": "none", "use_dictionary": False}):
         parquet.write_table(pa.table(columns), path, row_group_size=7, **settings)
         wholes.append(path.read_bytes())
-    # These bytes rarely hit the structure; tests/data/test_fuzz_parquet.py covers that.
+    # Random bytes rarely hit a file's structure; tests/data/test_fuzz_parquet.py covers that.
     cases = CASES // 20
     for case in range(cases):
         draw = random.Random(case)

@@ -1,4 +1,4 @@
-"""Lines that exceed a block, or the limit for lines."""
+"""Lines longer than a block, or than the limit on lines."""
 
 import tracemalloc
 
@@ -110,7 +110,7 @@ def test_a_long_field_with_newlines_is_skipped_whole(tmp_path):
 @pytest.mark.parametrize("quote", ['"', None])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_lines_around_one_that_blocks_begin_within(tmp_path, compress, quote, end):
-    """Each line is read once with its own number, wherever the long one is, with an end or not."""
+    """Each line is read once with its own line number, wherever the long line is."""
     settings = {"dense": ["a"], "sparse": ["b"], "quote": quote}
     long = "y" * 300
     for texts in (["u", long, "v"], ["u", "v", long]):

@@ -1,4 +1,4 @@
-"""Pipes, which are read once, and files of which the system returns a few bytes at a time."""
+"""Pipes, which can be read only once, and files that return a few bytes per read."""
 
 import contextlib
 import gzip

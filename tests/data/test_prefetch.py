@@ -117,7 +117,7 @@ def test_batches_go_to_a_gpu_through_pinned_memory():
 
 
 class Source:
-    """Source that yields numbers from 1, each after the test permits it, and has a state."""
+    """Source with a state; it yields the numbers from 1, each when the test permits it."""
 
     def __init__(self, permits=100, error=None, batches=6):
         self.place, self.batches, self.error = 0, batches, error
@@ -141,7 +141,7 @@ class Source:
 
 
 @pytest.mark.time_limit(30)
-@pytest.mark.parametrize("batches", [3, 0])  # raised with the first batch, or at the end
+@pytest.mark.parametrize("batches", [3, 0])  # the error comes at the first batch, or at the end
 def test_an_error_of_its_state_is_raised(batches):
     with pytest.raises(OSError, match="no state"):
         list(Prefetcher(Source(error=OSError("no state"), batches=batches)))
@@ -174,7 +174,7 @@ def test_the_state_behind_an_error_of_the_first_batch_is_the_sources_own():
 
 
 def test_a_source_is_not_begun_for_an_iteration_that_was_left():
-    """The iteration ended while its thread waited; workers would be started in vain."""
+    """The iteration ends while its thread waits to begin; the source must start no workers."""
     source = type("Begun", (), {"__iter__": lambda _: pytest.fail("it is begun")})()
     ready, ended = queue.SimpleQueue(), threading.Event()
     ended.set()
@@ -194,7 +194,7 @@ def test_a_source_that_waits_is_left_and_its_place_is_not_mixed_up(monkeypatch):
     assert ahead.state_dict() == {"place": 1}
     with pytest.raises(RuntimeError, match="Source still reads a batch of an iteration"):
         ahead.load_state_dict({"place": 0})
-    another = iter(Prefetcher(source, depth=1))  # a trainer makes one for each epoch
+    another = iter(Prefetcher(source, depth=1))  # a trainer makes an iterator for each epoch
     source.permits.release(100)
     # The batch under way belongs to the abandoned iteration, so 2 is missing.
     assert list(another) == [3, 4, 5, 6]

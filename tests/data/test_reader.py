@@ -1,4 +1,4 @@
-"""Each row is in the right batch: order, ranks, workers, resuming."""
+"""Readers put each row into the right batch: order, ranks, workers, resuming."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ FORMATS = ["text", "gzip", "parquet"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Return format name -> two files in that format, with rows numbered 0 to ROWS - 1."""
+    """Return a dict of format name to two files in that format, with rows 0 to ROWS - 1."""
     import gzip
 
     folder = tmp_path_factory.mktemp("rows")
@@ -43,7 +43,7 @@ def reader(files, format, batch_size=64, **settings):
 
 
 def numbers(batches):
-    """Return the rows of all batches, after checking each against its key."""
+    """Return the row numbers of all batches, after checking that the keys match."""
     rows = []
     for batch in batches:
         assert batch.sparse.values().tolist() == [row % 50 for row in batch.label.tolist()]
@@ -306,13 +306,13 @@ def test_workers_of_a_dataloader_share_the_rows(files, format):
     batches = list(loader)
     assert sorted(numbers(batches)) == list(range(ROWS))
     assert len(batches) == shared.steps_per_epoch(num_workers=2)
-    # Without workers the loader yields what the reader yields.
+    # Without workers, the loader yields the reader's batches.
     alone = DataLoader(reader(files, format), batch_size=None)
     assert numbers(alone) == list(range(ROWS))
 
 
 class States(IterableDataset):
-    """Dataset of batches with the reader's state after each, for use in a loader's workers."""
+    """Dataset of (batch, reader's state after it), for use in a loader's workers."""
 
     def __init__(self, reader):
         self.reader = reader
@@ -411,7 +411,7 @@ def test_criteo_reader_is_a_reader_of_the_same_kind(tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_labels_outside_a_range_are_malformed(files, format, shuffle):
-    """Label r is in line r + 2 of the first text file, or row r + 1 of the first Parquet file."""
+    """The error names the line r + 2 of a text file, or the row r + 1 of a Parquet file."""
     limited = reader(files, format, batch_size=1, shuffle=shuffle)
     limited.limit_labels(0, ROWS - 1)
     assert sorted(numbers(limited)) == list(range(ROWS))

@@ -96,7 +96,7 @@ def test_what_is_read_together_is_bounded(tmp_path, counts, monkeypatch):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_same_batches_and_states_as_one_by_one(tmp_path, monkeypatch, shuffle, world_size):
-    """This holds across files, on several ranks and after resuming within an epoch."""
+    """Batches and states are the same across files, on several ranks and after a resume."""
     files = [write(tmp_path / f"{i}.parquet", 70, 3 + i, 70 * i) for i in range(3)]
 
     def batches(rank):
@@ -131,7 +131,7 @@ def same(batches, expected):
 
 
 def test_groups_of_several_files(tmp_path, counts):
-    """Groups of one file are read together, although files have different groups."""
+    """Row groups of one file are read together, even if another file has other groups."""
     files = [write(tmp_path / f"{i}.parquet", 70, 3 + i, 70 * i) for i in range(3)]
     assert rows_of(ParquetReader(files, 16, label="a")) == list(range(210))
     assert counts.reads == [list(range(24)), list(range(18)), list(range(14))]
@@ -213,7 +213,7 @@ def test_few_footers_are_kept(tmp_path, counts, monkeypatch, bound):
     for path in (files[0], files[1], files[0], files[2]):
         kept.shape(path)
     before = counts.parsed
-    kept.shape(files[0])  # one of the last two used
+    kept.shape(files[0])  # the file is one of the two used last
     assert counts.parsed == before
     kept.shape(files[1])
     assert counts.parsed == before + 1

@@ -1,4 +1,4 @@
-"""Rows are shuffled within pieces, in different orders."""
+"""Rows are shuffled within pieces, each piece in another order."""
 
 import pytest
 

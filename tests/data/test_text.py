@@ -261,7 +261,7 @@ def test_quotes_are_text_where_they_do_not_begin_a_field(tmp_path):
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
-    """The open quote may have swallowed any number of rows, so this is never skipped."""
+    """An unclosed quote always raises, since it may have swallowed any number of rows."""
     text = 'a,b\n1,x\n2,y,z\n3,"u\n' + "4,v\n" * 50
     path = write(tmp_path / "x.csv", text, compress)
     for block_bytes in (5, 60, 8 << 20):

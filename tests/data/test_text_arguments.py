@@ -1,4 +1,4 @@
-"""Readers of text refuse bad arguments and files."""
+"""Readers of text raise errors for invalid arguments and files."""
 
 import pytest
 

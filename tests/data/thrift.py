@@ -8,7 +8,7 @@ INTEGERS = (I16, I32, I64)
 
 
 def read_struct(data, place):
-    """Return the struct that begins at a place, and the place where it ends."""
+    """Return the struct that begins at a position, and the position where it ends."""
     fields, field = [], 0
     while head := data[place]:
         place += 1
@@ -26,7 +26,7 @@ def read_struct(data, place):
 
 
 def write_struct(fields):
-    """Return the bytes of a struct."""
+    """Return a struct encoded as bytes."""
     out, last = bytearray(), 0
     for field, kind, value in fields:
         if kind in (TRUE, FALSE):

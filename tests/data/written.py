@@ -1,4 +1,4 @@
-"""Files of text for tests, and shortcuts to read them."""
+"""Helpers that write text files for tests and read them."""
 
 import gzip
 import struct

@@ -1,4 +1,4 @@
-"""Weights and gradients shared by the suites of the optimizers, and all optimizers by name."""
+"""Weights and gradients for tests of optimizers, and all optimizers by name."""
 
 import torch
 from conftest import generator
@@ -10,7 +10,7 @@ ROWS, DIM, STEPS = 12, 5, 50
 NEVER = 11  # no gradient touches this row
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
-# Optimizers that leave rows without a gradient alone. Large rates make errors visible.
+# Optimizers that skip rows without a gradient. Large rates make errors visible.
 TOUCHED = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
     "SGD momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -39,7 +39,7 @@ TOUCHED = {
         {"lr": 0.1, "weight_decay": 0.1, "bias_correction": "per_row", "maximize": True},
     ),
 }
-# Optimizers that move all rows.
+# Optimizers that update all rows.
 ALL_ROWS = {
     "Adam": (optim.Adam, {"lr": 0.1}),
     "Adam sweep": (optim.Adam, {"lr": 0.1, "mode": "sweep"}),
@@ -81,7 +81,7 @@ def make(name, parameters, **settings):
 
 
 def start(dtype=torch.float64, shape=(ROWS, DIM), seed=0):
-    """Return the weight of an embedding layer."""
+    """Return the weight of an embedding layer before training."""
     weight = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
     return EmbeddingWeight(weight.to(dtype))
 
@@ -93,7 +93,7 @@ def sparse(rows, values, num_rows=ROWS):
 
 
 def gradients(dtype=torch.float64, steps=STEPS):
-    """Yield gradients of row 0 always, row 1 in the first and last step, others at times."""
+    """Yield gradients: of row 0 always, row 1 in the first and last step, others at random."""
     for step in range(steps):
         rows = torch.randint(2, NEVER, (6,), generator=generator(step)).tolist()
         rows += [0, 1] if step in (0, steps - 1) else [0]
@@ -104,4 +104,4 @@ def gradients(dtype=torch.float64, steps=STEPS):
 def run(optimizer, parameter, grads):
     for grad in grads:
         parameter.grad = grad
-        assert optimizer.step() is None  # the loss of no closure
+        assert optimizer.step() is None  # without a closure there is no loss

@@ -1,7 +1,7 @@
-"""A dict as a model of a table, and random sequences of training and restoring for both.
+"""Random sequences of training and restoring, applied to a table and to a dict as its model.
 
 The dict maps keys to vectors and states. Its arithmetic is that of the optimizer on plain
-parameters, which other suites compare with torch and NumPy; these tests find rows that belong to
+parameters, which other tests compare with torch and NumPy; these tests find rows that belong to
 the wrong key.
 """
 
@@ -43,7 +43,7 @@ class Model:
         self.initial = lambda key: initial.vectors(torch.tensor([key]))[0]
 
     def train(self, gradients):
-        """Take a step with gradients by key, some of which may be new."""
+        """Take a step with a dict of key to gradient; some keys may be new."""
         for key in gradients:
             self.vectors.setdefault(key, self.initial(key))
         self.keep_states()
@@ -66,7 +66,7 @@ class Model:
             self.states[key] = {n: state[n][i].clone() for n in fresh}
 
     def _fresh(self, like):
-        """Return the states that rows have before their first step."""
+        """Return the states of a row before its first step."""
         weight = torch.nn.Parameter(like.detach().clone())
         optimizer = make_any(self.name, [weight])
         if self.name in OF_TORCH:
@@ -145,7 +145,7 @@ class Side:
 
 
 class Saved:
-    """A moment to restore: states in memory, and a checkpoint."""
+    """A saved point of training: states in memory, and a checkpoint."""
 
     def __init__(self, side, save):
         layer, optimizer = side.layer, side.optimizer
@@ -157,7 +157,7 @@ class Saved:
 
 
 def saver(rng, folder, checkpoints, number):
-    """Return a random way to save a layer and its optimizer; the function returns the folder."""
+    """Return a random function that saves a layer and its optimizer and returns the folder."""
 
     def in_background(layer, optimizer):
         return checkpoints.async_save(number, layer, optimizer).wait()
@@ -173,7 +173,7 @@ def saver(rng, folder, checkpoints, number):
 
 
 def restore(rng, side, saved, way):
-    """Restore a saved moment in a given way."""
+    """Restore a saved point of training by one of the methods."""
     of_torch = side.name in OF_TORCH
     both = way.endswith("both")
     if way.startswith("checkpoint"):
@@ -196,7 +196,7 @@ def restore(rng, side, saved, way):
 
 
 def run(name, seed, operations=14):
-    """Run one random sequence; raises if table and model differ."""
+    """Run one random sequence; raise an error if table and model differ."""
     rng = random.Random(f"{name} {seed}")
     ours = name in OPTIMIZERS
     universe = [rng.randrange(-(2**63), 2**63) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""The state of an optimizer can be used with a table of another capacity."""
+"""The state of an optimizer can be loaded for a table of another capacity."""
 
 import copy
 
@@ -78,7 +78,7 @@ def test_rows_beyond_are_as_those_that_no_step_has_touched(name):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         if key == "row_step" and name in ALL_ROWS:
-            continue  # 0 or the step number: with zero states, a row does not move
+            continue  # 0 or the step number: either is right, as rows with zero states do not move
         assert same_bits(found[key], value), key
 
 
@@ -150,7 +150,7 @@ def test_states_of_different_lengths():
 
 @pytest.mark.parametrize("name", ["LazyAdam per row", "Adam"])
 def test_without_the_steps_of_rows(name):
-    """Without row_step, as in torch's Adam, rows count all steps, and new ones none or all."""
+    """If a state lacks row_step, as torch's Adam does, saved rows have taken all steps."""
     layer, large = table(70), table(90)
     optimizer, of_large = (make(name, one.parameters()) for one in (layer, large))
     train(layer, optimizer, 0, 3)

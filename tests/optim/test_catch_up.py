@@ -1,4 +1,4 @@
-"""Exact Adam and SGD with momentum give the weights of torch's dense optimizers to every reader."""
+"""Under exact Adam and SGD with momentum, every reader sees the weights of torch's optimizers."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ def layer_of(dtype=torch.float64, **settings):
 
 
 def keys_of(step):
-    """Return key 0 always, key 1 in steps 0 and 45, others at random; never 19."""
+    """Return a step's keys: 0 always, 1 in steps 0 and 45, others at random, but never 19."""
     generator = torch.Generator().manual_seed(step)
     keys = torch.randint(2, KEYS - 1, (3,), generator=generator)
     return torch.cat([keys, torch.tensor([0, 1] if step in (0, 45) else [0])])
@@ -75,12 +75,12 @@ class Twins:
         self.theirs.step()
 
     def steps(self, *bounds):
-        """Take the steps range(*bounds)."""
+        """Train for the steps ``range(*bounds)``."""
         for step in range(*bounds):
             self.step(step)
 
     def check_all(self):
-        """Check the vectors that a lookup of all keys reads."""
+        """Compare the vectors of all keys, as read by a lookup."""
         with torch.no_grad():
             found = self.layer(torch.arange(KEYS))
         torch.testing.assert_close(found, self.dense.detach(), **self.close)

@@ -25,7 +25,7 @@ def parameter(grad, weight=torch.nn.Parameter):
 
 
 def sparse(rows, dtype):
-    """Return a gradient of these rows, coalesced if they ascend; sums of repeats are exact."""
+    """Return a sparse gradient of these rows, coalesced if they ascend; values add up exactly."""
     indices = torch.tensor([rows], dtype=torch.int64)
     values = whole_numbers(len(rows), 3, dtype=dtype)
     rise = rows == sorted(set(rows))
@@ -35,7 +35,7 @@ def sparse(rows, dtype):
 
 
 def every_kind(dtype, rows=ROWS["repeated"]):
-    """Return a layer's weight, a sparse one of torch, dense ones, and one without a gradient."""
+    """Return parameters: of a layer, of a sparse torch layer, dense, and without a gradient."""
     return [
         parameter(sparse(rows, dtype), sparsekit.nn.EmbeddingWeight),
         parameter(sparse(rows[::2], dtype)),
@@ -46,7 +46,7 @@ def every_kind(dtype, rows=ROWS["repeated"]):
 
 
 def dense_copies(parameters):
-    """Return parameters with the same gradients, dense and in float64, for torch to clip."""
+    """Return copies of parameters whose gradients are dense and in float64, for torch to clip."""
     return [
         parameter(p.grad.to_dense().to(torch.float64, copy=True))
         if p.grad is not None
@@ -157,7 +157,7 @@ def test_a_norm_that_is_not_finite(which, bad, norm_type):
     expected = torch.nn.utils.clip_grad_norm_(copies, 1, norm_type)
     torch.testing.assert_close(norm, expected.float(), equal_nan=True)
     for p, q in zip(parameters, copies, strict=True):
-        if p.grad is not None and p.grad.is_sparse:  # torch's copy also has other rows, of NaN or 0
+        if p.grad is not None and p.grad.is_sparse:  # other rows are NaN or 0
             p, q = p.grad, q.grad[p.grad._indices()[0]].float()
             torch.testing.assert_close(p._values(), q, equal_nan=True)
         elif p.grad is not None:
@@ -187,7 +187,7 @@ def test_errors(arguments, error, message):
 
 
 class NothingRead(TorchDispatchMode):
-    """Mode that raises if a tensor's number is read, since the host would wait for a GPU."""
+    """Mode that raises if a tensor's value is read, as the host would then wait for a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function is not torch.ops.aten._local_scalar_dense.default
@@ -221,12 +221,12 @@ def test_values_as_torch_clips_dense_ones(dtype, rows, clip_value):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
-    """This is for one rank; tests/ranks/test_gradient_tools.py is for several."""
+    """This covers one rank; tests/ranks/test_gradient_tools.py covers several."""
     parameters, copies = ([*every_kind(torch.float32, ROWS[rows])] for _ in range(2))
     for p, q in zip(parameters, copies, strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     by_torch = functools.partial(torch.nn.utils.clip_grad_norm_, foreach=foreach)
-    nothing = rows == "no rows" and norm_type == math.inf  # there is no maximum of nothing
+    nothing = rows == "no rows" and norm_type == math.inf  # an empty gradient has no maximum
     if SPARSE_NORMS and not nothing:
         norm = clip_grad_norm_(parameters, 0.7, norm_type)
         torch.testing.assert_close(by_torch(copies, 0.7, norm_type), norm)
@@ -239,7 +239,7 @@ def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
 
 
 def test_torch_cannot_clip_values_of_sparse_gradients():
-    """Once torch can clip them, our function is no longer needed."""
+    """Once torch can clip these values, our function is no longer needed."""
     with pytest.raises(NotImplementedError):
         torch.nn.utils.clip_grad_value_(every_kind(torch.float32), 1.0)
 

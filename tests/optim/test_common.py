@@ -20,7 +20,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def caught_up(optimizer, weight):
-    """Return the weight as a reader sees it."""
+    """Return the weight after late rows have caught up, as a reader sees it."""
     optimizer.state_dict()
     return weight.detach()
 
@@ -210,7 +210,7 @@ def test_a_state_that_counts_no_steps():
 SHAPES = [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)]
 
 
-# For some optimizers the shape of a row matters; they have tests of their own.
+# Optimizers for which a row's shape matters have separate tests.
 @pytest.mark.parametrize(
     ("name", "shape"),
     [(n, s) for n in TOUCHED for s in SHAPES if len(s) == 2 or not ("RowWise" in n or "LAMB" in n)],
@@ -304,7 +304,7 @@ def test_weight_decay_of_torchs_adam_is_another():
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "RMSProp", "LazyAdam decay", "Adam"])
 def test_settings_of_torchs_that_are_ours(name, maximize):
-    """A run of torch's optimizer continues with its weight decay: L2, or decoupled for AdamW."""
+    """A run under torch's optimizer continues with the same weight decay, L2 or decoupled."""
     kind, settings = TORCHS[name]
     weight, other = (torch.nn.Parameter(start().detach()) for _ in range(2))
     theirs, first = (kind([p], **settings, maximize=maximize) for p in (weight, other))
@@ -482,7 +482,7 @@ def test_a_step_that_fails_does_not_count(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_models_learn(name):
-    """A pooled layer and a dense one learn under the same optimizer."""
+    """A pooled layer and a dense layer learn under the same optimizer."""
     torch.manual_seed(0)
     layer = sparsekit.DistributedEmbedding("mean", 50, 8, 1, 3, name="learns")
     model = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(8, 1))

@@ -70,7 +70,7 @@ class SokDemo:
         return keys, labels
 
     def step(self, keys, labels):
-        """Take one step with both; returns how far apart the vectors were before."""
+        """Take one step in both; return the largest difference between their vectors before it."""
         vectors = self.layer(keys).flatten(1)
         table, weight, bias = self.expected
         wanted = table[keys].mean(2).flatten(1)
@@ -180,7 +180,7 @@ FBGEMM = {
 
 
 def far_from_fbgemm(name, seed, scale, **settings):
-    """Return the largest difference after ten steps with gradients of this size."""
+    """Return the largest difference from FBGEMM's formula after ten steps, for this scale."""
     kind, own, formula = FBGEMM[name]
     weight = start(torch.float32, seed=seed)
     optimizer = kind([weight], lr=LR, eps=EPS, **(own | settings))
@@ -212,7 +212,7 @@ def test_the_formulas_of_fbgemm_tell_the_conventions_apart():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_maximize_negates_gradients(name, dtype):
-    """The gradients of the caller stay unchanged."""
+    """With maximize, the caller's gradients stay unchanged."""
     weight, other = start(dtype), start(dtype)
     grads = [grad.coalesce() for grad in gradients(dtype, 10)]
     kept = [grad._values().clone() for grad in grads]
@@ -245,13 +245,13 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     run(optimizer, weight, gradients(steps=2))
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.param_groups[0][setting] == value
-    # A state saved before the setting existed gets its present default.
+    # A state saved before the setting existed gets the setting's current default.
     state = optimizer.state_dict()
     del state["param_groups"][0][setting]
     resumed = kind([start()])
     resumed.load_state_dict(state)
     assert resumed.param_groups[0][setting] == resumed.defaults[setting] != value
-    # Whatever each group has now, and whichever states that needs.
+    # Groups may have other settings now, which need other states.
     groups = [{"params": [start()]} for _ in range(2)]
     optimizer = kind(copy.deepcopy(groups))
     run(optimizer, *optimizer.param_groups[0]["params"], gradients(steps=2))
@@ -264,7 +264,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
 
 
 def test_a_state_of_torch_before_its_first_step_with_momentum():
-    """Such a state counts no steps and has None for the momentum."""
+    """Such a state has no step count, and its momentum is None."""
     weight, other = start(), start()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     resumed = optim.SGD([other], lr=0.1)
@@ -283,7 +283,7 @@ def test_a_state_of_torch_before_its_first_step_with_momentum():
     [({"amsgrad": True}, "max_exp_avg_sq"), ({"bias_correction": "per_row"}, "row_step")],
 )
 def test_a_setting_that_needs_another_state(setting, state):
-    """The new state starts from zeros, and the moments go on."""
+    """The additional state starts from zeros, and the moments are kept."""
     weight, other = start(), start()
     changed, same = (optim.LazyAdam([p], lr=0.1) for p in (weight, other))
     grads = list(gradients(steps=4))
@@ -302,7 +302,7 @@ def test_a_setting_that_needs_another_state(setting, state):
 
 
 def test_a_convention_that_changes_between_steps():
-    """Late rows catch up under the convention that their steps had."""
+    """Late rows catch up under the convention that was set in the missed steps."""
     weight, other = start(), start()
     late, swept = (optim.Adam([p], lr=0.1, eps=0.1, mode=mode)
                    for p, mode in ((weight, "catch_up"), (other, "sweep")))  # fmt: skip

@@ -1,4 +1,4 @@
-"""check_finite_gradients reports gradients that are broken on purpose."""
+"""check_finite_gradients reports gradients with a NaN or an infinity."""
 
 import math
 import pickle

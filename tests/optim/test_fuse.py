@@ -1,4 +1,4 @@
-"""fuse_in_backward gives the weights of a normal step, or an error where it could not."""
+"""fuse_in_backward gives the weights of a normal step, or raises if that is impossible."""
 
 import gc
 
@@ -71,7 +71,7 @@ def test_equals_the_normal_step_bit_for_bit(name, dtype):
 
 
 def test_a_group_and_evaluation():
-    """Gradients also come in evaluation, where unseen keys get none."""
+    """Backward also updates rows in evaluation mode, where unseen keys get no row."""
     results = []
     for fused in (False, True):
         layers = {
@@ -94,7 +94,7 @@ def test_a_group_and_evaluation():
 
 
 def test_layers_of_which_some_count_the_steps_of_rows():
-    """This happens after a change of settings; one call cannot take both kinds of states."""
+    """After a change of settings, tables may differ in states, so one call cannot take all."""
     results = []
     for fused in (False, True):
         layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
@@ -207,7 +207,7 @@ def test_an_optimizer_that_is_dropped_is_detached():
 
 
 def test_another_optimizer_takes_over():
-    """Rows late under the previous optimizer finish its steps, whether looked up or not."""
+    """Rows that are late under the previous optimizer first catch up with its steps."""
     results = []
     for fused in (False, True):
         layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="handed on")

@@ -1,4 +1,4 @@
-"""Under torch.amp.GradScaler, LazyAdam gets unscaled sparse gradients and skips bad steps."""
+"""Under torch.amp.GradScaler, LazyAdam gets unscaled gradients and skips infinite steps."""
 
 import math
 
@@ -68,7 +68,7 @@ class Training:
         self.scaler.update()
 
     def tensors(self):
-        """Return everything that a step changes: weights, states and step counters."""
+        """Return all tensors that a step changes: weights, states and step counters."""
         states = [s for o in self.optimizers for s in o.state.values()]
         tensors = [*self.model.parameters(), *(t for state in states for t in state.values())]
         return [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
@@ -102,7 +102,7 @@ def in_one_row(weight, bad):
 
 
 def in_a_repeated_row(weight, bad):
-    """Add the first row once more, so that the gradient is not coalesced."""
+    """Repeat the first row in the gradient, so that it is not coalesced."""
     rows, values = weight.grad._indices(), weight.grad._values().clone()
     values[0, 1] = bad
     weight.grad = torch.sparse_coo_tensor(
@@ -120,7 +120,7 @@ def test_a_step_with_a_bad_gradient_is_skipped(at, clipped, poison, bad):
     plain = Training(torch.float32, max_norm=training.max_norm, enabled=False)
     for step, batch in enumerate(batches(torch.float32)):
         training.backward(*batch)
-        plain.backward(*batch)  # for the skipped batch, too: its keys get rows
+        plain.backward(*batch)  # also for the skipped batch, whose keys get rows
         if step != at:
             training.step()
             plain.step()

@@ -26,12 +26,12 @@ CASES = [
     ("Adam", True), ("Adam sweep", False), ("SGD catch_up", False),
     ("SGD nesterov catch_up", True), ("Adagrad", False), ("RowWiseAdagrad", True),
 ]  # fmt: skip
-MOMENTS = 50  # for each case
+MOMENTS = 50  # interrupts per case
 SIGNALS = 10  # additional interrupts from another thread, some of which come too late
 
 
 class Side:
-    """Both kinds of layers and their optimizer."""
+    """A layer that pools, a layer that does not, and their optimizer."""
 
     def __init__(self, name, fused):
         size = {"max_vocabulary_size_per_gpu": 1000, "dtype": torch.float64}
@@ -48,7 +48,7 @@ class Side:
             optim.fuse_in_backward(self.optimizer, self.model)
 
     def step(self, keys, called=(True, True), updated=(True, True)):
-        """Take a training step; the twin leaves out layers that the interrupted step missed."""
+        """Take a training step; the twin skips layers that an interrupted step did not reach."""
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         inputs = keys.view(-1, 1, 2), keys
@@ -74,7 +74,7 @@ class Side:
         return found
 
     def settle(self):
-        """Do what a loop does that continues with the next batch after an interrupt."""
+        """Prepare for the next batch, as a training loop would after an interrupt."""
         torch.set_grad_enabled(True)  # an interrupted torch.no_grad() can leave it off
         self.model.train()
         self.optimizer.zero_grad()
@@ -103,7 +103,7 @@ def check(one, other):
 
 
 def interrupt_by_signal(call, seconds):
-    """Raise Interrupted from a signal handler; returns whether it came in time."""
+    """Call a function and raise Interrupted in a signal handler; return whether it came in time."""
     armed = False
 
     def handler(number, frame):
@@ -132,7 +132,7 @@ def interrupt_by_signal(call, seconds):
 
 
 def batch_of(rng, known):
-    """Return repeated keys, so that rows are late, and at times new ones."""
+    """Return a batch of keys: some known, so that other rows are late, and sometimes new ones."""
     new = [rng.randrange(-(2**63), 2**63) for _ in range(rng.choice([0, 0, 1, 3]))]
     known += new
     return torch.tensor((new + rng.choices(known, k=6))[:6])
@@ -222,7 +222,7 @@ def test_an_update_that_is_interrupted_as_it_returns_is_not_made_again(monkeypat
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_after_an_interrupted_sweep(monkeypatch, way):
-    """A parameter outside any layer has late rows that only its optimizer can bring up to date."""
+    """Late rows of a parameter outside any layer can only be updated by its optimizer."""
     weight = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = optim.Adam([weight], lr=0.1, mode="sweep")
     weight.grad = torch.ones(4, 2).to_sparse(1)

@@ -1,4 +1,4 @@
-"""Late rows get their missed steps even if the layer or the optimizer is handled by itself."""
+"""Late rows catch up even if only the layer or only the optimizer is copied, saved or moved."""
 
 import copy
 import io

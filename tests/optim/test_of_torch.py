@@ -1,4 +1,4 @@
-"""torch's optimizers without sparse gradients name one of ours before they change anything."""
+"""torch optimizers without sparse gradients raise before any change and name one of ours."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_which_of_ours_to_use(name):
 @pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_which_of_ours_to_use_where_a_closure_computes_the_gradients(name, by_name):
-    """Trainers such as Lightning call optimizers this way."""
+    """Trainers such as Lightning call optimizers with a closure."""
     layer, dense = sparsekit.Embedding(9, 2, name="t"), torch.nn.Parameter(torch.ones(2, 2))
     optimizer = getattr(torch.optim, name)([layer.weight, dense])
     before = layer(torch.arange(3)).detach().clone()

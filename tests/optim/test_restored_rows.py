@@ -1,4 +1,4 @@
-"""Keys that get rows which a load or a reset freed start with fresh states."""
+"""A new key in a row that a load or a reset freed starts with a fresh optimizer state."""
 
 import copy
 
@@ -138,7 +138,7 @@ def test_steps_do_not_add_up_hooks_of_torchs_optimizers():
 
 
 def test_a_state_without_keys_waits_for_the_model():
-    """A state of torch's optimizers names no keys: it belongs to the rows of the model's state."""
+    """A torch optimizer's state has no keys: its rows are those of the model's saved state."""
     layer, other = table(), table()
     optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
     train(layer, optimizer, [5, -6])

@@ -1,4 +1,4 @@
-"""Random training and restoring equals a model of keys.
+"""Random sequences of training and restoring equal a model that is a dict by key.
 
 SPARSEKIT_RESTORES=300 runs 300 sequences of each optimizer; the default is 1.
 """

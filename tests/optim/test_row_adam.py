@@ -44,7 +44,7 @@ class Row:
 @pytest.mark.parametrize("bias_correction", ["global", "per_row"])
 @pytest.mark.parametrize("kind", [PartialRowWiseAdam, LazyLAMB])
 def test_twenty_steps(kind, bias_correction, dtype):
-    """This covers repeated rows, a row of zeros, rarely touched rows and one never touched."""
+    """Rows are repeated, all zero, rarely updated or never updated."""
     weights = [start(dtype, (ROWS, DIM), seed) for seed in range(SEEDS)]
     for weight in weights:
         weight.data[1] = 0
@@ -85,7 +85,7 @@ def test_twenty_steps(kind, bias_correction, dtype):
 
 
 def states(optimizer, weight):
-    """Return all tensors with rows; before the first step that is the weight alone."""
+    """Return the weight and, after the first step, the states."""
     kept = optimizer.state[weight]
     return [weight.detach(), *(kept[name] for name in sorted(kept) if name != "step")]
 

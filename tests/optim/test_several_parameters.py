@@ -1,4 +1,4 @@
-"""A step of several parameters is one call of the op, and equals steps of each by itself."""
+"""A step of several parameters is one call of the op, and equals separate steps."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def parameters(dtypes):
 
 
 def set_gradients(weights, step):
-    """Set gradients: sparse for embedding weights, some empty or with repeated rows; else dense."""
+    """Set gradients: dense, or for embedding weights sparse, some empty or with repeated rows."""
     for i, weight in enumerate(weights):
         seed = 100 * step + i
         if (step + i) % 5 == 4:
@@ -62,7 +62,7 @@ def set_gradients(weights, step):
 
 
 def tensors(optimizer, weights):
-    """Yield everything that steps change."""
+    """Yield all tensors that steps change."""
     for weight in weights:
         state = optimizer.state[weight]
         yield weight.detach()
@@ -117,7 +117,7 @@ def test_calls_are_of_one_group_and_dtype():
     weights[0].grad = sparse([0], torch.ones(1, 5), 12)
     with Calls() as calls:
         optimizer.step()
-    # Sparse gradients, dense ones, those of the other dtype, and the second group.
+    # Calls for sparse gradients, dense ones, those of the other dtype, and the second group.
     assert sorted(calls.tables) == [1, 2, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""split_embedding_variable_from_others gives the right parameters to the sparse optimizer."""
+"""split_embedding_variable_from_others separates tables from other parameters."""
 
 import copy
 import io

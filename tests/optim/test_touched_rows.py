@@ -15,7 +15,7 @@ DTYPES = [torch.float64, torch.float32]
 
 
 class RowByRow:
-    """An optimizer of torch's with one parameter per row; it skips rows without a gradient."""
+    """A torch optimizer with one parameter per row, so that it skips rows without a gradient."""
 
     def __init__(self, weight, kind, sparse_rows=False, **settings):
         self.rows = [torch.nn.Parameter(row.detach().clone()[None]) for row in weight]
@@ -37,7 +37,7 @@ class RowByRow:
 
 
 class Whole:
-    """An optimizer of torch's that accepts sparse gradients."""
+    """A torch optimizer that accepts sparse gradients."""
 
     def __init__(self, weight, kind, **settings):
         self.weight = torch.nn.Parameter(weight.detach().clone())
@@ -49,7 +49,7 @@ class Whole:
 
 
 class Numpy:
-    """A formula in float64, applied to the rows that have a gradient."""
+    """A formula in NumPy and float64, applied to the rows that have a gradient."""
 
     def __init__(self, weight, states, formula):
         self.values = weight.detach().double().numpy().copy()
@@ -124,7 +124,7 @@ ADAMW = {"eps": 1e-3, "weight_decay": 0.1, "amsgrad": True, "maximize": True}
 L2 = {"lr": 0.1, "weight_decay": 0.1, "maximize": True}
 DECOUPLED = {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}
 RMS = {"lr": 0.1, "form": "tensorflow"}
-# Our optimizer, its settings, and the one to compare it with.
+# Our optimizer, its settings, and the reference to compare it with.
 CASES = {
     "SGD": (optim.SGD, {"lr": 0.1}, lambda w: RowByRow(w, torch.optim.SGD, lr=0.1)),
     "SGD weight decay": (
