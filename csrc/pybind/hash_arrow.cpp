@@ -18,7 +18,7 @@ namespace {
 struct Work {
   uint64_t seed;
   int num_threads;
-  int64_t missing;  // code of nulls, which is that of ""
+  int64_t missing;  // code of nulls: equal to the code of ""
 };
 
 // Sets codes[i] = code(i) for valid items, and the code of "" for nulls.

@@ -68,8 +68,7 @@ def load(
     of which load before it, refuses its state. While loading, keys need 21 bytes for each row of a
     hash table's capacity. With the same number of ranks and equally constructed tables, keys keep
     their rows and torch's random numbers continue, so training on the CPU gives the same bits as
-    without the interruption.
-    With several ranks it is a collective.
+    without the interruption. With several ranks this is a collective.
 
     Args:
         module: constructed like the module that was saved.

@@ -53,7 +53,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{path}: {len(text)} bytes are too many; it has {_MOST_BYTES} at most"
         )
-    _parsed(path, text)  # raises if `read_manifest` would
+    _parsed(path, text)  # raises if the file could not be read again
     for name, content in ((MANIFEST, text), (CHECKSUM, b"%08x\n" % zlib.crc32(text))):
         write_small(folder / name, content)
 

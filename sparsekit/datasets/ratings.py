@@ -149,7 +149,7 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     names are accepted (``userId,movieId,rating,timestamp``). Without such a line the columns are
     these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
 
-    An int64 id stands for itself; any other text, such as 007 or +7, for its
+    An int64 id is kept as it is; any other text, such as 007 or +7, is replaced by its
     `sparsekit.hashing.xxh64`, which is the same in every file and on every machine. Ratings and
     timestamps are finite decimal numbers in ASCII digits, without blanks or underscores. Blank
     lines are skipped. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
