@@ -80,7 +80,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch, quote):
 
     path = write(tmp_path / "x.csv", "a,b\n" + ROWS)
     monkeypatch.setattr(text_file, "open", open_short, raising=False)
-    for block_bytes in (40, 5000):
+    for block_bytes in (400, 5000):
         settings = {"dense": ["a"], "quote": quote, "block_bytes": block_bytes}
         (batch,) = CsvReader(path, 10_000, **settings)
         assert batch.dense[:, 0].equal(torch.arange(3000.0))

@@ -335,3 +335,17 @@ def test_batch_norm_is_refused(two_ranks):
         assert isinstance(outcome, Raised)
         assert outcome.message.startswith("0 is BatchNorm1d")
     make_with_batch_norm(0)
+
+
+def own_buffer(rank):
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("seen", torch.zeros(()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, lambda m, b: (m(b[0])[:, 0], 0.0), [sgd], stream=io.StringIO())
+    model.seen.fill_(rank)
+    trainer.fit((torch.ones(8, 1),), epochs=1, batch_size=2)
+    return model.seen.item()
+
+
+def test_each_rank_has_buffers_of_its_own(two_ranks):
+    assert two_ranks(own_buffer) == [0, 1]
