@@ -37,8 +37,9 @@ def unsorted_segment_sum(
         IndexError: an id >= num_segments; the message gives its position.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    num_segments = check_int("unsorted_segment_sum", "num_segments", num_segments, 0, 2**48 - 1)
-    return _sum(data, segment_ids, num_segments, deterministic)
+    # The op itself refuses an int that is out of range.
+    count = check_int("unsorted_segment_sum", "num_segments", num_segments, -(2**63), 2**63 - 1)
+    return _sum(data, segment_ids, count, deterministic)
 
 
 @_sum.fake
