@@ -29,13 +29,7 @@ from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from . import trained
 from .check import check_files
-from .config import (
-    OPTIMIZERS,
-    DataConfig,
-    RunConfig,
-    TrainerConfig,
-    check,
-)
+from .config import OPTIMIZERS, DataConfig, RunConfig, TrainerConfig, check
 from .trained import MODELS, scores
 
 TEST_FRACTION, SPLIT_SEED = 0.2, 0

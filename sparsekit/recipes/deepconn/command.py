@@ -16,13 +16,7 @@ from ...cli import ranks, training
 from ...cli.common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
 from ...datasets import Ratings, movielens_100k
 from ...datasets.films import movielens_100k_films
-from ...datasets.reviews import (
-    Corpus,
-    read_reviews,
-    reviews_of_films,
-    split_reviews,
-    words_of,
-)
+from ...datasets.reviews import Corpus, read_reviews, reviews_of_films, split_reviews, words_of
 from ...errors import DivergedError
 from ...train import Progress
 from ...train.feed import of_tensors

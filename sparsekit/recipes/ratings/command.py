@@ -8,14 +8,7 @@ import math
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import (
-    UsageError,
-    number,
-    rank,
-    set_threads,
-    sum_over_ranks,
-    world_size,
-)
+from ...cli.common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
 from ...datasets import Ratings, movielens_100k
 from ...distributed import init
 from ...errors import DivergedError, TableFullError
