@@ -1,6 +1,6 @@
-"""Runs scripts of examples/ on one rank, each in a fork, and stores the output of rank 0.
+"""Runs scripts of examples/, each in a forked process, and stores the output of rank 0.
 
-Importing torch and the trainers takes longer than the scripts do; here it is done once for all.
+Importing torch and the trainers takes longer than the scripts, so all scripts share one import.
 """
 
 import importlib

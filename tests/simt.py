@@ -1,6 +1,6 @@
-"""Runs the CUDA kernels on the host: ops of `sparsekit` go to `sparsekit_simt` instead.
+"""Runs the CUDA kernels on the host: ops of `sparsekit` are redirected to `sparsekit_simt`.
 
-A test under `SimtMode` calls the public functions, gradients and layers as ever; below autograd,
+A test under `SimtMode` calls public functions, gradients and layers as usual; below autograd,
 each op is replaced by the one of the same name whose kernels are the CUDA ones, executed by the
 host runner (csrc/core/simt).
 """

@@ -1,4 +1,4 @@
-"""Counts what a GPU would have to do: launches, memsets, waits, atomics, bytes.
+"""Counts the work that a GPU would do: launches, memsets, waits, atomics, bytes.
 
     with counted() as counts:
         step()
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Count:
-    """Work of a GPU: what an op asks it to do."""
+    """Work that an op gives to a GPU."""
 
     calls: int = 0
     """Calls of the op itself."""
@@ -57,20 +57,20 @@ class Count:
 
     @property
     def launches(self) -> int:
-        """Count everything that is put on the stream."""
+        """Return the number of operations put on the stream."""
         return self.kernels + self.memsets + self.library + self.torch
 
     @property
     def moved(self) -> int:
-        """Return bytes read and written; a launch counts each sector once."""
+        """Return the bytes read and written; a launch counts each sector once."""
         return self.read + self.written
 
 
 class Counts(dict[tuple[str, str], Count]):
-    """Map from (op, name of a launch) to Count; the name "" stands for the op itself."""
+    """Dict of (op, launch name) to Count; the name "" is for work outside the op's launches."""
 
     def sum(self, op: str | None = None, name: str | None = None) -> Count:
-        """Add up all entries, or those of one op, or those of one name."""
+        """Add up all entries, or only the entries of an op or of a launch name."""
         chosen = (c for key, c in self.items() if op in (None, key[0]) and name in (None, key[1]))
         return sum(chosen, Count())
 
@@ -83,7 +83,7 @@ class Counts(dict[tuple[str, str], Count]):
         return [name for of, name in self if of == op and name]
 
     def add(self, op: str, name: str, count: Count) -> None:
-        """Add a count to an entry."""
+        """Add a count to the entry of an op and a launch name."""
         self[op, name] = self.get((op, name), Count()) + count
 
 
@@ -129,11 +129,11 @@ class Runner:
         self._library.sparsekit_simt_records.restype = ctypes.POINTER(_Record)
 
     def count(self, on: bool) -> None:
-        """Start an empty list, or stop recording."""
+        """Start recording launches in an empty list, or stop recording."""
         self._library.sparsekit_simt_count(int(on))
 
     def take(self) -> list[tuple[str, Count]]:
-        """Return the names and counts of the launches so far, and start an empty list."""
+        """Return the names and counts of the launches recorded so far, and empty the list."""
         number = ctypes.c_int64()
         records = self._library.sparsekit_simt_records(ctypes.byref(number))
         taken = [(r.name.decode(), r.count()) for r in records[: number.value]]
@@ -145,7 +145,7 @@ class Runner:
         return bool(self._library.sparsekit_simt_sees_bytes())
 
     def set_checked(self, on: bool) -> bool:
-        """Set whether ops read back what kernels report, as `sparsekit.checked` does."""
+        """Set whether ops read back the errors that kernels report; return the old setting."""
         return bool(self._library.sparsekit_set_checked(int(on)))
 
 
@@ -245,7 +245,7 @@ class _Functions(TorchFunctionMode):
         self._counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the method; counts a wait if it is one of those."""
+        """Call the method, and count a wait if it reads a tensor's values."""
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             self._counts.add(f"Tensor.{func.__name__}", "", Count(calls=1, waits=1))
         return func(*args, **(kwargs or {}))
@@ -262,7 +262,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes in memory; an expanded tensor shows some of them more than once."""
+    """Return a tensor's bytes in memory, counting repeated elements of an expanded tensor once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -273,8 +273,8 @@ _counting = threading.local()
 def counted() -> Iterator[Counts]:
     """Run this thread's sparsekit ops on the host runner and count their work in this block.
 
-    Several threads may count at the same time, each its own ops. Set-up that only the first call of
-    an op in a process needs is not counted.
+    Several threads may count at the same time; each counts its own ops. Initialization in the first
+    call of an op in a process is not counted.
     """
     if getattr(_counting, "on", False):
         raise RuntimeError("counted: this thread is counting already")

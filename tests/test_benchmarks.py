@@ -26,7 +26,7 @@ def _threads() -> Iterator[None]:
 
 
 def run_suite(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run a suite; returns the contents of its JSON file."""
+    """Run a suite of benchmarks; return the contents of its JSON file."""
     path = folder / "out.json"
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # installed peers may warn
@@ -36,7 +36,7 @@ def run_suite(folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Run all suites once; that of the GPU is rehearsed on the CPU."""
+    """Run all suites once; the GPU's suite is rehearsed on the CPU."""
     # One thread: several would wait for one another by spinning, which takes long on a busy
     # machine.
     options = {suite: ["--suite", suite, "--quick", "--threads", "1"] for suite in SUITES}
@@ -82,7 +82,7 @@ def test_every_target_is_measured(quick: dict[str, dict[str, Any]]) -> None:
     skipped = quick["cpu"]["skipped"] | quick["dist"]["skipped"]
     expected = {(line, against) for line, against in CPU_TARGETS if against not in skipped}
     assert measured(quick["cpu"], quick["dist"]) == expected
-    # Each reason says what helps, and only optional peers are skipped.
+    # Each reason says how to get the peer, and only optional peers are skipped.
     assert all("install" in reason or "compile" in reason for reason in skipped.values())
     assert not {against for _, against in CPU_TARGETS if "torch" in against} & set(skipped)
 
@@ -235,7 +235,7 @@ def test_a_peer_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_device_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that takes 3 ms for everything stands in for the part that no rehearsal covers."""
+    """A stand-in for a device whose events are always 3 ms apart covers the GPU's timer."""
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

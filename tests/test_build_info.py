@@ -15,7 +15,7 @@ def test_it_says_what_this_build_is():
     assert info["cxx_standard"] == 17
     assert info["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
     assert info["torch_minimum"] == ".".join(map(str, _load.MINIMUM_TORCH))
-    # Torch's own version has three numbers, the minimum has two.
+    # Torch's version has three components, the minimum has two.
     built_with = re.match(r"(\d+)\.(\d+)\.\d+", info["torch_built_with"])
     assert built_with
     assert (int(built_with[1]), int(built_with[2])) >= _load.MINIMUM_TORCH

@@ -28,7 +28,7 @@ from sparsekit.train.step import Step
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Write 2,000 ratings; each user likes either the items with even ids or those with odd ids."""
+    """Write 2,000 ratings; each user likes either items with even ids or items with odd ids."""
     generator = torch.Generator().manual_seed(0)
     lines = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
     for time in range(2000):
@@ -248,7 +248,7 @@ def test_divergence_in_the_last_step(data, monkeypatch, capsys):
 
 @pytest.mark.parametrize("batch_size", [64, 100, 1600, 5000])
 def test_the_learning_rate_reaches_zero_after_the_last_step(data, monkeypatch, batch_size):
-    """This holds even if the last batch of an epoch is smaller."""
+    """The rate reaches zero even if the last batch of an epoch is smaller."""
     rates = []
     update = Step.update
 
@@ -352,7 +352,7 @@ def test_ctrl_c_in_training(data, ranks):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that the test can send a signal to the whole group
+        start_new_session=True,  # so that the test can send a signal to the whole process group
     ) as process:
         try:
             seen = [process.stdout.readline() for _ in range(3)]
@@ -372,7 +372,7 @@ def test_ctrl_c_in_training(data, ranks):
 
 
 def summary(output: str) -> list[float]:
-    """Return losses and errors of the epochs, results, and sizes of tables."""
+    """Return the numbers printed: losses and errors of epochs, results, sizes of tables."""
     numbers = re.findall(r"^epoch \d/\d  loss ([\d.]+)  test RMSE ([\d.]+)", output, re.MULTILINE)
     sizes = re.findall(r"rows in the tables: user (\d+), item (\d+), rated (\d+)$", output)
     assert len(sizes) == 1

@@ -23,7 +23,7 @@ from sparsekit.train.plots import read_run
 
 @pytest.fixture
 def data(tmp_path):
-    """Write 40 users, who have rated items of one half of 30."""
+    """Write the ratings of 40 users; each user has rated items of one half of the 30 items."""
     generator = torch.Generator().manual_seed(0)
     lines = ["user,item,rating,timestamp"]
     for user in range(40):
@@ -41,7 +41,7 @@ def train(data, *arguments):
 
 
 def results(output):
-    """Return the printed table: name -> precision, recall, NDCG."""
+    """Return the printed table as a dict of name to precision, recall and NDCG."""
     rows = re.findall(r"^(popularity|model) +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
     return {name: tuple(map(float, values)) for name, *values in rows}
 

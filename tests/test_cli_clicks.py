@@ -28,7 +28,7 @@ COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
 
 @pytest.fixture
 def clicks(tmp_path):
-    """Write 600 rows; user and price decide whether there is a click."""
+    """Write 600 rows, in which the click depends on user and price."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path / "clicks.csv"
     rows = []
@@ -96,7 +96,7 @@ def test_settings_come_from_file_and_flags(clicks, tmp_path, capsys):
 
 
 def test_all_other_settings_do_something(clicks, capsys):
-    """Formats and settings are used once each; tests of trainer and readers check their effects."""
+    """Use each format and setting once; tests of the trainer and readers check their effects."""
     sample = clicks.with_name("sample.tsv")
     write_criteo_sample(sample, 300)
     tsv = clicks.with_name("clicks.tsv")
@@ -170,7 +170,7 @@ def test_wrong_files(clicks, tmp_path, capsys):
 
 
 def rows_of(*labels):
-    """Return a file of clicks with these labels."""
+    """Return the text of a file of clicks with these labels."""
     rows = [f"{label},user {i % 7},{i % 5},{i % 3}" for i, label in enumerate(labels)]
     return "\n".join(["click,user,item,price", *rows, ""])
 
@@ -235,7 +235,7 @@ def test_divergence_ends_with_1(clicks, capsys):
 
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_the_adult_data_as_files(tmp_path, split):
-    """Files written for training read as any others; validation rows are training rows."""
+    """Files written for training can be read like any others; validation rows are training rows."""
     columns = {name: np.array(["a", "b", "?"] * 20) for name in CATEGORIES}
     columns |= {name: np.array(list(map(str, range(60)))) for name in NUMBERS}
     people = Adult(columns, torch.arange(60) % 2.0)
@@ -397,7 +397,7 @@ def test_the_model_and_the_epochs_are_those_of_the_case(monkeypatch):
 
 
 def test_a_prediction_is_what_it_assumes():
-    """A step takes 1 s on one rank and 0.6 s on two, which is 0.1 s more than half."""
+    """A step takes 1 s on one rank and 0.6 s on two: half of 1 s, and 0.1 s extra."""
     worst, best = predicted({1: 100.0, 2: 100 / 0.6}, 4)
     assert worst == pytest.approx(1 / (0.25 + 0.1))
     assert best == pytest.approx(1 / (0.25 + 0.1 * (3 / 16) / (1 / 4)))

@@ -15,7 +15,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def hashed(folder, content, *options, name="x.csv"):
-    """Return what `sparsekit hash` makes of a file, as columns of Python objects."""
+    """Run `sparsekit hash` on a file; return the output as columns of Python objects."""
     path, out = folder / name, folder / "out.parquet"
     path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
     assert cli.main(["hash", str(path), "--out", str(out), *options]) == 0

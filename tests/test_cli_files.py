@@ -1,4 +1,4 @@
-"""Real file layouts with every command that reads them: each works, or one line says why not.
+"""Every command reads real file layouts, or prints a one-line error.
 
 Layouts of MovieLens, Amazon's reviews, UCI's Adult data and Criteo, plain and compressed, from
 pipes, with quotes, byte-order marks and other line ends.
@@ -25,7 +25,7 @@ from sparsekit.data import CsvReader
 from sparsekit.errors import DataFormatError
 from sparsekit.hashing import xxh64
 
-# Rows of (user, item, rating, time).
+# Each row is (user, item, rating, time).
 RATINGS = [
     (user, item, 1 + (user + item) % 5, 1000 * user + item)
     for user in range(1, 7)
@@ -126,7 +126,7 @@ def command(name, file):
 
 
 def error_of(capfd, *arguments):
-    """Run a command that must fail; returns its message."""
+    """Run a command that must fail; return its error message."""
     capfd.readouterr()
     assert cli.main(list(arguments)) == 2
     error = capfd.readouterr().err
@@ -135,7 +135,7 @@ def error_of(capfd, *arguments):
 
 
 class Pipe:
-    """Named pipe that a thread writes to once."""
+    """Named pipe to which a thread writes once."""
 
     def __init__(self, path, content):
         os.mkfifo(path)
@@ -151,7 +151,7 @@ class Pipe:
             pass
 
     def done(self):
-        """Let the thread end, even if nothing has opened the pipe or read all of it."""
+        """End the thread, even if nothing has opened the pipe or read all of its contents."""
         # Do not block here if the writer has ended already.
         os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK))
         self.thread.join()
@@ -162,7 +162,7 @@ PAIRS = [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in na
 
 @pytest.mark.parametrize(("layout", "name"), PAIRS)
 def test_layouts(layout, name, capfd, tmp_path):
-    """A layout gives the same figures plain, compressed and with other line ends."""
+    """A layout gives the same figures if it is compressed or has other line ends."""
     content = LAYOUTS[layout][0].encode()
     variants = {"plain": content, "gzip": gzip.compress(content)}
     variants["BOM and CRLF"] = b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n")
@@ -211,7 +211,7 @@ def test_each_command_computes_with_the_threads_that_were_asked_for(name, tmp_pa
 
 
 def refused():
-    """Return name -> (content that is no text, message)."""
+    """Return a dict of name to (content that is not text, error message)."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("u.data", LAYOUTS["u.data"][0])

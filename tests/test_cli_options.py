@@ -1,4 +1,4 @@
-"""Each option of each command arrives: an unusual value shows where it takes effect."""
+"""Each option of each command takes effect: an unusual value shows up where it is used."""
 
 import argparse
 import functools
@@ -201,7 +201,7 @@ for name in MODELS:
 
 
 def commands(parser, words=()):
-    """Yield each command that has no subcommands, as its words, and the names of its arguments."""
+    """Yield (words of the command, names of its arguments) for each command without subcommands."""
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not below:
         names = {a.option_strings[0] if a.option_strings else a.dest for a in parser._actions}
@@ -211,7 +211,7 @@ def commands(parser, words=()):
 
 
 def test_each_option_has_a_row():
-    """A new option fails here until the tables say how its effect shows."""
+    """A new option fails here until the tables above say where its effect shows up."""
     assert dict(commands(make_parser())) == {name: set(rows) for name, rows in COMMANDS.items()}
     for rows in COMMANDS.values():
         for option, row in rows.items():
@@ -221,7 +221,7 @@ def test_each_option_has_a_row():
 
 @pytest.fixture
 def seen(monkeypatch, tmp_path):
-    """Record calls: "name of a function or class.argument" -> its values in all calls."""
+    """Record calls in a dict of "function or class.argument" to the argument's values."""
     found = {}
 
     def note(name, value):
@@ -302,7 +302,7 @@ def write(command):
 
 
 def seen_afterwards(seen, output):
-    """Yield what a command has left in files and in objects."""
+    """Yield the values that a command has left in files and in objects."""
     yield from (("written", str(path)) for path in Path().rglob("*"))
     yield "lines", output.count("\n")
     yield "wire dtype", settings.wire_dtype

@@ -70,7 +70,7 @@ def command(model, data, folder, *more):
 
 
 def contents(folder):
-    """Return all tensors of the latest checkpoint, tables by key."""
+    """Return all tensors of the latest checkpoint; tables are dicts by key."""
     path = checkpoint.latest(folder)
     manifest = read_manifest(path)
     dense = read_file(path / "dense.safetensors", manifest["files"]["dense.safetensors"]["crc32"])
@@ -138,10 +138,10 @@ def test_what_is_refused(tmp_path, capsys):
     assert "only --placement single is saved" in refused(split)
 
 
-# The first reads its data at once, the second as a stream.
+# The first model reads its data at once, the second reads a stream.
 @pytest.mark.parametrize("model", ["ratings", "dlrm"])
 def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
-    """A finished run refuses them too: its figures are those of the old data."""
+    """Changed data raise an error even if the run has ended: its figures are for the old data."""
     data = write_data(tmp_path, model)
     run = command(model, data, tmp_path / "a", "--resume", "--ranks", "1", "--epochs", "1")
     assert cli.main(run) == 0
@@ -160,7 +160,7 @@ def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
 
 
 def test_what_the_trainer_refuses_is_one_line(tmp_path, capsys):
-    """Without a note about the data, as in a script's checkpoints, the trainer itself refuses."""
+    """If a checkpoint has no note about the data, as a script's, the trainer raises the error."""
     data, folder = write_data(tmp_path, "ratings"), tmp_path / "a"
     run = command("ratings", data, folder, "--resume", "--ranks", "1", "--epochs", "1")
     assert cli.main(run) == 0
@@ -206,7 +206,7 @@ def test_a_configuration_that_has_changed_is_refused(tmp_path, capsys):
 
 @pytest.mark.time_limit(120)
 def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
-    """The epoch starts over: on another number of ranks each reads other rows in each batch."""
+    """On another number of ranks, the epoch starts over, since batches have other rows."""
     data, folder = write_data(tmp_path, "dlrm"), tmp_path / "a"
     update, done = Step.update, 0
 

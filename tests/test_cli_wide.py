@@ -27,7 +27,7 @@ def own_filters():
 
 @pytest.fixture
 def data(tmp_path):
-    """Write 800 people; age, hours and, for half of them, the country decide the income."""
+    """Write data of 800 people; age, hours and, for half of them, country decide the income."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path / "people.csv"
     with path.open("w", newline="") as file:
@@ -41,13 +41,13 @@ def data(tmp_path):
 
 
 def run(capsys, data, *arguments):
-    """Run the command; returns its output."""
+    """Run the command; return its output."""
     assert cli.main(["train", "wide", "--data", str(data), *arguments]) == 0
     return capsys.readouterr().out
 
 
 def results(output):
-    """Return the printed table: name -> (AUC, log loss)."""
+    """Return the printed table as a dict of name to (AUC, log loss)."""
     rows = re.findall(r"^(constant rate|model) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
     return {name: (float(area), float(loss)) for name, area, loss in rows}
 
@@ -78,7 +78,7 @@ def test_it_beats_the_constant_and_saves_the_model(data, tmp_path, capsys, optim
         probabilities = model.probabilities(model.encode(test.columns))
     area = auc(probabilities, test.labels), log_loss(probabilities, test.labels)
     assert found["model"] == pytest.approx(area, abs=1e-4)
-    # The model must know nothing from the test part.
+    # The model must not have seen the test part.
     for name, cuts in model.buckets.edges.items():
         assert set(cuts.tolist()) <= set(train.columns[name].astype(float))
 
@@ -149,7 +149,7 @@ def test_wrong_arguments(arguments, capsys):
 
 
 def test_the_adult_data_from_text_to_an_auc_of_0_90():
-    """Processor time counts: other processes on a busy machine stretch it little."""
+    """Processor time is limited, since other processes on a busy machine hardly change it."""
     pytest.importorskip("pyarrow")
     try:
         adult()

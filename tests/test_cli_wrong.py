@@ -1,4 +1,4 @@
-"""A mistyped command line gives one line, exit code 2 and the word probably meant."""
+"""A mistyped command gives a one-line error, exit code 2 and the word probably meant."""
 
 import re
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def error_of(capsys, command):
-    """Run a command that must fail; returns its message."""
+    """Run a command that must fail; return its error message."""
     try:
         code = cli.main(command.split())
     except SystemExit as ended:

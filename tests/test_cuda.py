@@ -1,4 +1,4 @@
-"""Only on a device: streams, several devices, graphs; on all backends, reports of bad values."""
+"""Streams, several devices and graphs, on a GPU; reports of invalid values, on all backends."""
 
 import ctypes
 

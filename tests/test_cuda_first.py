@@ -1,4 +1,4 @@
-"""Basics of a device, tested within seconds: `gpu_check.sh` runs them before anything longer.
+"""Basics of a device, tested within seconds: `gpu_check.sh` runs these tests first.
 
 Two shortcuts past torch's dispatcher, which save time on the CPU, must also work here:
 aoti_torch_empty_strided makes outputs and workspace, and ops that need no gradient are called below
@@ -17,7 +17,7 @@ SIZES = ((0, 4), (1, 1), (3, 5), (5, 0), (20_000, 64))
 
 
 def assert_own(out, like, dtype, *sizes):
-    """Check that `out` is a new, contiguous, aligned tensor of torch's on the device of `like`."""
+    """Check that `out` is a new, contiguous, aligned torch tensor on the device of `like`."""
     assert out.device == like.device
     assert out.dtype == dtype
     assert tuple(out.shape) == sizes
@@ -55,7 +55,7 @@ def test_outputs_come_from_torchs_allocator_and_go_back_to_it():
     table = torch.ones(1000, 256, device="cuda")
     rows = torch.arange(1 << 17, device="cuda") % 1000
     data = torch.ones(1 << 17, 64, device="cuda")
-    ops.gather_rows(table, rows[:1])  # the first call keeps a few words
+    ops.gather_rows(table, rows[:1])  # the first call allocates a few words that it keeps
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

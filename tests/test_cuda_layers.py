@@ -1,4 +1,4 @@
-"""Layers, optimizers, tables and models on a device give the results of the CPU.
+"""Layers, optimizers, tables and models give the same results on a device as on the CPU.
 
 Most tests run on every backend, so that each of their lines has run before it meets a GPU.
 """
@@ -59,7 +59,7 @@ class Run:
         self.optimizer = LazyAdam(self.layer.parameters(), lr=0.01)
 
     def inputs(self, number):
-        """Return keys with repeats and padding, some new in every step; for bags, weights too."""
+        """Return keys with repeats, padding and new keys; for a layer of bags, also weights."""
         device = self.layer.weight.device
         ids = torch.randint(0, 20 + 10 * number, (6, 2, 4), generator=generator(number))
         keys = (ids * 0x1E3779B97F4A7C15).masked_fill(ids % 7 == 0, PADDING).to(device)
@@ -72,7 +72,7 @@ class Run:
         return (keys.flatten(), offsets), weights.flatten()
 
     def step(self, number):
-        """Take one step with checks off, as users do; returns the output."""
+        """Take one step with checks off, as users do; return the output."""
         with sparsekit.checked(False):
             self.optimizer.zero_grad()
             out = self.layer(*self.inputs(number))
@@ -93,7 +93,7 @@ class Run:
 
 
 def on_cpu(kind, dtype, steps):
-    """Take `steps` steps on the CPU engine, even in SimtMode; returns the run and its outputs."""
+    """Take `steps` steps on the CPU engine, even in SimtMode; return the run and its outputs."""
     with _disable_current_modes():
         twin = Run(kind, dtype, "cpu")
         return twin, [twin.step(number) for number in range(steps)]
@@ -107,7 +107,7 @@ def assert_same_state(run, twin, device):
         assert tensor.device.type == device.type, name
         if tensor.is_floating_point():
             assert_close(tensor.cpu(), theirs[name])
-        elif name not in ("table.buckets", "table.hash_seed"):  # keys may lie elsewhere
+        elif name not in ("table.buckets", "table.hash_seed"):  # key positions may differ
             assert torch.equal(tensor.cpu(), theirs[name]), name
 
 
@@ -229,7 +229,7 @@ def test_the_model_of_ratings_trains_on_a_device(device):
 
 
 def ratings(number):
-    """Make up ratings that can be learned: a user likes items whose numbers are near its own."""
+    """Generate ratings that can be learned: users like items with numbers near their own."""
     users, items = (torch.randint(0, 50, (number,), generator=generator(n)) for n in range(2))
     values = 5 - ((users - items).abs() % 50) / 12 + randn(number, seed=2) / 4
     return Ratings(users, items, values.clamp(1, 5), torch.arange(number, dtype=torch.float64))
@@ -265,7 +265,7 @@ def test_200_steps_of_the_demo_give_the_losses_of_the_cpu(device):
 
 @pytest.mark.parametrize("mode", ["grad", "in backward"])
 def test_how_often_a_step_waits(backend, device, mode):
-    """A step of a layer waits for the device at most this often; the aim is not at all."""
+    """Limit how often a layer's step waits for the device; the goal is no wait."""
     if backend == "cpu":
         pytest.skip("there is nothing to wait for")
     layer = sparsekit.DistributedEmbedding("sum", 1000, 8, 2, 3, device=device, name="waits")
@@ -289,7 +289,7 @@ def test_how_often_a_step_waits(backend, device, mode):
         counted = waits.count(step, simt.LIBRARY if backend == "simt" else waits.LIBRARY)
     finally:
         set_checked(before)
-    # The step waits to learn whether the keys found room and, for a gradient, how long that is.
+    # The step waits to learn whether the keys fit and, for a gradient, how long the gradient is.
     assert counted.sparsekit == (2 if mode == "grad" else 1)
     assert counted.torch <= 12
     print(f"{mode}: {counted}")

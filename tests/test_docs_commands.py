@@ -23,7 +23,7 @@ LAUNCHER = re.compile(r"^torchrun .*? -m ")
 
 
 def printed(page: Path) -> list[str]:
-    """Return the lines of the page's blocks without a language; joins continued lines."""
+    """Return the lines of a page's code blocks without a language, with continued lines joined."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     lines = (
         "\n".join(text for language, text in blocks if not language)

@@ -1,4 +1,4 @@
-"""Every engine gives the same bits, and a failed load is one clear ImportError."""
+"""Every engine gives the same bits, and a failed load raises one clear ImportError."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from ops.optimizer_rules import CASES, widths
 from sparsekit import _load
 
 PACKAGE = Path(_load.__file__).parent
-# Rule, settings and, for each state, whether it has one number per row.
+# Rule, settings and, for each state, whether it has a single value per row.
 RULES = [(rule, v, [w == 1 for w in widths(rule, count, 2)]) for rule, v, count in CASES.values()]
 
 # A program that calls every op and prints a digest of each result. Its inputs come from numpy:
@@ -190,7 +190,7 @@ def run(program, package_parent=PACKAGE.parent, capability=None):
 
 
 def digests(capability):
-    """Return a digest of each result by name, and the other lines as a dictionary."""
+    """Return a dict of result names to digests, and a dict of the other lines printed."""
     done = run(DIGESTS, capability=capability)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

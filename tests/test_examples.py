@@ -1,4 +1,4 @@
-"""The examples run on two ranks and learn; those of the same model take the same steps."""
+"""The examples run on two ranks and learn; examples of one model take the same steps."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ import pytest
 from patience import patience
 
 ROOT = Path(__file__).parent.parent
-# Examples and the packages that each needs.
+# The packages that each example needs.
 NEEDS = {
     "ddp": [],
     "fsdp2": [],
@@ -41,7 +41,7 @@ def free_ports(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run the examples whose packages are here; returns what each has printed."""
+    """Run the examples whose packages are installed; return the output of each."""
     folder = tmp_path_factory.mktemp("examples")
     names = [name for name in NEEDS if not absent(name)]
     ports = free_ports(len(names))

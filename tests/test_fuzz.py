@@ -1,4 +1,4 @@
-"""The fuzzer runs for ten seconds on each backend, and it reports the faults that it looks for."""
+"""The fuzzer runs for ten seconds on each backend, and reports faults that tests inject."""
 
 import os
 import random
@@ -13,7 +13,7 @@ SEED = 0 if os.environ.get("CI") else random.randrange(10**6)
 
 
 def fuzz(*arguments, before=""):
-    """Run the fuzzer after the code in `before`; returns its exit status and its output."""
+    """Run the code in `before`, then the fuzzer; return its exit status and output."""
     script = (
         f"import sys; sys.argv[1:] = {list(arguments)}; from tests.fuzz import __main__ as fuzz\n"
     )

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def launched_in_sources():
-    """Return the names of all launches, without the description of arguments."""
+    """Return the names of all launches in the sources, without descriptions of arguments."""
     text = "".join(path.read_text() for path in KERNELS.glob("*.cu*"))
     return set(re.findall(r'launch\(\s*"([^"]+)"', text))
 

@@ -314,7 +314,7 @@ def test_errors_of_an_index_method_pass():
 
 
 def test_an_error_of_a_signal_handler_passes():
-    """Only an error that makes a value impossible to hash becomes a ValueError that names it."""
+    """A signal handler's error is raised unchanged; only errors of a value name the value."""
 
     class Interrupt(Exception):
         pass
@@ -386,7 +386,7 @@ def test_an_import_hook_that_changes_the_list(monkeypatch, left):
 
 
 def test_a_signal_handler_that_changes_the_list():
-    """A handler runs meanwhile: Python looks for signals while it writes a long int in decimal."""
+    """Python runs signal handlers while it converts a long int, in the middle of hashing."""
     number = 7**200_000
     texts = [f"text {i}" for i in range(5)]
     values = []

@@ -1,4 +1,4 @@
-"""Texts that are hashed several at once, with and without vector instructions."""
+"""Several texts hashed at once, with and without vector instructions."""
 
 import itertools
 import random
@@ -86,11 +86,11 @@ def test_values_of_every_kind_in_one_batch():
 
 
 def test_texts_that_fill_all_room():
-    """Texts as long in UTF-8 as a batch can hold."""
+    """Texts may be as long in UTF-8 as a batch's buffer."""
     check(["é" * 31 + "a"] * 600)
     check(["😀" * 15 + "é" + "a"] * 600)
     check([text for _ in range(300) for text in ("é" * 31, "日" * 4096, "é" * 32)])
-    # More texts, of many lengths, than can wait: none may be overwritten before it is hashed.
+    # More texts than the buffer holds: no text may be overwritten before it is hashed.
     check([f"{i}" + "é" * (i % 29) for i in range(3000)])
 
 

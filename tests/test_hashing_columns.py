@@ -16,7 +16,7 @@ from sparsekit import _pybind
 from sparsekit.hashing import xxh64
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
-# Lengths around words, stripes and the texts that a string view holds inline.
+# Lengths around those of words, of stripes and of texts that a string view holds inline.
 WORDS = [None, "", "a", "é", *(("ab日c" * 20)[:n] for n in range(40))]
 STRINGS = [pa.string(), pa.large_string(), pa.string_view()]
 # Large enough for several threads to hash a column in parts.
@@ -234,7 +234,7 @@ def test_fixed_width_arrays():
         trimmed = [word.rstrip("\0") for word in words]
         check(np.array(words, dtype="U"), trimmed)
         check(np.array([word.encode() for word in words], dtype="S"), trimmed)
-    # Strided and unaligned fields.
+    # The fields are strided and unaligned.
     table = np.array([(1, "ab", b"x"), (2, "é", b"yz")], dtype="i1,U3,S2")
     check(table["f1"], ["ab", "é"])
     check(table["f2"], [b"x", b"yz"])

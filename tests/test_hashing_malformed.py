@@ -29,7 +29,7 @@ def from_offsets(kind, offsets, text=b"hello world", valid=None):
 
 
 def from_views(views, text=LONG * 3, valid=None):
-    """Return a column of string views: each a size and, for a long text, its buffer and offset."""
+    """Return a column of string views, each (size,) or, for a long text, (size, buffer, offset)."""
     words = np.zeros((len(views), 4), np.int32)
     for word, (size, *where) in zip(words, views, strict=True):
         word[0] = size
@@ -103,7 +103,7 @@ def test_entries_of_a_dictionary():
 
 
 def ipc(column, change=lambda stream: None):
-    """Write a column, change the stream and read it back; reading checks almost nothing."""
+    """Write a column to a stream, change the stream and read it; reading checks almost nothing."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, pa.schema([("a", column.type)])) as writer:
         writer.write_batch(pa.record_batch([column], ["a"]))
@@ -125,7 +125,7 @@ def replace(old, new):
     [([0, 5, 10**9], "Length spanned by binary offsets"), ([-9, 5, 11], "Negative offsets")],
 )
 def test_what_reaches_beyond_a_buffer_of_pyarrow(offsets, reason):
-    """Such offsets are found, since pyarrow knows the sizes of its buffers."""
+    """Offsets beyond a buffer raise an error, since pyarrow knows the sizes of its buffers."""
     before, after = np.array([0, 5, 11], np.int32), np.array(offsets, np.int32)
     column = ipc(from_offsets(pa.binary(), before), replace(before.tobytes(), after.tobytes()))
     whole = pa.array([b"a", b"b"])
@@ -153,7 +153,7 @@ ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_cha
 
 
 def hash_changed(column, change):
-    """Return the codes of an array that another package exports, with its struct changed."""
+    """Hash an array as exported by another package, after a change in the exported struct."""
     schema, array = column.__arrow_c_array__()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer(array, b"arrow_array")
     struct = ctypes.cast(pointer, ctypes.POINTER(Array)).contents
@@ -222,7 +222,7 @@ NUMBERS = [0, 1, -1, 3, 8, 12, 13, 64, 2**16, 2**31 - 1, -(2**31)]
 
 
 def mutate(draw, stream):
-    """Change some numbers of a stream: in its messages or in its buffers."""
+    """Change some numbers in a stream's messages or buffers."""
     for _ in range(draw.choice([1, 1, 2, 4])):
         place = draw.randrange(len(stream) // 4) * 4
         number = int.from_bytes(stream[place : place + 4], "little", signed=True)
@@ -231,7 +231,7 @@ def mutate(draw, stream):
 
 
 def test_structured_faults():
-    """A column that pyarrow's full check accepts is hashed, and any other is refused."""
+    """A column is hashed if pyarrow's full validation accepts it; otherwise an error is raised."""
     words = [b"", b"a", b"bcd", LONG, b"x" * 12, b"y" * 13, LONG * 4]
     columns = [pa.array(words, kind) for kind in (pa.binary(), pa.large_binary(), pa.binary_view())]
     columns += [pa.array([b"abc", b"def"], pa.binary(3)), pa.array([3, -4], pa.int16())]

@@ -1,4 +1,4 @@
-"""sparsekit.hashing.SplitHashEncoder: the rule, options and errors.
+"""sparsekit.hashing.SplitHashEncoder: its formula, options and errors.
 
 Known answers and the other requirements are in systems/test_s0_wide.py.
 """

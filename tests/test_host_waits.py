@@ -1,4 +1,4 @@
-"""Counts of how often a step of a layer waits for a device; each kind of wait is seen."""
+"""The number of times that a layer's step waits for a device; all kinds of waits are counted."""
 
 import functools
 
@@ -92,7 +92,7 @@ def test_what_is_made_of_the_tensors_of_a_device_is_its_own():
     assert waits_of(step, x) == {"tolist": 1}
 
 
-# The op waits once, to learn whether the keys have found room.
+# The op waits once, to learn whether the keys fit into the table.
 ROOM = {"ops of sparsekit": 1}
 KEYS = torch.randint(0, 500, (16, 2, 3), generator=generator(0))
 FLAT, OFFSETS = KEYS.view(-1), torch.arange(0, 97, 3)
@@ -180,7 +180,7 @@ def test_waits_of_a_fused_step(case):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("tables", [1, 26])
 def test_waits_of_a_group(tables, fused):
-    """A step that is not fused waits for the gradient's length and for each table's part of it."""
+    """A step that is not fused also waits for the lengths of the gradient and of its parts."""
     layers = {
         f"t{i}": sparsekit.DistributedEmbedding("sum", 1000, 8, 2, 3, seed=1, name=f"group {i}")
         for i in range(tables)

@@ -1,4 +1,4 @@
-"""Importing the package is cheap, and `python -O` runs the same program."""
+"""Importing the package is fast, and `python -O` does not change what it does."""
 
 import ast
 import subprocess

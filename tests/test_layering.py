@@ -1,4 +1,4 @@
-"""Core knows no torch, only torch_ops includes it, and every op has its file in every layer."""
+"""Only csrc/torch_ops includes torch, and every op has a file in every layer."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ STABLE = ("torch/csrc/stable/", "torch/headeronly/")
 
 
 def violations(csrc):
-    """Return a line "file: what is wrong" for each violation below csrc."""
+    """Return a line "file: reason" for each violation below csrc."""
     found = []
     for path in sorted(csrc.rglob("*")):
         if path.suffix not in SOURCES:

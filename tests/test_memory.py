@@ -28,7 +28,7 @@ def _empty():
 
 
 def large(rows=4 * MIB // 64):
-    """Return a new output of 4 MiB, full of ones."""
+    """Return a new output of an op, by default 4 MiB of ones."""
     return ops.gather_rows(torch.ones(1, 16), torch.zeros(rows, dtype=torch.int64))
 
 
@@ -70,7 +70,7 @@ def test_what_nobody_takes_is_returned_after_a_while():
 
 
 def untouched(rows):
-    """Return three outputs of 8 bytes per row, made with workspace; no page of them is touched."""
+    """Return three outputs of an op, 8 bytes per row each, whose pages stay untouched."""
     no_keys = torch.zeros(1, dtype=torch.int64)
     keys = torch.empty(rows, dtype=torch.int64)
     return torch.ops.sparsekit.unique_padded(keys, no_keys)[:3]
@@ -123,7 +123,7 @@ def test_the_oldest_go_first():
 
 @pytest.mark.parametrize(("varies", "most_changes"), [(0, 0), (0.1, 70)])
 def test_a_steady_loop_takes_hardly_any_new_memory(varies, most_changes):
-    """As in training, the outputs of a step's forward are freed after its backward."""
+    """As in training, the outputs of a step's forward are freed only after its backward."""
     draw = random.Random(3)
 
     def step():
@@ -209,7 +209,7 @@ def test_an_output_cannot_grow():
 
 
 def compiled(folder, name, *options):
-    """Compile the program of tests/`name`.cpp with the pool, without torch."""
+    """Compile tests/`name`.cpp and the pool into a program without torch."""
     if shutil.which("g++") is None:
         pytest.skip(f"no g++ to compile {name}.cpp")
     here = Path(__file__).parent

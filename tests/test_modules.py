@@ -1,4 +1,4 @@
-"""sparsekit's modules have no import circles and no long files, and a lookup enters few files."""
+"""sparsekit's modules are short and import without cycles, and a lookup enters few files."""
 
 import ast
 import graphlib
@@ -17,7 +17,7 @@ MOST_ENTRIES = 12
 
 
 def files(package):
-    """Return module name -> file."""
+    """Return a dict of module name to file."""
     found = {}
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -26,7 +26,7 @@ def files(package):
 
 
 class Imports(ast.NodeVisitor):
-    """Visitor that collects the imports of a file, also in functions and for type checkers."""
+    """Visitor that collects all imports of a file, even in functions or under TYPE_CHECKING."""
 
     def __init__(self, name, path, modules):
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -46,7 +46,7 @@ class Imports(ast.NodeVisitor):
 
 
 def circle(package):
-    """Return modules that import one another in a circle, or None."""
+    """Return modules that form an import cycle, or None."""
     modules = files(package)
     graph = {name: Imports(name, path, modules).found for name, path in modules.items()}
     assert any(graph.values())

@@ -93,7 +93,7 @@ def test_snippets_of_the_docs_run(
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_shapes_in_the_docs_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that end in a comment with a shape have that shape."""
+    """The result of a line that ends in a comment with a shape has that shape."""
     monkeypatch.chdir(tmp_path)
     found = 0
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""Models of other projects learn the same with replaced embeddings; skipped if not installed."""
+"""Models of other projects learn as before with replaced embeddings. Skips missing projects."""
 
 import copy
 
@@ -27,7 +27,7 @@ def curve(model, loss_of, optimizer):
 
 
 def check(model, loss_of, swapped):
-    """Compare a model with its replaced twin; `loss_of` maps the ids of a batch by `ids`."""
+    """Compare a model with a copy whose embeddings are replaced; `loss_of` encodes ids by `ids`."""
     ours = copy.deepcopy(model)
     assert len(sparsekit.replace_embeddings(ours, extra_rows=1000, verbose=False)) == swapped
     for theirs, kind in KINDS.values():

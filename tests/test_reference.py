@@ -1,4 +1,4 @@
-"""The plain torch versions have the signatures of the ops."""
+"""The reference functions have the same signatures as the ops."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, even after an error or beside another writer."""
+"""Files are replaced whole or not at all, even after an error or with another writer."""
 
 import os
 import stat

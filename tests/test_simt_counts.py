@@ -185,7 +185,7 @@ def test_a_step_of_layers_takes_few_launches(tables):
 
 @needs_bytes
 def test_the_status_has_what_is_counted(tables):
-    """The status has the current counts; after a change, `make cuda-counts` rewrites it."""
+    """docs/gpu-status.md has the current counts; `make cuda-counts` rewrites it after a change."""
     written = cuda_counts.in_status(cuda_counts.STATUS.read_text())
     assert cuda_counts.exact(written) == cuda_counts.exact(tables)
     for then, now in zip(totals(written), totals(tables), strict=True):
@@ -194,7 +194,7 @@ def test_the_status_has_what_is_counted(tables):
 
 
 def totals(text):
-    """Return atomics and bytes of each configuration."""
+    """Return the atomics and bytes of each configuration in docs/gpu-status.md."""
     rows = [line for line in text.splitlines() if line.startswith("| **all**")]
     assert len(rows) == 3
     return [[float(cell) for cell in row.split("|")[-4:-1]] for row in rows]

@@ -1,4 +1,4 @@
-"""The host runner notices broken kernels; otherwise its verdict on the real ones means nothing."""
+"""The host runner detects broken kernels, without which its results would mean nothing."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""The stand-in for hypothesis has everything that the tests use of it."""
+"""The stand-in for hypothesis has every name that the tests use."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ STAND_IN = TESTS / "stand_ins" / "hypothesis"
 
 
 def defined(path):
-    """Return the names that a module itself defines."""
+    """Return the names defined in a module, without its imports."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""HashTable behaves like a dictionary, and refuses keys correctly when it is full."""
+"""HashTable acts like a dict, and raises the right error when it is full."""
 
 import copy
 import io
@@ -74,7 +74,7 @@ def test_takes_exactly_its_capacity(capacity, load_factor, at_a_time):
     assert len(table) == capacity
     assert torch.equal(table.keys(), keys[:-1])
     assert torch.equal(table.find(keys[:-1]), torch.arange(capacity))
-    # This holds even if no place is empty, where a probe could loop for ever.
+    # An absent key is not found even if no place is empty, where a probe could loop for ever.
     assert table.find(keys[-1:]) == -1
     before = all_bytes(table)
     with pytest.raises(TableFullError):
@@ -112,7 +112,7 @@ def test_full_error_says_what_happened_and_leaves_the_table():
 
 @pytest.mark.parametrize("load_factor", [1.0, 0.6])
 def test_refused_call_leaves_no_trace(load_factor):
-    """A table that refused keys goes on like one that was never given them."""
+    """After a refused call, a table acts as if the call had not been made."""
     keys = random_keys(900)
     table, twin = (HashTable(600, load_factor=load_factor) for _ in range(2))
     twin.hash_seed.copy_(table.hash_seed)
@@ -143,9 +143,9 @@ def test_full_layer_leaves_weight_and_optimizer(kind):
     assert (error.layer, error.size, error.capacity, error.refused) == ("items", 2, 3, 2)
     assert all_bytes(layer, optimizer) == before
     assert torch.equal(layer.weight.grad.to_dense(), grad.to_dense())
-    layer(torch.tensor([[[8, 1, 7, 1, 7]]])).sum().backward()  # there is room for one more key
+    layer(torch.tensor([[[8, 1, 7, 1, 7]]])).sum().backward()  # one more key fits
     assert len(layer.table) == 3
-    # A full table still evaluates unknown keys.
+    # With a full table, unknown keys can still be evaluated.
     assert layer.eval()(torch.tensor([[[100, 101, 102, 103, 104]]])).isfinite().all()
 
 

@@ -1,4 +1,4 @@
-"""Trains a small model with an installed sparsekit, for wheel_check.sh."""
+"""Trains a small model with the installed package; run by wheel_check.sh."""
 
 import sys
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""Codes of values by the rules of `sparsekit.hashing`, computed with the xxhash package."""
+"""Hashes values by the rules of `sparsekit.hashing`, with the xxhash package."""
 
 import xxhash
 

@@ -1,4 +1,4 @@
-"""Numbers as categories: edges are quantiles, and each number falls into the right interval."""
+"""Numbers as categories: bucket edges are quantiles, and numbers fall into the right bucket."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_a_frequent_number_is_alone_and_takes_no_part_of_the_others():
     of_rare = found[900:1000].bincount()
     assert of_rare[of_rare > 0].max() == 10
     assert len(buckets.edges["a"]) <= 30
-    # 4 is the lowest count at which a number is frequent.
+    # A number that occurs at least 4 times is frequent.
     column = np.concatenate([np.arange(12), np.full(4, 5.5)])
     found = QuantileBuckets.fit({"a": column}, ["a"], 4)({"a": column})["a"].tolist()
     assert found.count(found[-1]) == 4

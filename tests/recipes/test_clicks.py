@@ -19,7 +19,7 @@ DENSE = torch.tensor([[0.5, 1.0], [2.0, 0.0], [1.0, 3.0]])
 
 
 def bags(model):
-    """Return ``[3, features, columns]``: the sum of each bag's rows."""
+    """Return the sum of each bag's rows, as a tensor ``[3, features, columns]``."""
     out = []
     for name in FEATURES:
         values, offsets = SPARSE[name]
@@ -70,7 +70,7 @@ def test_deepfm_is_its_formula():
 @pytest.mark.parametrize("kind", [DLRM, DeepFM])
 def test_the_seed_decides_on_all_weights(kind):
     def weights(seed):
-        torch.manual_seed(seed + 100)  # must make no difference
+        torch.manual_seed(seed + 100)  # the random state must make no difference
         model = kind(FEATURES, 2, rows=20, dim=4, seed=seed)
         model(DENSE, SPARSE)
         parts = [bags(model)]

@@ -1,4 +1,4 @@
-"""Rated items of users, as bags."""
+"""Bags of the items that users have rated."""
 
 import torch
 

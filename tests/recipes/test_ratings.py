@@ -17,14 +17,14 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def make_ratings(rows: list[tuple[int, int, float]]) -> Ratings:
-    """Return ratings of (user, item, rating) in the order of time."""
+    """Return ratings from rows of (user, item, rating), which are in the order of time."""
     users, items, values = zip(*rows, strict=True)
     times = torch.arange(len(rows), dtype=torch.float64)
     return Ratings(torch.tensor(users), torch.tensor(items), torch.tensor(values).float(), times)
 
 
 def low_rank(num_users: int = 80, num_items: int = 50, seed: int = 0) -> Ratings:
-    """Return three ratings in ten of a matrix of rank 2 with biases; the ids are far apart."""
+    """Return 30% of the elements of a rank-2 matrix with biases as ratings; ids are far apart."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -104,7 +104,7 @@ def lookup(layer, key: int) -> torch.Tensor:
 
 def test_the_default_device_is_not_that_of_generators_or_data():
     train = low_rank()
-    with torch.device("meta"):  # stands in for cuda, as it is available anywhere
+    with torch.device("meta"):  # stands in for cuda, since it is available anywhere
         UserHistory(train)(train.users, train.items)
         baseline = fit_bias_baseline(train)
         users = RatingModel(train).embeddings.layers["user"].to_empty(device="cpu")
@@ -208,7 +208,7 @@ def test_seeded_training_gives_the_same_bits():
     train = low_rank()
     one, same, other = (train_model(train, seed, epochs=2) for seed in (3, 3, 4))
     for name, value in one.state_dict().items():
-        if not name.endswith(("buckets", "hash_seed")):  # keys may lie elsewhere
+        if not name.endswith(("buckets", "hash_seed")):  # key positions may differ
             assert torch.equal(value, same.state_dict()[name]), name
     for name in tables(one):
         assert torch.equal(tables(one)[name].table.keys(), tables(same)[name].table.keys())

@@ -1,4 +1,4 @@
-"""The best items of each user."""
+"""Recommendation of the best items to each user."""
 
 import torch
 

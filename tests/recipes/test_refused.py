@@ -1,4 +1,4 @@
-"""Models refuse bad settings; the error names the model, the argument and its value."""
+"""Invalid settings raise an error that names the model, the argument and its value."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ LENGTHS = {"city": 300, "day": 7, "age": 50}
 
 
 def make_data(n, seed=0):
-    """Return people whose label depends on the city and the age."""
+    """Return data about people; the label depends on the city and the age."""
     draw = np.random.default_rng(seed)
     city, day, age = (draw.integers(0, high, n) for high in (100, 7, 90))
     labels = (city % 3 == 0) | (age > 60)

@@ -1,4 +1,4 @@
-"""Settings of a run: YAML and key=value change dataclasses."""
+"""Settings of a run: dataclasses that are changed by YAML and key=value."""
 
 from dataclasses import dataclass, field
 
@@ -122,7 +122,7 @@ def test_names():
 
 
 def test_yaml_keeps_the_order_and_reads_well():
-    """A list inside a dataclass takes one line."""
+    """YAML keeps the order of fields and writes a list in one line."""
     assert (
         to_yaml({"b": (1, 2), "a": {"d": (), "c": None}})
         == "b:\n- 1\n- 2\na:\n  d: []\n  c: null\n"

@@ -1,4 +1,4 @@
-"""Ranks of one attempt find one another, but not those of an earlier attempt."""
+"""Ranks connect to ranks of the same attempt, not of an earlier attempt."""
 
 import threading
 import time

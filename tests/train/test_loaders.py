@@ -1,4 +1,4 @@
-"""The trainer with loaders, and the settings of a step."""
+"""The trainer with data loaders, and settings of its steps."""
 
 import io
 import threading
@@ -213,7 +213,7 @@ def test_batch_size_belongs_to_tensors():
 
 @pytest.mark.parametrize("sizes", [[6, 6, 6, 6], [6, 6, 5]])
 def test_accumulated_gradients_are_those_of_all_their_samples(sizes):
-    """This holds even if the last step has fewer batches, and for batches of different sizes."""
+    """Accumulated gradients weight all samples equally, whatever the sizes of the batches."""
     batches = batches_of(sizes)
     trainer = trained(batches, accumulate=2, epochs=1)
     groups = [batches[:2], batches[2:]]
@@ -233,7 +233,7 @@ def test_a_penalty_of_the_weights_counts_once_in_an_accumulated_step():
 
 
 def test_accumulated_gradients_of_tables():
-    """Sparse gradients of several batches share some keys."""
+    """Sparse gradients of batches with some common keys are accumulated."""
     keys, y = torch.tensor([1, 2, 1, 3, 1, 2]), torch.arange(6.0)
 
     def weights(accumulate, batch_size):
@@ -335,7 +335,7 @@ def test_a_next_batch_is_not_prefetched_on_one_rank():
     ("make", "threads"), [(list, 0), (iter, 1), (Prefetcher, 1), (lambda data: DataLoader(data), 1)]
 )
 def test_batches_are_read_ahead_by_one_thread(make, threads):
-    """A list is in memory, so no thread reads ahead."""
+    """One thread reads a loader ahead; a list is already in memory and needs no thread."""
     seen = []
 
     def losses(model, batch):

@@ -1,4 +1,4 @@
-"""Records of training: JSON lines, TensorBoard, figures of tables, pictures."""
+"""Logs of training: JSON lines, TensorBoard, statistics of tables, plots."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from sparsekit.train.plots import plot_run, plot_scaling, read_run
 
 
 def train(logs, epochs=2, log_every=2, **layer):
-    """Train one layer on keys 0..19; each step of the first epoch has 4 new ones."""
+    """Train one layer on keys 0 to 19; each step of the first epoch has 4 new keys."""
     settings = {"name": "items", "seed": 0, **layer}
     model = sparsekit.DistributedEmbedding("sum", 50, 2, 1, 1, **settings)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -146,7 +146,7 @@ def test_tensorboard_gets_each_number(tmp_path):
 
 
 def test_a_new_run_begins_the_file_anew(tmp_path):
-    """A picture of two runs in one file would jump back and forth."""
+    """A new run overwrites the file: a plot of two runs would jump back and forth."""
     path = tmp_path / "metrics.jsonl"
     train([JsonLines(path)], epochs=3)
     path.write_text(path.read_text() + '{"kind": "ste')
@@ -203,7 +203,7 @@ def test_pictures(tmp_path):
 
 
 def test_a_short_run_can_be_read(tmp_path, monkeypatch):
-    """The picture of two unrecorded steps shows the epoch, and says where it has no data."""
+    """The plot of a run without step records shows the epoch, and says where data are missing."""
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     train([JsonLines(tmp_path / "metrics.jsonl")], epochs=1, log_every=1000)

@@ -21,7 +21,7 @@ from sparsekit.train.metrics import (
 
 
 def pairs(scores, labels):
-    """Return how often a positive sample beats a negative one; ties count half."""
+    """Return the share of (positive, negative) pairs in the right order; ties count half."""
     won = [
         (s > t) + 0.5 * (s == t)
         for s, positive in zip(scores, labels, strict=True)
@@ -88,7 +88,7 @@ def test_what_has_no_answer_is_refused():
 
 
 def test_metrics_of_ranking_by_hand():
-    """The first two items count. User 2 has no relevant item, and user 3 no hit among these."""
+    """Only the first two items count: user 2 has no relevant item, and user 3 no hit."""
     hits = torch.tensor(
         [[False, True, True], [False] * 3, [False, False, True], [True, True, False]]
     )

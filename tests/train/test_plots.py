@@ -1,4 +1,4 @@
-"""Pictures of a run and of scaling show the right numbers."""
+"""Plots of a run and of scaling show the right numbers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pyplot = pytest.importorskip("matplotlib.pyplot")
 
 @pytest.fixture
 def axes(monkeypatch):
-    """Yield a function that returns title -> axes of the picture drawn."""
+    """Yield a function that returns the axes of the latest plot, as a dict by title."""
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     yield lambda: {each.get_title(): each for each in pyplot.gcf().axes}
     monkeypatch.undo()

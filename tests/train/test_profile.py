@@ -1,4 +1,4 @@
-"""A profile adds up ranks and ops."""
+"""The table of a profile adds up the times and bytes of ranks and ops."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from sparsekit.train.profile import Op, Profile, _ops, profiled
 
 
 def rows(table):
-    """Return the cells of each line but the first."""
+    """Return the cells of all lines of a table but the first."""
     return [re.split(r" {2,}", line.strip()) for line in table.splitlines()[1:]]
 
 
@@ -37,7 +37,7 @@ def test_a_table_adds_up_what_it_does_not_show():
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_ops_of_ranks_are_added_up(gpu):
-    """GPU time counts if a GPU has worked; the longest op comes first."""
+    """Ops are sorted by GPU time if a GPU was used, and otherwise by CPU time."""
     device = (2e6, 6e6) if gpu else (0.0, 0.0)
     here = [("x", 2, 3e6, device[0]), ("y", 1, 1e6, 0.0)]
     there = [("x", 3, 4e6, device[1]), ("z", 7, 8e6, 0.0)]

@@ -1,4 +1,4 @@
-"""The progress of an epoch, on a terminal and in a file."""
+"""Progress of an epoch, printed to a terminal or to a file."""
 
 import io
 
@@ -39,7 +39,7 @@ def test_a_file_gets_a_line_every_half_minute(clock):
 
 @pytest.mark.parametrize("live", [False, True])
 def test_what_goes_on_counts_the_time_before(clock, live):
-    """The rate counts the samples and times of both runs, without the pause between them."""
+    """After a resume, the rate covers both runs without the pause between them."""
     stream = io.StringIO()
     stream.isatty = lambda: live
     clock.now += 5000

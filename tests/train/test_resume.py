@@ -1,4 +1,4 @@
-"""An interrupted and resumed run gives the results of a whole one."""
+"""An interrupted and resumed run gives the results of an uninterrupted run."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 def losses_until(last):
-    """Return a loss function that ends the run in a step, as a crash would."""
+    """Return a loss function that raises in step `last`, as if the run crashed."""
     steps = 0
 
     def losses(model, batch):
@@ -161,7 +161,7 @@ def test_a_reader(tmp_path, last, wrap):
 
 @pytest.mark.parametrize("last", [30, 38])  # within an epoch, and with the checkpoint at its end
 def test_a_loader_on_another_number_of_ranks(tmp_path, monkeypatch, last):
-    """With other ranks, batches hold other samples, so the epoch starts over."""
+    """On another number of ranks, batches hold other samples, so the epoch starts over."""
     monkeypatch.setattr(resume, "_ranks", lambda: 2)
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=last), loader())
@@ -304,7 +304,7 @@ def test_what_does_not_go_together(tmp_path):
 
 @contextlib.contextmanager
 def unchanged(trainer):
-    """Check that a refusal changes neither the trainer nor the objects that it trains."""
+    """Check that an error leaves the trainer and the objects that it trains unchanged."""
 
     def state():
         objects = [trainer.model, *trainer.optimizers, trainer]
@@ -362,7 +362,7 @@ def test_other_data_are_refused_in_mid_epoch(tmp_path, name):
 
 
 def test_other_data_are_refused_by_a_finished_run(tmp_path):
-    """The finished run's figures are those of the old data."""
+    """Other data raise an error even if the run has ended: its figures are for the old data."""
     fit(trainer_for(tmp_path), tensors())
     again = trainer_for(tmp_path)
     with unchanged(again), pytest.raises(ResumeError, match="checksum="):
@@ -435,7 +435,7 @@ def test_data_must_fit_a_state_that_was_loaded_by_hand(tmp_path):
 def test_other_data_may_follow_a_run_that_was_finished(tmp_path):
     fit(trainer_for(tmp_path / "run"), tensors())
     again = trainer_for(tmp_path / "run")
-    fit(again, tensors())  # nothing is left
+    fit(again, tensors())  # no step is left to train
     assert again.state_dict()["place"] is None
     again.checkpoints = None
     again.fit(few(20), epochs=1, batch_size=BATCH)

@@ -1,4 +1,4 @@
-"""Scaling over ranks: the measurement, and the arithmetic of predictions."""
+"""Scaling over ranks: how it is measured, and how predictions are computed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Learning rates of large batches, by their closed form."""
+"""Learning rate schedules for large batches equal their closed form."""
 
 import pytest
 import torch

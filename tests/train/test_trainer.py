@@ -1,4 +1,4 @@
-"""The trainer: its reports, the order of training, and how it ends."""
+"""The trainer: its reports, the order in which it trains, and how training ends."""
 
 import io
 import itertools
@@ -68,7 +68,7 @@ def test_loss_is_the_mean_over_samples_and_leaves_the_penalty_out():
     assert epoch.loss == pytest.approx(10_014 / 5, rel=1e-12)
 
 
-# One number, or one for each sample.
+# One penalty for the batch, or one for each sample.
 @pytest.mark.parametrize("penalties", [5.0, torch.tensor([3.0, 7.0])])
 def test_gradient_is_of_mean_plus_penalty(penalties):
     trainer = make(lambda model, batch: (model.weight * batch[0], penalties * model.weight), lr=1.0)
@@ -226,7 +226,7 @@ def test_plain_output_is_one_line_an_epoch():
 
 @pytest.mark.parametrize("case", ["shared", "idle", "short", "one thread", "passive"])
 def test_a_hint_where_threads_spin_on_shared_cores(monkeypatch, case):
-    """The hint comes once, and only if the system counts many switches."""
+    """The hint is printed once, and only if the system counts many context switches."""
     seconds, switches = (3.0 if case == "short" else 8.0), (70 if case == "idle" else 200)
     readings = itertools.count()
     monkeypatch.setattr(spinning, "_now", lambda: ((n := next(readings)) * seconds, n * switches))

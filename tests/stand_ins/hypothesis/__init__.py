@@ -23,7 +23,7 @@ class HealthCheck:
 
 
 class settings:
-    """Settings of a test; all but the number of examples are ignored."""
+    """Settings of a test; only the number of examples is used."""
 
     max_examples = 50
     _profiles: dict[str, int] = {}  # noqa: RUF012

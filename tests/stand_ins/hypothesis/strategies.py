@@ -1,4 +1,4 @@
-"""The strategies that the tests use; they draw the ends of ranges often."""
+"""The strategies used by the tests; they often draw the ends of ranges."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -71,7 +71,7 @@ def lists(elements: Strategy, *, min_size: int = 0, max_size: int = 20) -> Strat
 
 
 class Data:
-    """Source from which a test draws while it runs."""
+    """Source of values that a test draws while it runs."""
 
     def __init__(self, source: Random) -> None:
         self.source = source
