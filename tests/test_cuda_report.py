@@ -81,8 +81,8 @@ def test_every_kernel_is_in_the_status():
         (73, 0, 256, 0.375),
         (96, 0, 256, 0.25),
         (40, 0, 128, 0.75),
-        (16, 0, 32, 0.5),  # blocks limit the occupancy
-        (32, 49 << 10, 256, 0.25),  # shared memory limits it
+        (16, 0, 32, 0.5),  # the limit on blocks bounds the occupancy
+        (32, 49 << 10, 256, 0.25),  # shared memory bounds the occupancy
     ],
 )
 def test_occupancy(registers, shared, threads, share):

@@ -55,7 +55,7 @@ def test_words_that_need_a_second_reading() -> None:
 
 
 def test_native_comments_need_no_guess() -> None:
-    """Comments of native code do not open with a mere clause, nor use archaic words."""
+    """Comments of native code open with no subordinate clause and use no archaic words."""
     words = re.compile(
         r"// (What|Whether|Those (of|that|with))\b|//.*\b(anew|beside|likewise|nobody|whoever)\b"
     )
@@ -66,7 +66,7 @@ def test_native_comments_need_no_guess() -> None:
 
 
 def test_comments_of_python_need_no_guess() -> None:
-    """Comments and docstrings do not open with a clause that says nothing by itself."""
+    """Comments and docstrings of Python do not open with a subordinate clause."""
     words = re.compile(
         r"(# |// |\"\"\")(What|Whether|Which|Whose|Behind|So that|Those (of|that|with))\b"
     )

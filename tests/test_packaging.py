@@ -32,7 +32,7 @@ def test_the_source_distribution_can_be_built(tmp_path):
 
 
 def test_every_message_and_page_installs_this_package():
-    """The public index has another package with the name of our import."""
+    """On the public index, the name that we import belongs to another package."""
     asked = (
         "setup.py",
         "README.md",

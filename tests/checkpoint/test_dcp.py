@@ -37,7 +37,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer):
     before = contents(model, optimizers)
     train(model, optimizers, 5, 9)
     loaded, of_loaded = made(optimizer, seed=1)
-    train(loaded, of_loaded, 50, 52)  # the load must replace these
+    train(loaded, of_loaded, 50, 52)  # the load must replace these steps
     load(tmp_path, loaded, of_loaded)
     assert torch.equal(
         loaded.users.table.keys(), model.users.table.keys()[: len(loaded.users.table)]
@@ -107,7 +107,7 @@ def test_names_that_differ(tmp_path):
 
 
 def test_dots_and_brackets_in_names(tmp_path):
-    """Names of modules contain dots, and torch.distributed.checkpoint joins names with dots."""
+    """Names of modules may contain dots, with which torch.distributed.checkpoint joins names."""
     nested = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": Model().users})})
     nested["a"]["table-0000-rank-0000"] = torch.nn.Linear(2, 2)
     nested["a.b"[:1] + "_b"] = Model().rows
@@ -252,7 +252,7 @@ def test_a_state_that_is_all_that_was_saved(tmp_path, name):
 
 
 class Unnamed(dcp.FileSystemReader):
-    """A reader of a storage that has no paths."""
+    """Reader of a storage that has no paths."""
 
     @property
     def checkpoint_id(self):
@@ -363,7 +363,7 @@ def test_odd_names_of_notes_and_an_odd_format(tmp_path):
 
 
 def test_notes_are_in_the_order_of_ranks(tmp_path):
-    """Of which there may be more than the digits of a name are made for."""
+    """Notes are sorted by rank as a number, even if their names differ in length."""
     module = torch.nn.Linear(1, 1)
     state, notes = DcpState(module).state_dict(), {}
     note = json.loads(bytes(state["notes"]["0000"].numpy())) | {"world_size": 2}
@@ -461,7 +461,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 def test_torch_save_of_the_state_dict_goes_on(tmp_path):
-    """On one rank torch.save keeps working on a state_dict, which loads at another capacity."""
+    """On one rank, torch.save still works on a state_dict, which loads at another capacity."""
     model, optimizers = made()
     train(model, optimizers, 0, 3)
     file = io.BytesIO()

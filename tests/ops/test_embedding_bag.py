@@ -197,7 +197,7 @@ def test_index_dtypes_and_non_contiguous_arguments(device, combiner, dtype):
 @all_combiners
 @pytest.mark.parametrize("dim", [16, 128])
 def test_rows_that_are_not_aligned(device, dim, combiner, weighted, dtype):
-    # With bags of 1, 4 and 16 keys no division rounds, and with whole numbers no sum does.
+    # Lengths of 1, 4 and 16 make divisions exact, and whole numbers make sums exact.
     rows, offsets = (tensor.to(device) for tensor in bags_of([1, 0, 4, 16], 5))
     weight = whole_numbers(5, dim, dtype=dtype).to(device)
     upstream = whole_numbers(4, dim, dtype=dtype, seed=1).to(device)

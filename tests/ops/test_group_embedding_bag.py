@@ -37,7 +37,7 @@ def test_equals_the_reference(device, dtype, seed):
 
 
 def single_ops(group, t, rows, inverse, count, grad):
-    """Return output and gradient of table t, which has its own source and feature."""
+    """Return the output and gradient of table t, which has a separate source and feature."""
     source = group.sources[t]
     entry = sum(len(other.keys) for other in group.sources[:t])
     distinct = rows[entry : entry + count].long()

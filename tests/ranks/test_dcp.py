@@ -219,7 +219,7 @@ def test_the_dense_part_is_that_of_rank_0(pools, tmp_path):
 
 
 def of_a_group(rank, world, folder):
-    """This rank saves and loads by itself, although the default group has more ranks."""
+    """Save and load on each rank separately, in a group of one rank."""
     alone = [dist.new_group([one]) for one in range(world)][rank]
     layers = [
         sparsekit.Embedding(9, 2, name="ids", seed=seed, process_group=alone) for seed in (rank, 7)

@@ -182,7 +182,7 @@ def group_exchange_rows(
     bags_of_tables = torch.zeros(len(steps) + 1, dtype=torch.int64)
     bags_of_tables[1:].index_add_(0, features[:, 0], features[:, 3])
     for t, bag in enumerate(bags_of_tables.cumsum(0)[:-1].tolist()):
-        # The row for each position, rank by rank.
+        # Rows of the table's received vectors, rank by rank.
         of_places, before = [], 0
         for begin, end in come[t].tolist():
             of_places += [begin + j * steps[t] for j in range(end - before)]

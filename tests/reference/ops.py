@@ -42,7 +42,7 @@ def virtual_shard(key: int) -> int:
 def bucketize(
     keys: torch.Tensor, world_size: int, owners: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the keys sorted by owner, the number of keys per owner, and the permutation.
+    """Return the keys sorted by owner, the number of keys per owner, and the sorting permutation.
 
     The owner is ``owners[virtual_shard(key)]``, or without a map ``unsigned(key) % world_size``.
     """

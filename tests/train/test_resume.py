@@ -104,7 +104,7 @@ def assert_same(one, other):
     assert one[4] == other[4]
 
 
-# These are steps before the first checkpoint, within an epoch, and at its end.
+# The run ends before the first checkpoint, within an epoch, or at the end of an epoch.
 @pytest.mark.parametrize("last", [3, 10, 19, 27, 55])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensors(tmp_path, optimizer, last):
@@ -213,7 +213,7 @@ def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
-    """The other run's checkpoints would stay the latest, and this run's would be deleted."""
+    """Otherwise the other run's checkpoints would stay the latest, and this run's be deleted."""
     old, steps = fit(trainer_for(tmp_path), few(20)), []
 
     def losses(model, batch):
