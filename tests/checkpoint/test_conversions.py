@@ -84,6 +84,24 @@ def test_pieces_have_as_many_rows_as_fit(tmp_path, monkeypatch, dump):
     assert [len(keys) for keys, _ in source.pieces()] == [3] * 7 + [2]
 
 
+def test_tables_of_a_folder_are_in_the_order_of_names(tmp_path):
+    for name in ("c", "a", "d", "b"):
+        np.savez(tmp_path / f"{name}.npz", vectors=ROWS)
+        (tmp_path / f"{name}_keys.file").write_bytes(b"")
+        (tmp_path / f"{name}_values.file").write_bytes(b"")
+    for kind in ("npz", "sok1"):
+        found = checkpoint.sources_of(kind, tmp_path, {"": 5})
+        assert [table.name for table in found] == ["a", "b", "c", "d"]
+
+
+def test_vectors_that_are_too_long(tmp_path):
+    np.savez(tmp_path / "t.npz", vectors=np.empty((0, 2**24), "f4"))
+    assert checkpoint.sources_of("npz", tmp_path)[0].dim == 2**24
+    np.savez(tmp_path / "t.npz", vectors=np.empty((0, 2**24 + 1), "f4"))
+    with pytest.raises(CheckpointError, match=r"t\.npz: vectors of dim 16777217"):
+        checkpoint.sources_of("npz", tmp_path)
+
+
 def test_as_many_keys_as_a_hash_table_can_have(tmp_path, monkeypatch):
     few_at_a_time(monkeypatch)
     written(tmp_path / "t.npz", range(11))
