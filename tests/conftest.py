@@ -29,7 +29,7 @@ import sparsekit
 HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
 
-# Random examples differ from run to run on a developer's machine, and never under CI. A slow
+# Random examples differ from run to run on a developer's machine, but not under CI. A slow
 # generation of examples says more about the machine than about the test: no deadline.
 settings.register_profile(
     "sparsekit",

@@ -37,7 +37,7 @@ def run_suite(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Run all suites once; the GPU's suite is rehearsed on the CPU."""
-    # One thread: several would wait for one another by spinning, which takes long on a busy
+    # One thread: several would spin while they wait for one another; this is slow on a busy
     # machine.
     options = {suite: ["--suite", suite, "--quick", "--threads", "1"] for suite in SUITES}
     options["gpu"] = ["--rehearse"]
@@ -149,7 +149,7 @@ def test_a_failure_is_reported_and_the_others_run(
     assert "no such luck" in captured.err
 
 
-# ---- the clock of the CPU ----
+# ---- the CPU's clock ----
 
 
 def test_sides_take_turns_and_inputs_rotate() -> None:
@@ -231,7 +231,7 @@ def test_a_peer_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path:
             getattr(native, name).cache_clear()
 
 
-# ---- the clock of the GPU ----
+# ---- the GPU's clock ----
 
 
 def test_a_device_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:

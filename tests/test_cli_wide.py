@@ -20,14 +20,14 @@ from sparsekit.train.plots import read_run
 
 @pytest.fixture(autouse=True)
 def own_filters():
-    """Restore the warning filters: the command ignores a warning of torch."""
+    """Restore the warning filters: the command ignores one of torch's warnings."""
     with warnings.catch_warnings():
         yield
 
 
 @pytest.fixture
 def data(tmp_path):
-    """Write data of 800 people; age, hours and, for half of them, country decide the income."""
+    """Write data of 800 people; income depends on age, hours and, for half of them, country."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path / "people.csv"
     with path.open("w", newline="") as file:

@@ -83,7 +83,7 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
 
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # the tensors were made on another stream
-    # With checks on, every op waits, which a capture does not allow.
+    # With checks on, every op waits; a capture does not allow this.
     with sparsekit.checked(False):
         with torch.cuda.stream(stream):
             lookup()  # torch requires a warm-up before a capture

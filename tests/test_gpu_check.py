@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def launched_in_sources():
-    """Return the names of all launches in the sources, without descriptions of arguments."""
+    """Return the names that the sources pass to `launch`, such as "embedding_bag: parts"."""
     text = "".join(path.read_text() for path in KERNELS.glob("*.cu*"))
     return set(re.findall(r'launch\(\s*"([^"]+)"', text))
 

@@ -28,7 +28,7 @@ def engine(request):
 
 
 def check(values, seed=0):
-    """Check the codes of values in a list and in each kind of column that can hold them."""
+    """Check the codes of values in a list and in each kind of column that can hold the values."""
     expected = [oracle(value, seed) for value in values]
     assert xxh64(values, seed).tolist() == expected
     if all(isinstance(value, (str, type(None))) for value in values):
@@ -76,7 +76,7 @@ def test_values_of_every_kind_in_one_batch():
         ),
     ]
     check([draw.choice(kinds)() for _ in range(3000)])
-    # The threads skip these items and all that follow them: long ints, numbers of foreign types,
+    # The threads skip such an item and all later ones: long ints, numbers of foreign types,
     # long texts.
     left_out = [10**30, np.int64(-5), "é" * 5000, "日" * 5000]
     for item in left_out:

@@ -16,7 +16,7 @@ from sparsekit import _pybind
 from sparsekit.hashing import xxh64
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
-# Lengths around those of words, of stripes and of texts that a string view holds inline.
+# Lengths around xxh64's words (8 bytes) and stripes (32), and around a view's inline text (12).
 WORDS = [None, "", "a", "é", *(("ab日c" * 20)[:n] for n in range(40))]
 STRINGS = [pa.string(), pa.large_string(), pa.string_view()]
 # Large enough for several threads to hash a column in parts.
@@ -210,7 +210,7 @@ def high_water():
 
 @pytest.mark.parametrize("size", [50, 1024])
 def test_no_copy_of_the_strings_is_made(size):
-    """A copy of the 64 MB of text, or Python objects for them, would show in the peak."""
+    """A copy of the 64 MB of text, or Python objects for the strings, would raise the peak."""
     count = 2**26 // size
     codes = 8 * count
     array = pa.concat_arrays([pa.array(["x" * size] * (count // 64))] * 64)

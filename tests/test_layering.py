@@ -41,7 +41,7 @@ CUDA_NAME = re.compile(
     r"\b(?:threadIdx|blockIdx|blockDim|gridDim|__(?:shfl|syncwarp|syncthreads|ballot|any|all|match|"
     r"popc|ffs|ldg|shared__|global__|device__)\w*|atomic[A-Z]\w*|cuda[A-Z]\w*|cub::)"
 )
-# simt.cuh wraps those names; the other two files also have a version for the host.
+# simt.cuh wraps these names; the other two files also have a version for the host.
 KNOW_CUDA = {"simt.cuh", "primitives.cu", "device_memory.cu"}
 
 

@@ -86,7 +86,7 @@ def test_snippets_of_the_docs_run(
     names: dict[str, object] = {}
     exec(GIVEN.get(page.name, ""), names)
     run(text, names)
-    # The snippets' output stands in them as comments.
+    # The snippets show their output as comments.
     commented = {line.removeprefix("# ") for line in text.splitlines()}
     assert set(capsys.readouterr().out.splitlines()) <= commented
 

@@ -13,7 +13,7 @@ def parameters(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-# The reference has a class for hash tables, so the ops on them have no function there.
+# The reference has a class for hash tables, so it has no function for the ops on hash tables.
 NAMES = [n for n in ops.__all__ if not n.startswith(("hash_table_", "group_find"))]
 
 

@@ -1,4 +1,4 @@
-"""Files are replaced whole or not at all, even after an error or with another writer."""
+"""A file is replaced entirely or not at all, even after an error or with another writer."""
 
 import os
 import stat

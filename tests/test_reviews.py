@@ -26,7 +26,7 @@ def read(folder, rows, names=NAMES, pack=bytes):
 @pytest.mark.parametrize("names", [NAMES, NEW_NAMES])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_each_field_is_in_its_place(tmp_path, names, pack):
-    """Users and items are numbered in the order of their names, not of the lines."""
+    """Users and items are numbered in the order of their names, not in line order."""
     rows = [("b", "y", 4, "Good, GOOD film's", 7), ("a", "z", 2.5, "", 5), ("b", "x", 1, "é 2", 6)]
     reviews = read(tmp_path, rows, names, pack)
     assert len(reviews) == 3

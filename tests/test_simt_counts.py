@@ -61,7 +61,7 @@ def test_bytes(rows, distinct):
         out = ops.gather_rows(weight, rows)
     assert torch.equal(out, weight[rows])
     count = counts.sum("gather_rows", "gather_rows")
-    numbers, row = 32 * 8, 8 * 4  # bytes; both lanes of a row read its number
+    numbers, row = 32 * 8, 8 * 4  # bytes; a row's two lanes both read its number
     assert count.read == numbers + distinct * row
     assert count.written == 32 * row
     assert count.accessed == 2 * numbers + 2 * 32 * row
@@ -165,7 +165,7 @@ def test_ops_of_torch(call, expected):
     assert total == expected + Count(accessed=accessed)
 
 
-# Launches that a scan or sort of CUB takes at most; each such call counts as one launch.
+# Maximum number of launches in a CUB scan or sort; the counts take each such call as one launch.
 OF_LIBRARY = 6
 
 

@@ -76,7 +76,7 @@ DUMPS = {
 
 @pytest.mark.parametrize("dump", DUMPS)
 def test_pieces_have_as_many_rows_as_fit(tmp_path, monkeypatch, dump):
-    """Not fewer, or a large table would be read a few bytes at a time."""
+    """With fewer rows per piece, a large table would be read a few bytes at a time."""
     monkeypatch.setattr(sources, "PIECE", 3 * (8 + 5 * 4) + 1)
     DUMPS[dump](tmp_path)
     path = {"sok2": tmp_path / "sok2", "torchrec": tmp_path / "state.pt"}.get(dump, tmp_path)

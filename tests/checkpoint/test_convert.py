@@ -39,7 +39,7 @@ def vectors(rows, dim, seed=0):
 
 @pytest.fixture(params=[40, PIECE])
 def pieces(request, monkeypatch):
-    """Make imports and exports work on a few rows at a time, or on all rows at once."""
+    """Make imports and exports work in blocks of a few rows, or in one block."""
     monkeypatch.setattr("sparsekit.checkpoint.sources.PIECE", request.param)
     monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", request.param)
 
@@ -172,7 +172,7 @@ def test_npz(tmp_path, capsys, pieces):
 
 
 def test_torchrec(tmp_path, capsys, pieces):
-    """Import a state with TorchRec's names; outputs equal those of the original EmbeddingBags."""
+    """Import a state with TorchRec's names; outputs equal the original EmbeddingBags' outputs."""
     torch.manual_seed(0)
     state = {
         "model.sparse.embedding_bags.users.weight": torch.randn(50, 4),

@@ -1,4 +1,4 @@
-"""Saving and loading by torch.distributed.checkpoint on one process."""
+"""Saving and loading through torch.distributed.checkpoint in one process."""
 
 import copy
 import io

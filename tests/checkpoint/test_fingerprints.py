@@ -13,7 +13,7 @@ from sparsekit.checkpoint.snapshot import Snapshot
 
 @pytest.mark.parametrize("block", [1, 500, 1 << 18])
 def test_the_highest_bits_of_any_words(monkeypatch, block):
-    """Changes of the highest bits must be seen: even factors or plain sums would lose them."""
+    """Changes of the highest bits must be seen: even factors or plain sums would lose such bits."""
     monkeypatch.setattr(changes, "_BLOCK", block)
     words = 24
     choices = [{i} for i in range(words)]
@@ -28,7 +28,7 @@ def test_the_highest_bits_of_any_words(monkeypatch, block):
 
 
 def test_new_rows_of_zeros_in_any_block(monkeypatch):
-    """New rows of zeros are found, although their fingerprints are those of unused rows."""
+    """New rows of zeros are found, although unused rows have the same fingerprints."""
     monkeypatch.setattr(changes, "_BLOCK", 16)  # two rows
     rows = torch.zeros(9, 1, dtype=torch.float64)
     prints = Fingerprints(len(rows))

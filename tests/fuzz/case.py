@@ -35,7 +35,7 @@ class Case:
         return self.random.choice(choices)
 
     def size(self, most: int) -> int:
-        """Draw a size: often 0, 1 or a few, and at most `most`."""
+        """Draw a size up to `most`, often 0, 1 or a few."""
         few = self.any_of(0, 1, 2, 3, 7, 31, 32, 33, 64, 65)
         some = self.random.randrange(300)
         many = self.random.randrange(most + 1)

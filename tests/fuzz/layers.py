@@ -328,7 +328,7 @@ def _refuse(case, group, inputs, models, full) -> None:
 
 
 def _check_state(case, group, models) -> None:
-    """Check the saved keys in the order of rows, and their vectors."""
+    """Check the saved vectors, and the saved keys in row order."""
     state = group.state_dict()
     for name, model in models.items():
         weight = state[f"layers.{name}.weight"][: len(model.row)]

@@ -11,7 +11,7 @@ WRONG = (TypeError, ValueError)
 
 
 def _calls(case: Case):
-    """Return a valid call of each op: the function, its arguments, and those that it changes."""
+    """Return a valid call of each op: function, arguments, and the arguments that it changes."""
     n, num_rows, dim = case.random.randint(1, 40), case.random.randint(1, 30), case.dim(40)
     dtype, key_dtype = case.row_dtype(), case.key_dtype()
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -110,7 +110,7 @@ def refused_op(case: Case) -> None:
         arguments[argument] = tensor.unsqueeze(case.any_of(0, -1))
     elif kind == "no tensor":
         arguments[argument] = case.any_of([1, 2], 3, "rows", object())
-        # torch reports a violated schema by a RuntimeError.
+        # torch reports a violated schema with a RuntimeError.
         errors = (*DOCUMENTED, AttributeError)
     elif kind == "device":
         if name == "unique":

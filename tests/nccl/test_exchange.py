@@ -58,7 +58,7 @@ def splits_of(rank, world_size):
 
 
 def all_to_all(transport, seed=0):
-    """Check that the arrays received are those that each rank has sent, for each dtype."""
+    """Check for each dtype that every rank receives exactly the arrays sent to it."""
     size = transport.world_size
     sizes = [splits_of(rank, size) for rank in range(size)]
     for dtype in DTYPES:
@@ -113,7 +113,7 @@ def test_an_exchange_is_one_group(fake):
 
 
 def test_ranks_connect_when_they_are_made(fake):
-    """Making a transport sends messages between all ranks: the first between two waits for both."""
+    """Making a transport sends messages between all ranks; a pair's first one waits for both."""
     calls = fake(warm_up_of, 3)
     assert calls.count("ncclGroupEnd") == 3
     for rank in range(3):
@@ -158,7 +158,7 @@ def test_an_exchange_has_it_as_its_transport(fake):
 
 
 def step_of_a_layer(transport):
-    """A step that sends keys and vectors through the transport equals a step without it."""
+    """A step gives the same result with and without the transport for keys and vectors."""
     results = []
     for exchange in (None, Exchange(None, transport.device, transport)):
         before, embedding_table.exchange_of = (

@@ -87,7 +87,7 @@ class Rank:
 
 
 def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None):
-    """Return the results of function(rank) on both ranks."""
+    """Return the results of function(rank) on the two ranks."""
 
     def of_rank(transport):
         return function(Rank(transport, tables, strategy, max_keys))
@@ -275,7 +275,7 @@ def waits_of_a_step(rank, tables, ahead=False, streams=True, max_keys=None):
             of.step(current, batch if ahead else None)
 
         found = waits_of(step, of.group, of.dense, batches)
-        found.pop("ops of sparsekit", None)  # counted for both ranks, see below
+        found.pop("ops of sparsekit", None)  # counted for the two ranks together, see below
         found.pop("numpy", None)  # reads of message heads, which kernels write on a device
         found["streams"] = of.streams.log.count("host waits")
         return dict(found)

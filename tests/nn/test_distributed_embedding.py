@@ -131,7 +131,7 @@ def test_bfloat16_rounds_once(combiner, weighted):
     wide(flat(BAGS))
     wide.weight.data.copy_(layer.weight.data)
     exact, _, exact_weights = oracle(wide, BAGS, weights)
-    # bfloat16 has 8 bits of significand: rounding once changes a value by at most 2^-8 of it. Sums
+    # bfloat16 has 8 bits of significand: one rounding changes a value by at most 2^-8 of it. Sums
     # in bfloat16 would be further off.
     torch.testing.assert_close(out.double(), exact, rtol=2**-8 * 1.001, atol=1e-7)
     out.sum().backward()

@@ -1,4 +1,4 @@
-"""Layers accept a CSR feature matrix: its columns are keys, its values weights."""
+"""Layers accept a CSR feature matrix: columns are keys, values are weights."""
 
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ def test_what_the_encoder_makes(to, signed):
 
 @pytest.mark.parametrize("to", ["torch", "scipy"])
 def test_no_dense_matrix_is_made(to):
-    """Dense, 20,000 rows of 262,144 columns would take 21 GB; their entries take 1.6 MB at most."""
+    """A dense 20,000 x 262,144 matrix would take 21 GB; its entries take at most 1.6 MB."""
     encoder = SplitHashEncoder({"a": 2**32})
     layer = sparsekit.DistributedEmbedding("sum", 120_000, 4, 1, name="wide")
     columns = {"a": np.arange(20_000)}

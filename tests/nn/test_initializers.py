@@ -50,7 +50,7 @@ def test_uniform_never_rounds_up_to_high():
 
 
 def test_uniform_is_drawn_before_it_is_rounded_to_the_dtype():
-    # From 1 on, bfloat16 numbers are 2**-7 apart: half of the interval rounds up to its end.
+    # Between 1 and 2, bfloat16 numbers are 2**-7 apart: half of the interval rounds up to its end.
     values, rounded = start(Uniform(1.0, 1 + 2**-7)), start(Uniform(1.0, 1 + 2**-7), torch.bfloat16)
     assert values.max() < 1 + 2**-7
     assert torch.equal(rounded, values.to(torch.bfloat16))

@@ -57,7 +57,7 @@ def test_new_keys_are_what_they_are_in_evaluation(kind, device):
 
 @pytest.mark.parametrize("optimizer", [0, 1])
 def test_the_known_train_on(optimizer):
-    """Optimizer states and late updates equal those of a layer in evaluation mode."""
+    """Optimizer states and late updates are the same as in a layer in evaluation mode."""
     frozen, twin = (Embedding(9, 4, name="same") for _ in range(2))
     steps = [FUSED[optimizer]([layer.weight]) for layer in (frozen, twin)]
     for layer, step in zip((frozen, twin), steps, strict=True):

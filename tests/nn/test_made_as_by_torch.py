@@ -1,4 +1,4 @@
-"""Default seeds, dtypes and devices of torch act on our layers as on nn.Embedding."""
+"""torch's default seed, dtype and device affect our layers as they affect nn.Embedding."""
 
 import copy
 

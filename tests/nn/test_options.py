@@ -82,7 +82,7 @@ def test_defaults(kind):
     assert given == {name: DEFAULTS.get(name) for name in given}
 
 
-# Arguments that a layer refuses; then those refused beside given vectors, and by bags alone.
+# Arguments that both layers refuse, that from_pretrained refuses, and that EmbeddingBag refuses.
 WRONG = [
     *({word: True} for word in ("scale_grad_by_freq", "_weight")),
     {"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"padding_idx": 9},

@@ -174,7 +174,7 @@ class Next(nn.Module):
         return [self.item.weight for _ in range(2)]
 
     def penalty(self):
-        return self.plan.weight  # which is no layer's, nor can it be a key
+        return self.plan.weight  # not a layer's weight; it cannot be a key either
 
 
 @pytest.mark.parametrize("options", [{"extra_rows": 5}, {}])

@@ -164,7 +164,7 @@ def test_each_slot_has_a_combiner(form, weighted):
     torch.testing.assert_close(layer.weight.grad.to_dense(), gradient)
     if weighted:
         torch.testing.assert_close(of_weights, weights.grad)
-        with torch.no_grad():  # without gradients the ops pool such slots
+        with torch.no_grad():  # without gradients the ops pool the slots
             torch.testing.assert_close(layer(*FORMS[form](BAGS, weights)), out)
 
 

@@ -1,8 +1,8 @@
 """torch's own tests of nn.Embedding and nn.EmbeddingBag pass, case by case, with our drop-ins.
 
-Ids are below num_embeddings, as torch requires. A layer of torch is the reference; ours has the
-same vectors: with ids in rows of the same number, in rows in another order, or without a hash
-table.
+Ids are below num_embeddings, as torch requires. A torch layer is the reference; ours has the
+same vectors, with each id in the row of the same number, with rows in another order, or without
+a hash table.
 """
 
 import itertools
@@ -25,7 +25,7 @@ NO_WEIGHT = "the weight is a layer's own, and never of another shape"
 NO_HALF = "there are no float16 rows: test_refused"
 NO_TWICE = "lookups cannot be differentiated twice, which the rest of sparsekit cannot either"
 
-# Name of torch's test, tests here that cover it, and a difference or the reason why it is left out.
+# Name of torch's test, our tests that cover it, and how they differ or why the test is left out.
 #
 # test/nn/test_embedding.py:
 CASES = [

@@ -1,4 +1,4 @@
-"""Outputs for a real KeyedJaggedTensor equal those of torchrec's EmbeddingBagCollection."""
+"""Outputs for a real KeyedJaggedTensor equal the outputs of torchrec's EmbeddingBagCollection."""
 
 import pickle
 

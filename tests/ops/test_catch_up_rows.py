@@ -53,7 +53,7 @@ def test_equals_steps_with_gradients_of_zeros(device, case, dim, dtype):
     rule, settings = settings_of(case)
     rates, numbers = numbers_of(case, range(4, 24))
     start = table_of(case, 30, dim, dtype)
-    # Row 0 has had no step, rows from 23 on are ahead.
+    # Row 0 has had no step; row 23 and later rows are ahead.
     row_step = torch.arange(30, dtype=torch.int32)
     steps = [row_step.clone().to(device), row_step.clone()]
     steps[0][1:3] = steps[1][1:3] = 3

@@ -38,7 +38,7 @@ def bags_of(lengths, num_rows, seed=0, lowest=-1):
 
 
 def check(weight, rows, offsets, combiner, sample_weights, device):
-    """Compare the pooled bags and both gradients with those of the reference."""
+    """Compare the pooled bags and the two gradients with the reference's."""
     results = []
     for embedding_bag in (ops.embedding_bag, reference.embedding_bag):
         on = device if embedding_bag is ops.embedding_bag else torch.device("cpu")

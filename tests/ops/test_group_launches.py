@@ -15,7 +15,7 @@ from .test_group_update import tables_of, update
 needs_bytes = pytest.mark.skipif(
     not Runner().sees_bytes(), reason="the host runner of a sanitizer does not see plain accesses"
 )
-# Launches that a scan or sort of CUB takes at most; each such call counts as one launch.
+# Maximum number of launches in a CUB scan or sort; the counts take each such call as one launch.
 OF_LIBRARY = 6
 
 

@@ -66,7 +66,7 @@ class Tables:
         return self.weights, self.states, self.row_steps, self.steps
 
     def rows_and(self, rows, grads):
-        """Return the arguments in the order of update_rows_."""
+        """Return the arguments in the order in which update_rows_ takes them."""
         return self.weights, self.states, self.row_steps, rows, grads, self.steps
 
 

@@ -11,7 +11,7 @@ from sparsekit import ops
 from sparsekit.hashing import xxh64
 from sparsekit.ops.hash_integers import INTEGER_DTYPES
 
-# The least and greatest integers of each number of digits, of both signs.
+# The smallest and largest integers with each number of digits, positive and negative.
 LENGTHS = [sign * (10**k + step) for k in range(19) for step in (-1, 0, 1) for sign in (1, -1)]
 
 

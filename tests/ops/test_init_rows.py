@@ -187,7 +187,7 @@ def test_seeds(device):
 def test_neighbouring_keys_and_columns_share_nothing(device):
     keys = torch.tensor([k + (hi << 32) for hi in range(-20, 20) for k in range(50)])
     values = vectors(keys, 16, device, torch.float32, a=0.0, b=1.0)
-    # Among 32,000 draws of 24 bits about 30 pairs are equal by chance.
+    # Among 32,000 draws of 24 bits, about 30 pairs are equal by chance.
     assert len(values.unique()) > values.numel() - 80
 
 

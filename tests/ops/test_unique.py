@@ -70,9 +70,9 @@ def check_with_numpy(keys):
     assert torch.equal(unique[inverse], keys)
 
 
-# On the CPU, threads take pieces of at least 8192 keys. From 2^16 keys on the op takes a sample;
-# if keys seldom repeat, they are split into parts from 2^17 keys on with more than 4 threads, and
-# always beyond 2^21.
+# On the CPU, threads take pieces of at least 8192 keys. For 2^16 or more keys the op takes a
+# sample. If keys seldom repeat, the op splits them into parts: always for more than 2^21 keys,
+# and with more than 4 threads for 2^17 or more.
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [8191, 8192, 65_535, 65_536, 2**17 - 1, 2**17, 300_001])
@@ -88,7 +88,7 @@ def test_millions_of_keys(n, pattern):
 
 @pytest.mark.parametrize("distinct", [30, 10_000, 60_000, 200_000])
 def test_keys_that_a_sample_may_misjudge(distinct):
-    # The sample is every 128th key; here those are all equal, or all different.
+    # The sample is every 128th key; here the sampled keys are all equal, or all different.
     n = 2**18
     keys = torch.randint(0, distinct, (n,), generator=generator(0))
     for sampled in (torch.tensor(-1), torch.arange(n // 128) << 40):

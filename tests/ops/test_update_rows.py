@@ -358,7 +358,7 @@ def test_steps_beyond_what_row_step_can_have(device, step):
 
 @pytest.mark.parametrize("lr_power", [0.0, -0.0, -0.5, -1.0, -2.0])
 def test_ftrl_as_numpy_has_it(device, lr_power):
-    """ftrl equals the formulas of its docstring; lr_power = 0 means a constant rate."""
+    """ftrl follows the formulas in its docstring; lr_power = 0 means a constant rate."""
     lr, l1, l2 = 0.25, 0.5, 0.125
     weight, n, z = (randn(6, 5, dtype=torch.float64, seed=k) for k in range(3))
     n.square_()

@@ -1,8 +1,8 @@
-"""Random sequences of training and restoring, applied to a table and to a dict as its model.
+"""Applies random sequences of training and restoring to a table and to a reference model.
 
-The dict maps keys to vectors and states. Its arithmetic is that of the optimizer on plain
-parameters, which other tests compare with torch and NumPy; these tests find rows that belong to
-the wrong key.
+The model is a dict of keys to vectors and states, updated by the same optimizer on plain
+parameters. Other tests compare that optimizer with torch and NumPy; these tests find rows that
+belong to the wrong key.
 """
 
 import copy
@@ -81,7 +81,7 @@ class Model:
         return {n: v for n, v in rows.items() if n != "row_step" or self.name not in ALL_ROWS}
 
     def load(self, other, vectors, states):
-        """Load vectors, states or both of a saved model."""
+        """Load the vectors of a saved model, its states, or both."""
         other = copy.deepcopy((other.vectors, other.states, other.step))
         if vectors:
             self.vectors = other[0]
@@ -186,13 +186,13 @@ def restore(rng, side, saved, way):
         loads = [lambda: side.layer.load_state_dict(copy.deepcopy(saved.layer))]
         if both:
             loads.append(lambda: side.optimizer.load_state_dict(copy.deepcopy(saved.optimizer)))
-            # The states of torch's optimizers do not name their keys.
+            # The states of torch's optimizers contain no keys.
             loads = loads[::-1] if of_torch or rng.random() < 0.5 else loads
         for load in loads:
             load()
     side.model.load(saved.model, vectors=True, states=both)
     if of_torch and both:
-        side.train(rng, list(saved.model.vectors))  # from here on the states belong to these keys
+        side.train(rng, list(saved.model.vectors))  # now the states belong to these keys
 
 
 def run(name, seed, operations=14):
@@ -231,6 +231,6 @@ def run(name, seed, operations=14):
             elif action == "copy":
                 side = sides[rng.randrange(2)] = side.copy()
                 if not ours:
-                    side.train(rng, universe)  # as after a restore of both
+                    side.train(rng, universe)  # as after a restore of layer and optimizer
             side.check()
         checkpoints.close()

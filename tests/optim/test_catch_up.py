@@ -1,4 +1,4 @@
-"""Under exact Adam and SGD with momentum, every reader sees the weights of torch's optimizers."""
+"""Under exact Adam and SGD with momentum, every reader sees the weights that torch would give."""
 
 import copy
 import gc

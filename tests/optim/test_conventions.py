@@ -1,4 +1,4 @@
-"""Optimizers equal those of other libraries under the conventions named after them.
+"""Under a convention named after a library, an optimizer equals that library's.
 
 SOK's tests of its Adam train a layer and a dense part on random ids and compare with tf.keras:
 learning rate 0.1, eps 1e-7, tolerance 1e-4. FBGEMM's tests compare a few steps of each optimizer
@@ -70,7 +70,7 @@ class SokDemo:
         return keys, labels
 
     def step(self, keys, labels):
-        """Take one step in both; return the largest difference between their vectors before it."""
+        """Take a step in each model; return the largest difference of vectors before the step."""
         vectors = self.layer(keys).flatten(1)
         table, weight, bias = self.expected
         wanted = table[keys].mean(2).flatten(1)

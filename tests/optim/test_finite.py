@@ -10,7 +10,7 @@ from conftest import same_bits
 import sparsekit
 from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradients
 
-# Keys in the order of their rows.
+# Keys in row order.
 KEYS = [10**18, -7, 3, 0]
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -43,7 +43,7 @@ def test_finite_gradients():
     model.zero_grad()
     check_finite_gradients(model)
     check_finite_gradients(torch.nn.ReLU())
-    model.clicks.weight.data.fill_(math.nan)  # the weight is no gradient
+    model.clicks.weight.data.fill_(math.nan)  # the weight is not a gradient
     check_finite_gradients(model)
 
 

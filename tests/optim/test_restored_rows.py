@@ -138,7 +138,7 @@ def test_steps_do_not_add_up_hooks_of_torchs_optimizers():
 
 
 def test_a_state_without_keys_waits_for_the_model():
-    """A torch optimizer's state has no keys: its rows are those of the model's saved state."""
+    """A torch optimizer's state has no keys: its rows match the rows of the model's saved state."""
     layer, other = table(), table()
     optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
     train(layer, optimizer, [5, -6])

@@ -1,4 +1,4 @@
-"""Random sequences of training and restoring equal a model that is a dict by key.
+"""After random sequences of training and restoring, a table equals a reference model.
 
 SPARSEKIT_RESTORES=300 runs 300 sequences of each optimizer; the default is 1.
 """

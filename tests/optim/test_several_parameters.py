@@ -11,7 +11,7 @@ from .cases import OPTIMIZERS, make, sparse
 
 pytestmark = pytest.mark.usefixtures("engine")
 
-# Shapes of parameters; embedding layers have those with two dimensions.
+# Shapes of parameters; the ones with two dimensions are weights of embedding layers.
 SHAPES = [(12, 5), (30, 8), (1, 1), (20, 16), (7,), (), (6, 2, 3), (0, 4)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -117,7 +117,7 @@ def test_calls_are_of_one_group_and_dtype():
     weights[0].grad = sparse([0], torch.ones(1, 5), 12)
     with Calls() as calls:
         optimizer.step()
-    # Calls for sparse gradients, dense ones, those of the other dtype, and the second group.
+    # One call each for sparse gradients, dense ones, the other dtype, and the second group.
     assert sorted(calls.tables) == [1, 2, 2, 3]
 
 

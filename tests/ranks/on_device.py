@@ -34,7 +34,7 @@ class _OverHost(transport.TorchTransport):
         return finish
 
 
-# Random numbers come from the CPU's generators, so that they equal those of the single rank there.
+# Random numbers come from the CPU's generators, so that they equal the numbers of the single rank.
 _RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm)
 _FILLED_AT_RANDOM = (torch.Tensor.uniform_, torch.Tensor.normal_)
 

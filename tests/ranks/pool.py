@@ -112,7 +112,7 @@ def _serve(
     environment: dict[str, str],
 ) -> None:
     sys.path[:] = path
-    # Take the test's path and environment; the forked process has those of the first pool.
+    # Take the test's path and environment: the forked process has the first pool's.
     os.environ.clear()
     os.environ.update(environment)
     import torch

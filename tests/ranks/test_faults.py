@@ -41,7 +41,7 @@ def full_on_one(rank, strategy):
     module = layer("movies", capacity=3, strategy=strategy, placement="modulo")
     step(module, [0, 1, 2, 3])
     with pytest.raises(sparsekit.TableFullError) as caught:
-        step(module, [5, 7, 9, 11])  # rank 1 owns all of them
+        step(module, [5, 7, 9, 11])  # rank 1 owns all these keys
     assert (caught.value.layer, caught.value.rank, caught.value.size) == ("movies", 1, 2)
     step(module, [0, 1, 2, 3])  # all ranks still work
     return len(module.table)

@@ -1,4 +1,4 @@
-"""Features of a KeyedJaggedTensor on several ranks equal those of one rank with all samples."""
+"""Features of a KeyedJaggedTensor give the same results on several ranks as on one."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def of_all_ranks(value):
 
 
 def replace_exchange(layer):
-    """Replace a broken exchange by a working one, which is faster than starting processes."""
+    """Replace a broken exchange with a working one; this is faster than starting processes."""
     exchanges = world._exchanges[dist.group.WORLD]
     ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
     device, backend, timeout, _ = key

@@ -95,7 +95,7 @@ def check(group):
 
 
 def renew_exchanges():
-    """Replace broken exchanges by working ones, which is faster than starting processes."""
+    """Replace broken exchanges with working ones; this is faster than starting processes."""
     exchanges = world._exchanges.get(dist.group.WORLD, {})
     for (device, backend, timeout, purpose), exchange in exchanges.items():
         exchange.close()

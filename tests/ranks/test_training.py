@@ -113,7 +113,7 @@ SETTINGS = [
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
     world_size = any_ranks.world_size
-    # Each placement is used in half of the cases: all cases with both would take long.
+    # Each placement is used in half of the cases: all cases with both placements would take long.
     placement = "modulo" if dtype == torch.float64 or not use_hashtable else "hash"
     settings = (combiner, use_hashtable, dtype, optimizer, "mean", "auto", placement)
     one = gathered([train(0, 1, *settings)])

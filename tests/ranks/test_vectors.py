@@ -98,7 +98,7 @@ def test_the_last_rank_counts_for_equal_keys(three_ranks):
 
 def faults(rank, case):
     layer = make(4, placement="modulo") if case == "full" else make(60, use_hashtable=False)
-    keys = torch.arange(2) + 2 * rank  # keys 0 to 5, two of them per rank
+    keys = torch.arange(2) + 2 * rank  # keys 0 to 5, two per rank
     vectors, odd = of_keys(keys), rank == 1
     layer.assign(keys, vectors)
     try:
@@ -192,7 +192,7 @@ def test_another_default_device(three_ranks):
 
 
 def xavier(rank):
-    """Initializer functions of torch act as if one table had the rows of all ranks."""
+    """torch's initializer functions act as if one table had the rows of all ranks."""
     init = torch.nn.init
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     vectors = []

@@ -172,7 +172,7 @@ MIXED = [
 
 
 def mixed_group(rank):
-    """A group of mixed dtypes equals separate layers bit by bit and needs four collectives."""
+    """A group of mixed dtypes equals separate layers bit for bit and needs four collectives."""
 
     def layers():
         return {

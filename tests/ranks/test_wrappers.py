@@ -1,4 +1,4 @@
-"""Tools of torch that expect replicated parameters skip tables or raise an error."""
+"""torch's tools for replicated parameters skip tables or raise an error."""
 
 import copy
 import io

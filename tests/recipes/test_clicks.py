@@ -1,4 +1,4 @@
-"""DLRM and DeepFM equal their formulas."""
+"""DLRM and DeepFM compute their formulas."""
 
 import pytest
 import torch

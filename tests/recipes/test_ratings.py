@@ -17,7 +17,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def make_ratings(rows: list[tuple[int, int, float]]) -> Ratings:
-    """Return ratings from rows of (user, item, rating), which are in the order of time."""
+    """Return ratings from rows of (user, item, rating) in chronological order."""
     users, items, values = zip(*rows, strict=True)
     times = torch.arange(len(rows), dtype=torch.float64)
     return Ratings(torch.tensor(users), torch.tensor(items), torch.tensor(values).float(), times)

@@ -241,8 +241,8 @@ def test_the_target_review_is_never_in_its_own_documents(reviews):
     for i in range(len(written)):
         user, item = ratings.users[i].item(), ratings.items[i].item()
         own = number[f"of{user}x{item}"]
-        # Each review has one unique word: documents must hold those of all other reviews and not
-        # its own.
+        # Each review has one unique word: its documents must hold the unique words of all other
+        # reviews, but not its own.
         for documents, same in ((users, ratings.users == user), (items, ratings.items == item)):
             others = set(same.nonzero()[:, 0].tolist()) - {i}
             names = [f"of{ratings.users[j]}x{ratings.items[j]}" for j in others]
@@ -297,7 +297,7 @@ def pairs_of(ratings):
 @pytest.mark.parametrize("repeated", [False, True])
 def test_held_out_pairs_are_disjoint(reviews, repeated):
     ratings = reviews.ratings
-    if repeated:  # each pair once more, later: a split by rating would put some into both parts
+    if repeated:  # each pair once more, later: by rating, some pairs would be in both parts
         again = [torch.cat([x, x]) for x in (ratings.users, ratings.items, ratings.ratings)]
         ratings = Ratings(*again, torch.arange(2.0 * len(ratings)).double())
     train, test = split_reviews(ratings)

@@ -91,7 +91,7 @@ def test_schedule_matches_its_closed_form():
     assert rates == pytest.approx(expected, abs=1e-12)
     sgd.param_groups[0]["lr"] = sgd.param_groups[0]["initial_lr"]
     linear_warmup(sgd, 8, 0)
-    # Without a warm-up the full rate applies at once.
+    # Without a warm-up the full rate applies from the first step.
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.8)
 
 

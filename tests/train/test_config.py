@@ -1,4 +1,4 @@
-"""Settings of a run: dataclasses that are changed by YAML and key=value."""
+"""Settings of a run are dataclasses, which YAML files and key=value arguments change."""
 
 from dataclasses import dataclass, field
 

@@ -1,6 +1,6 @@
-"""AUC and log loss equal plain loops, and metrics of ranking refuse bad input.
+"""AUC and log loss equal plain loops, and ranking metrics refuse bad input.
 
-tests/systems/test_s1_autoencoder.py compares metrics of ranking with loops.
+tests/systems/test_s1_autoencoder.py compares ranking metrics with loops.
 """
 
 import math

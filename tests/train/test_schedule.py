@@ -1,4 +1,4 @@
-"""Learning rate schedules for large batches equal their closed form."""
+"""Learning rate schedules for large batches follow their closed form."""
 
 import pytest
 import torch

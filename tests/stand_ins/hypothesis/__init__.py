@@ -1,8 +1,8 @@
 """Replaces hypothesis where it is missing and cannot be installed, as in gpu_check.sh.
 
-A test under `given` runs on a fixed number of random examples, the same ones every time. Nothing
-here finds small failing examples, which hypothesis does; so this folder is on the path only if the
-real one is missing.
+A test under `given` runs on a fixed number of random examples, the same ones every time. Unlike
+hypothesis, this does not reduce a failing example to a small one; so this folder is on the path
+only if the real package is missing.
 """
 
 import functools
