@@ -121,7 +121,7 @@ uint64_t parity_up_to(uint64_t bits) {
 }
 
 // Calls on_newline(position) for each newline that ends a line, until a call returns false. Returns
-// true if no call did. The other arguments are those of skip_line.
+// true if no call did. The other arguments are the same as in skip_line.
 template <typename OnNewline>
 bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                 Place& place, const OnNewline& on_newline) {

@@ -25,8 +25,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
     owner_of_key[j] = static_cast<int32_t>(owner);
     ++counts[owner * stride];
   }
-  // Counts become start positions, which advance while keys are moved; afterwards they are turned
-  // back into counts.
+  // Counts become start positions, which advance while keys are moved; afterwards these positions
+  // are turned back into counts.
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {
     const int64_t count = counts[r * stride];

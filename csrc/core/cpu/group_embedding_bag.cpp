@@ -113,7 +113,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
     const int64_t last = bounds[b + 1] - first_entry;
     pool(first, last, pooled, row);
     // If keys were absent, pool the bag again with their initial vectors. A single loop for both
-    // cases would keep its sums in memory, which would slow down the common case.
+    // cases would keep its sums in memory; this would slow down the common case.
     if (has_absent && table.seed != nullptr) pool(first, last, pooled, row_or_initial);
     has_absent = false;
     first = last;
@@ -142,7 +142,7 @@ struct Memory {
   }
 };
 
-// A table whose gradient is written to the workspace, in the order of row indices.
+// A table whose gradient is written to the workspace, in row order.
 template <class T>
 struct TakenTable {
   SummedTable<T> table;

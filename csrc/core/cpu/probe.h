@@ -60,8 +60,8 @@ inline int64_t next_bucket(int64_t bucket, int64_t num_buckets) {
 
 enum class Probe { kFound, kAbsent, kMoveOn };
 
-// Looks for `key` in one bucket of its search path. *row becomes the key's row, or -1 if it is not
-// in this bucket.
+// Looks for `key` in one bucket of its search path. *row becomes the key's row, or -1 if the key is
+// not in this bucket.
 template <class Row>
 inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   const uint32_t slots = match_slots(bucket, key);
@@ -73,8 +73,8 @@ inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   return bucket.passed() ? Probe::kMoveOn : Probe::kAbsent;
 }
 
-// Returns the row of `key`, or -1 if it is absent; searches from bucket `b` on. The number of steps
-// is bounded, so that a table loaded from a damaged file cannot make the search endless.
+// Returns the row of `key`, or -1 if it is absent; the search starts at bucket `b`. The number of
+// steps is bounded, so that a table loaded from a damaged file cannot make the search endless.
 inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, int64_t key) {
   int64_t row = -1;
   for (int64_t step = 0; step < num_buckets; ++step) {
@@ -84,8 +84,9 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
   return -1;
 }
 
-// Inserts a new key into the first free slot, searching from its home bucket on. Returns false, and
-// changes nothing, if no slot is free; this happens only if the table is damaged or at capacity.
+// Inserts a new key into the first free slot; the search starts at the key's home bucket. Returns
+// false, and changes nothing, if no slot is free; this happens only if the table is damaged or at
+// capacity.
 inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;

@@ -12,8 +12,8 @@ namespace {
 // keys, and looks up its distinct keys in the earlier ranges. By hash: keys are moved to parts by
 // their hash and numbered within each part, in the cache; no key is looked up twice, but there are
 // several more passes. With a million distinct keys the hash table of a range does not fit in a
-// cache, which costs more than these passes; so beyond kMostByRange, keys are numbered by range
-// only if they repeat often enough that most lookups hit the cache.
+// cache, and the cache misses cost more than these passes. So beyond kMostByRange, keys are
+// numbered by range only if they repeat often enough that most lookups hit the cache.
 constexpr int64_t kMostByRange = int64_t{1} << 21;
 constexpr int64_t kLargeSample = 16384;
 // Keys repeat often if at most this share of a large sample is distinct.

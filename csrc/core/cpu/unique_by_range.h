@@ -134,7 +134,7 @@ class ByRange {
   int64_t seed_;
   int64_t ranges_ = 1;
   DistinctKeyMap<Key> numberings_[kMaxRanges];
-  Distinct<Key>* distinct_;  // [n] distinct keys of each range, from the range's start on
+  Distinct<Key>* distinct_;  // [n] distinct keys of each range, starting at the range's start
   uint32_t* ranks_;          // [n] rank of each of these keys among the distinct keys of all ranges
   uint32_t* firsts_;  // [shares of a range] number of new keys, later the rank of the first new key
   uint32_t* entries_;

@@ -1,5 +1,5 @@
-// Helpers of all kernels on bags: they find a bag's entries, even if offsets are bad, and compute
-// the divisor of its sum.
+// Helpers for all kernels on bags: find a bag's entries, even if offsets are bad, and compute the
+// divisor of the bag's sum.
 #pragma once
 
 #include <cmath>
@@ -34,7 +34,7 @@ SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* 
 }
 
 // Returns the bag, at or after bag `from`, that contains entry i, or -1 if there is none. With bad
-// offsets several bags may contain the entry; the result is then one of them or -1.
+// offsets several bags may contain the entry; the result is then one of these bags, or -1.
 SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   int64_t low = from, high = bags.num_bags;
   while (high - low > 1) {

@@ -6,7 +6,7 @@ namespace sparsekit::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Minimum blocks per multiprocessor. With this hint ptxas uses a few registers more instead of
+// Minimum blocks per multiprocessor. With this hint ptxas uses a few more registers instead of
 // spilling.
 constexpr int kBlocksAtOnce = 2;
 

@@ -1,5 +1,5 @@
-// Shared by the kernels on many tables: descriptors, which are passed to the device, the prefix
-// sums of what tables have, by one block, and the search in them.
+// Helpers for the kernels on many tables: send descriptors to the device, compute prefix sums in a
+// single block, and search these sums.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace sparsekit::cuda {
 
 constexpr int kGroupThreads = 256;
-// Minimum blocks per multiprocessor. With this hint ptxas uses a few registers more instead of
+// Minimum blocks per multiprocessor. With this hint ptxas uses a few more registers instead of
 // spilling.
 constexpr int kGroupBlocksAtOnce = 2;
 

@@ -9,8 +9,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The launch bounds ask for two blocks at a time: without them, ptxas aims at more and spills a few
-// registers.
+// The launch bounds ask for two blocks per multiprocessor: without these bounds, ptxas aims at more
+// blocks and spills a few registers.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
   pool_own_bag<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,

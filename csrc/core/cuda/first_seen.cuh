@@ -4,7 +4,7 @@
 //   mark   every used slot sets the bit of its first position;
 //   scan   a prefix sum over the bits ranks keys in order of first occurrence;
 //   emit   looks up slot and rank of every key; this is the caller's kernel.
-// The result does not depend on the order of threads; only the choice of slots does, which is
+// The result does not depend on the order of threads. The choice of slots does, but slots are
 // internal.
 #pragma once
 

@@ -20,8 +20,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   const int64_t first = simt::block() * tiles * kRows + (simt::thread() >> log2_lanes);
   const int64_t at = first_element(1, log2_lanes);
 
-  // Load all row indices, then all rows, and only then use them, so that no load waits for the use
-  // of another.
+  // Load all row indices, then all rows, before using any row, so that no load waits for the use of
+  // another row.
   int64_t row[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {

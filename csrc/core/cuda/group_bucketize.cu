@@ -11,7 +11,7 @@ namespace sparsekit::cuda {
 namespace {
 
 // A piece consists of the keys that one table sends to one rank. Pieces are numbered rank by rank,
-// in the order of sending.
+// in sending order.
 struct Pieces {
   int32_t world_size, num_tables;
   uint32_t* piece;  // [most] piece of each sorted entry; count() if its key is not sent

@@ -38,8 +38,8 @@ struct PoolTable {
   float a, b;
 };
 
-// `features` and `tables` each have an extra last element, which holds the ends of the ranges that
-// begin in the element before it.
+// `features` and `tables` each have one extra element at the end, which marks the end of the last
+// element's ranges.
 template <class T>
 struct PoolGroup {
   const PoolFeature<T>* features;
@@ -229,7 +229,7 @@ RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& fe
   return row_shape<T>(table.dim, table.weight, aligned ? feature.out : misaligned<T>());
 }
 
-// The features with bags that may be long, and a row shape that suits them all.
+// The features with bags that may be long, and a row shape that suits all of these features.
 struct LongShape {
   bool any = false;
   int64_t dim = 0;

@@ -22,7 +22,7 @@ struct Ways {
   }
 };
 
-// The features of a call, which are contiguous across tables, and totals over these features.
+// The features of all tables of a call, stored contiguously, and totals over these features.
 template <class T>
 struct SumCall {
   const SummedTable<T>* tables;
@@ -201,7 +201,7 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
   sort_pairs(work.keys, work.sorted_keys, work.numbers, work.sorted_numbers, n, 32, work.sort,
              stream);
   const int32_t* numbers = work.sorted_numbers;
-  if (group.num_tables > 1) {  // stable sort by table, which keeps the order of rows
+  if (group.num_tables > 1) {  // sort by table; stable, so rows stay in order
     simt::launch("group: tables to sort", tables_to_sort_kernel<T>, grid, stream, group, n, numbers,
                  work.keys);
     sort_pairs(work.keys, work.sorted_keys, numbers, work.numbers, n, bits_of(group.num_tables - 1),
@@ -319,8 +319,8 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 
 namespace {
 
-// Copies the tables. In the copies, `grad` only indicates whether all accesses to their sums may be
-// wide.
+// Copies the tables. In a copy, `grad` only indicates whether all accesses to the table's sums may
+// be wide.
 template <class T>
 std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>& room) {
   std::vector<SummedTable<T>> tables(sums.tables, sums.tables + sums.num_tables);

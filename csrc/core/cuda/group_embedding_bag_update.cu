@@ -4,8 +4,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients of a table's distinct rows. They are summed when they are read, with the same order of
-// additions as in sum_tables_kernel.
+// Gradients of a table's distinct rows. A gradient is summed when it is read, with the same order
+// of additions as in sum_tables_kernel.
 template <class T>
 struct SummedGradients {
   struct Found {

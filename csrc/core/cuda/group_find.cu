@@ -32,7 +32,7 @@ SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows) {
   }
 }
 
-// Replaces inverse[e], the slot of entry e's key, by the index of the key in its table. The first
+// Replaces inverse[e], the slot of entry e's key, with the index of the key in its table. The first
 // entry of each key looks up the key's row; for a missing key, the row is -1 for now.
 SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ranks missing,
                                      int32_t* inverse, int32_t* rows, int64_t* status) {
@@ -77,8 +77,9 @@ SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks m
   if (status[2 * t + 1] == 0) *size = after;
 }
 
-// Each warp handles a word of missing keys: each lane inserts one key, then all lanes write the
-// initial vectors of these keys.
+// Each warp handles one word of `missing`, which has a bit for each of 32 entries: each lane with a
+// set bit inserts the key of its entry, then all lanes together write the initial vectors of these
+// keys.
 template <class T>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
     group_insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
@@ -161,7 +162,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   const simt::Grid grid = grid_for_entries(call);
-  // `inverse` holds slots until group_number_kernel replaces them by indices.
+  // `inverse` holds slots until group_number_kernel replaces these slots with indices.
   find_first_entries(call, group, seed, work.firsts, inverse, status, 2 * call.num_tables, stream);
   simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,
                work.missing, inverse, rows, status);

@@ -78,7 +78,7 @@ SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
 }
 
 // Returns the bag of table t that contains entry e, or -1 if there is none. With bad bags several
-// bags may contain the entry; the result is then one of them or -1.
+// bags may contain the entry; the result is then one of these bags, or -1.
 template <class T>
 SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e) {
   const int32_t first = group.first_bag(t), count = group.first_bag(t + 1) - first;

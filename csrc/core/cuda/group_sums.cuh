@@ -1,7 +1,7 @@
 // Sums the gradients of the rows of all tables in the same launches. Each distinct row has a number
 // that is unique across tables, so one sort brings the entries of each row together and keeps the
-// entries of a table contiguous. Then chunks are summed as in segment_reduce.cuh. The chunks of
-// each table are counted from its first entry on, so sums have the same bits as if each table were
+// entries of a table contiguous. Then chunks are summed as in segment_reduce.cuh. The first chunk
+// of each table starts at the table's first entry, so sums have the same bits as if each table were
 // summed alone.
 //
 // An optimizer's step needs no gradients in memory. For a step, only rows whose entries span
@@ -37,8 +37,8 @@ struct SumTable {
   bool wide;
 };
 
-// `features` and `tables` each have an extra last element, which holds the ends of the ranges that
-// begin in the element before it.
+// `features` and `tables` each have one extra element at the end, which marks the end of the last
+// element's ranges.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;
@@ -55,7 +55,7 @@ struct SumGroup {
   int64_t* row;
   int64_t* element;
   // [all rows] the element of `out` at which each sum begins, or -1 if the sum does not fit; null
-  // if sums are in the order of row indices.
+  // if sums are in row order.
   int64_t* at;
   // Scaled gradients, indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;
@@ -165,7 +165,7 @@ SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
   return divide_by == Acc<T>{1} ? rounded : store<T>(load(rounded) / divide_by);
 }
 
-// Gives the first entry of each table in a level: begins[t] * scale.
+// Returns the first entry of table t in a level: begins[t] * scale.
 struct Begins {
   const int32_t* begins;
   int32_t scale;
@@ -173,9 +173,9 @@ struct Begins {
   SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
 };
 
-// Writes the position of the first entry for those sort keys of table t that this chunk determines.
-// A key without entries gets the position of the next key's entries, and the key after the last row
-// gets the end. The lanes of a tile share the work.
+// For each sort key of table t whose first entry this chunk determines, writes the position of that
+// entry. A key without entries gets the position of the next key's entries, and the key after the
+// last row gets the end. The lanes of a tile share the work.
 template <class T>
 SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
                                   uint32_t chunk, int lane, int lanes) {

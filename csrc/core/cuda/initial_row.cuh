@@ -12,7 +12,8 @@ constexpr int kDrawColumns = 4;
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 
-// Returns true if rows of T from `out` on are aligned for accesses of kDrawWidth elements.
+// Returns true if all rows of an array that begins at `out` are aligned for accesses of kDrawWidth
+// elements.
 template <class T>
 SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim) {
   return dim % kDrawColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;

@@ -67,8 +67,8 @@ struct Entries {
   int64_t row[kInFlight];  // -1 for an entry without a row
   Acc<T> weight[kInFlight];
 
-  // Loads the entries from begin + from on, as far as they are among the `count` entries that start
-  // at `begin`.
+  // Loads kInFlight entries, starting at begin + from. Entries outside the `count` entries that
+  // start at `begin` count as entries without a row.
   template <class In>
   SPARSEKIT_DEVICE void look_up(const In& in, int64_t begin, int from, int count, bool report) {
     for (int j = 0; j < kInFlight; ++j) {
@@ -102,8 +102,8 @@ struct Entries {
   }
 };
 
-// Adds the weighted rows of the `count` entries from `begin` on to sum, in order, and their weights
-// to total. Calls before(k) before adding the k-th row.
+// Adds `count` entries, starting at `begin`, in order: their weighted rows to `sum`, and their
+// weights to `total`. Calls before(k) before adding the k-th row.
 template <int kWidth, class In, class T, class Before>
 SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_t element,
                                   T (&sum)[kWidth], T& total, const Before& before) {
@@ -123,7 +123,7 @@ SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_
   }
 }
 
-// Computes the sum and the total weight of the `count` <= kPart entries from `begin` on.
+// Computes the sum and the total weight of `count` <= kPart entries, starting at `begin`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool(const In& in, int64_t begin, int count, int64_t element,
                            T (&sum)[kWidth], T& total) {
@@ -152,7 +152,7 @@ SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, in
   write_bag(in, bag, count, element, sum, total);
 }
 
-// A part of a long bag: up to kPart entries, from begin + index * kPart on.
+// A part of a long bag: up to kPart entries, starting at begin + index * kPart.
 struct Part {
   int64_t bag;  // negative if the slot has no part
   int64_t index;
@@ -218,8 +218,8 @@ constexpr int kBags = 4;
 // rows or more, the waits before the rows hardly matter. An estimate, not yet measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
-// Like pool_own_bag, but with kBags bags per tile, from `first` on. The entries of these bags are
-// contiguous, and are processed like the entries of one bag.
+// Like pool_own_bag, but with kBags bags per tile, starting at bag `first`. The entries of these
+// bags are contiguous, and are processed like the entries of one bag.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_bags, bool long_too,
                                           int64_t first, int64_t element) {
@@ -283,17 +283,18 @@ SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int6
 }
 
 // A round of adding parts. Before the round, every stride-th part of a bag holds the sum of
-// `stride` parts. In the round, every kPart-th of these parts receives the sum of kPart of them. In
-// the last round, only the first part of a bag is left, and its sum is written as the bag's vector.
-// Sums are updated in place, since each element is read and written by one lane. Totals, which all
-// lanes of a row read, are moved from one half of `totals` to the other.
+// `stride` parts. In the round, these sums are added in groups of kPart, and the first part of each
+// group receives the result. In the last round, only the first part of a bag is left, and its sum
+// is written as the bag's vector. Sums are updated in place, since each element is read and written
+// by one lane only. A total is read by all lanes of a row, so totals are moved from one half of
+// `totals` to the other.
 struct Round {
   int64_t stride;
   int half;
   bool last;
 };
 
-// Makes the additions of a round to the part of bag `bag` that is in slot `slot`.
+// Makes a round's additions for the part of bag `bag` that is in slot `slot`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Round round,
                                   int64_t slot, int64_t bag, int64_t element) {

@@ -1,5 +1,5 @@
-// Distributes the elements of a row over lanes, in the same way for all kernels on rows, and moves
-// them.
+// Assigns the elements of a row to lanes, and reads and writes these elements. All kernels that
+// process rows use this layout.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,8 @@ template <class T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
 
 // Returns a shape with kWide<T> elements per lane if every row of every array starts at a multiple
-// of 16 bytes, otherwise with one. `arrays` are the addresses of all arrays of rows of T; null
-// pointers are ignored.
+// of 16 bytes, otherwise with one element per lane. `arrays` are the addresses of all arrays of
+// rows of T; null pointers are ignored.
 template <class T, class... Arrays>
 RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   const bool aligned =
@@ -61,7 +61,7 @@ SPARSEKIT_DEVICE int64_t first_element(int width, int log2_lanes) {
   return ((static_cast<int64_t>(simt::column()) << log2_lanes) + lane_in_tile) * width;
 }
 
-// Number of rows that a tile loads before it uses the first.
+// Number of rows that a tile loads before it uses the first one.
 constexpr int kInFlight = 4;
 
 // The kWidth elements of a row that one lane handles, in their storage type.

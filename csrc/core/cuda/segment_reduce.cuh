@@ -1,11 +1,11 @@
-// Sums rows by segment on a device. segment_sum and the backward of embedding_bag share this; they
-// differ only in the row that an entry stands for, and in its scale.
+// Sums rows by segment on a device. segment_sum and the backward of embedding_bag share this code;
+// they differ only in each entry's row and in the scale of that row.
 //
-// In order: entries are sorted by segment, then each tile adds a fixed chunk of the sorted entries.
-// A segment that crosses a chunk's bounds leaves partial sums, which are the entries of the next
-// level, until one chunk is left. So the whole device shares a hot segment, and the order of
-// additions depends only on the ids.
-// By atomics: one pass over the entries in the given order.
+// There are two methods. In order: entries are sorted by segment, then each tile adds a fixed chunk
+// of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums, which are the
+// entries of the next level, and so on until one chunk is left. So the whole device shares the work
+// of a hot segment, and the order of additions depends only on the ids. By atomics: one pass over
+// the entries in the given order.
 #pragma once
 
 #include <cstdint>
@@ -62,10 +62,10 @@ struct Entry {
 // beginning before it (kHead), or beginning inside and continuing past its end (kTail).
 enum class Run { kWhole, kHead, kTail };
 
-// Walks the entries [begin, end) of n, at least one, which are sorted by key. Calls put(run, key,
-// sum) for every run with an entry that is not absent, with the sum of its rows in the range, added
-// in order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. Positions are
-// unsigned because they may slightly exceed n < 2^31.
+// Walks the range [begin, end) of n entries that are sorted by key; the range has at least one
+// entry. For every run with an entry that is not absent, calls put(run, key, sum), where `sum` is
+// the sum of the run's rows in the range, added in order. entry(k) must work for k in [max(begin -
+// 1, 0), min(end, n - 1)]. Positions are unsigned because they may slightly exceed n < 2^31.
 template <int kWidth, class RowsOf, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
                                const RowsOf& rows, const EntryAt& entry, const Put& put) {
@@ -115,7 +115,7 @@ SPARSEKIT_DEVICE uint32_t segment_key(int64_t id, int64_t i, int64_t num_segment
 }
 
 // The terms of the sums: entry i, for i in [0, n), adds row values[i], or row i if `values` is
-// null, to segment ids[i]. Entries with a negative value or id are dropped. *bad as in
+// null, to segment ids[i]. Entries with a negative value or id are dropped. *bad is set as in
 // unsorted_segment_sum.
 struct Segments {
   const int64_t* ids;
@@ -246,7 +246,7 @@ SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segment
 template <class T, int kWidth>
 void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& shape,
                      const SegmentWorkspace<T>& work, T* out, void* stream) {
-  // The largest key is num_segments, which dropped entries have.
+  // The largest key is num_segments, the key of dropped entries.
   sort_pairs(work.keys, work.levels[0].keys, in.values == nullptr ? work.positions : in.values,
              work.levels[0].values, in.n, bits_of(in.num_segments), work.sort, stream);
 
@@ -278,7 +278,7 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
 template <int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     add_rows_kernel(Segments in, Rows<float> rows, int log2_lanes, float* out) {
-  rows.stride = rows.dim;  // as it is here; the compiler then needs two registers fewer
+  rows.stride = rows.dim;  // always true here; telling the compiler so saves two registers
   const int64_t i = simt::global_thread();
   const int64_t element = first_element(kWidth, log2_lanes);
   const int lane = simt::lane();
@@ -365,10 +365,10 @@ void reduce_by_atomics(const Segments& in, const Rows<float>& rows, const RowSha
                shape.log2_lanes, out);
 }
 
-// Sorting moves about 76 bytes per entry and costs some ten launches. Atomics on rows that do not
-// stay in the L2 cache read and write them in memory for every entry. So atomics suit few entries,
-// rows of up to 32 bytes, and outputs of up to 32 MiB; all three limits are estimates, not yet
-// measured.
+// Sorting moves about 76 bytes per entry and costs about ten launches. With atomics, rows that do
+// not stay in the L2 cache are read and written in memory for every entry. So atomics suit few
+// entries, rows of up to 32 bytes, and outputs of up to 32 MiB; all three limits are estimates, not
+// yet measured.
 inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
   constexpr int64_t kFewEntries = 32768;
   constexpr int64_t kSmallRow = 8;

@@ -1,6 +1,6 @@
-// The machine-dependent functions that kernels use. nvcc compiles each function here to the CUDA
-// intrinsic behind it; g++ gets simt/host.h instead, with which tests run all threads of a block
-// concurrently.
+// The machine-dependent functions that kernels use. For nvcc, each function here is a thin wrapper
+// around a CUDA intrinsic. For g++, simt/host.h defines these functions instead, so that tests can
+// run all threads of a block concurrently.
 //
 // Rules for kernels, which the host runner enforces: a block has a multiple of 32 threads; every
 // lane of a warp takes part in each collective, and every thread of a block in each barrier. Memory
@@ -29,9 +29,9 @@ inline Grid grid_for(int64_t n, int threads = 256) {
   return Grid{n <= 0 ? 1 : (n + threads - 1) / threads, threads};
 }
 
-// Like grid_for, for kernels that loop over their items with the stride of the grid. It gives a few
-// full waves of the largest chip, so that a kernel costs little if the device finds that there is
-// little to do. The host runner gets few blocks, so that small tests loop too.
+// Like grid_for, for kernels that loop over their items with the stride of the grid. The grid is
+// limited to a few full waves of the largest chip, so that a kernel costs little if the device
+// finds that there is little to do. The host runner gets few blocks, so that small tests loop too.
 #ifdef __CUDACC__
 constexpr int64_t kMostBlocks = 2112;
 #else

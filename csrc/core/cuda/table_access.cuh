@@ -41,7 +41,7 @@ struct TableSlice {
 };
 
 // Returns the shape of a table's rows. Accesses are wide if every row of the weight, of the states
-// and of grad, unless null, begins at a multiple of 16 bytes.
+// and of `grad` (unless it is null) begins at a multiple of 16 bytes.
 template <class T>
 RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
   using A = Acc<T>;

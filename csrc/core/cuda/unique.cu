@@ -84,7 +84,7 @@ void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int6
   Arena arena(workspace);
   const FirstSeen seen(arena, n.most);
   clear_first_seen(seen, n, stream);
-  // `inverse` holds the slots until emit_kernel turns them into ranks.
+  // `inverse` holds the slots until emit_kernel turns these slots into ranks.
   simt::launch("unique: enter", enter_kernel<Key>, simt::strided_grid_for(n.most), stream, keys, n,
                seed, seen, inverse);
   rank_first_seen(seen, n, stream);

@@ -27,8 +27,8 @@ struct Share {
 };
 
 // Returns the means that a rule needs over a row, the same on all lanes of its tile; 0 for a
-// negative row. All lanes of the warp must call this. The bits of the means must not depend on
-// kWidth, which depends only on the alignment of gradients, so each lane takes the elements that it
+// negative row. All lanes of the warp must call this. kWidth depends only on the alignment of
+// gradients, and must not affect the bits of the means; so each lane takes the elements that it
 // would have with wide accesses.
 template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
 SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
@@ -72,7 +72,7 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& 
   return {sums.first / count, kTwo ? sums.second / count : 0};
 }
 
-// Data shared by the threads of a block: their table, its gradients, and the constants of its step.
+// Data shared by the threads of a block: a table, its gradients, and the constants of its step.
 template <class T, class Gradients, class StepConstants>
 struct Block {
   RowTable<T> table;

@@ -1,5 +1,5 @@
 // Counts the plain loads and stores of kernels. Kernels are plain C++, so only the compiler knows
-// where they access memory: -fsanitize=thread makes it call a function before each access. Those
+// where they access memory: -fsanitize=thread makes it call a function before each access. These
 // functions are defined here instead of in ThreadSanitizer's library, which is not linked. Values
 // that the optimizer keeps in registers are not counted, as on a device.
 #include <cstddef>
@@ -51,8 +51,8 @@ void __tsan_write_range(void* at, size_t bytes) {
   plain(Access::kWrite, at, bytes);
 }
 
-// Define the atomics too. host.h counts them. Here they are always sequentially consistent,
-// regardless of the requested order.
+// With -fsanitize=thread, atomics become function calls too. host.h counts atomics, so these
+// functions only perform them. They are sequentially consistent, regardless of the requested order.
 #define SPARSEKIT_ATOMICS(bits)                                                                    \
   using Word##bits = uint##bits##_t;                                                               \
   Word##bits __tsan_atomic##bits##_load(const volatile Word##bits* at, int) {                      \

@@ -39,7 +39,7 @@ const Position& position();
 // Sometimes lets other fibers of this OS thread run.
 void maybe_switch();
 // saw() counts a thread's access to device memory; note() records a request of the host and the
-// bytes that it moves. Both do nothing unless the launching thread counts (counts.h).
+// bytes that it moves. Neither does anything unless the launching thread is counting (counts.h).
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written);
 void wait_for_block();

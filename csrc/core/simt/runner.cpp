@@ -1,5 +1,5 @@
-// Runs the threads of a grid as fibers; see host.h. Compiled without ThreadSanitizer: it must see
-// the kernels' threads, not this scheduler.
+// Runs the threads of a grid as fibers; see host.h. Compiled without ThreadSanitizer, which must
+// see the kernels' threads, not this scheduler.
 #include <stdexcept>
 #include <thread>
 

@@ -72,7 +72,7 @@ class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
 
-  // Waits for all workers. Returns true if all of them called this with the same kind, other than
+  // Waits for all workers. Returns true if all workers have passed the same kind, and it is not
   // kGiveUp.
   bool meet(Kind kind, int participants) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -104,8 +104,8 @@ class Meeting {
 };
 
 struct Warp {
-  // Two slots are used in turn, since a lane may enter the next collective while others still read
-  // the values of this one.
+  // Two slots are used in turn, since a lane may enter the next collective while other lanes still
+  // read the values of this one.
   struct Slot {
     std::atomic<uint64_t> values[kWarp];
   } slots[2];

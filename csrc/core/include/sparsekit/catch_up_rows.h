@@ -24,12 +24,12 @@ struct MissedSteps {
 
 namespace cpu {
 
-// Advances the rows `rows` [n], which must be distinct, or all rows if `rows` is null, from the
-// step in row_step to missed.last_step(), as if update_rows had been called with a zero gradient
-// for each step in between. Sets their row_step to missed.last_step(). Does nothing if no steps are
-// given. A row_step of 0 marks a row that has never had a gradient; such a row does not move.
-// Learning rates come from `missed`, not from `rule`. Negative rows are skipped. Returns -1, or the
-// first position whose row is >= num_rows; then nothing has been changed.
+// Advances rows from the step in row_step to missed.last_step(), as if update_rows had been called
+// with a zero gradient for each step in between, and sets their row_step to missed.last_step().
+// `rows` [n] lists the rows to advance, which must be distinct; null means all rows. Does nothing
+// if no steps are given. A row_step of 0 marks a row that has never had a gradient; such a row does
+// not move. Learning rates come from `missed`, not from `rule`. Negative rows are skipped. Returns
+// -1, or the first position whose row is >= num_rows; then nothing has been changed.
 template <class Rule, class T>
 int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, const Rule& rule,
                       const MissedSteps& missed, const ParallelFor& parallel_for);

@@ -51,9 +51,8 @@ struct FoundLines {
   bool unclosed = false;  // true if the last line ends within a quoted field
 };
 
-// Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "
-// " or "\r
-// " outside quoted fields. The end of the text also ends a line if `complete` is true; otherwise an
+// Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "\n" or "\r\n"
+// outside quoted fields. The end of the text also ends a line if `complete` is true; otherwise an
 // unfinished last line is left out. A field is quoted if it begins with `quote` (0: no field is
 // quoted); inside it, two quotes in a row stand for one. Blank lines are left out if `skip_blank`
 // is true.

@@ -79,8 +79,8 @@ void embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& b
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows);
 
-// Like the CPU version. `deterministic` is that of unsorted_segment_sum. Precondition: num_rows <
-// 2^32 - 1.
+// Like the CPU version. `deterministic` has the same meaning as in unsorted_segment_sum.
+// Precondition: num_rows < 2^32 - 1.
 template <class T>
 void embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                             const Acc<T>* sample_weights, Combiner combiner, bool deterministic,

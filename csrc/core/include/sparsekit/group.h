@@ -26,7 +26,7 @@ struct Source {
   }
 };
 
-// Consecutive bags of a source, which look up one table. Each key of these bags is an entry.
+// Consecutive bags of a source that all look up the same table. Each key of these bags is an entry.
 // Entries are numbered feature by feature. Features of the same table are adjacent, so the entries
 // of a table are contiguous.
 struct Feature {

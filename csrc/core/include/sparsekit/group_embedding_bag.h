@@ -21,7 +21,7 @@ struct PooledTable {
   // [num_listed], or null. If given, `index` holds positions in this list instead of rows.
   const int32_t* rows;
   int64_t num_listed;
-  // Seed of the initial vectors that replace negative rows; if null, zeros replace them.
+  // Seed of the initial vectors that replace negative rows; null: zeros replace negative rows.
   const int64_t* seed;
   Initializer initializer;  // initializer.seed is not used
 };

@@ -50,7 +50,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool nega
   a = (a | kZeros) - ((negative ? kMinus : 0) << shift);
   b |= kZeros;
   c |= kZeros;
-  // Shift in two steps, since shifting by 64 at once would be undefined.
+  // Shift in two steps, since a single shift by 64 would be undefined.
   a = a >> shift | b << 1 << (63 - shift);
   b = b >> shift | c << 1 << (63 - shift);
   c >>= shift;

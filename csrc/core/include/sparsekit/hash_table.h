@@ -31,7 +31,7 @@ static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 // Mixes every bit of the key into the high bits, which home_bucket() uses: two rounds of multiply
 // and xor-shift, with the constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
 // Colliding keys are easy to construct, so keys from outside are hashed as key ^ seed with a random
-// seed (docs/design/hashing.md discusses how much that protects).
+// seed (docs/design/hashing.md discusses how much protection this gives).
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

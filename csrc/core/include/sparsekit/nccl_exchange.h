@@ -3,8 +3,8 @@
 // core/nccl includes nccl.h.
 //
 // A failure throws std::runtime_error with NCCL's own message. A communicator that has thrown is
-// unusable and should be aborted. Communicators block: calls that need other ranks wait for them
-// without a time limit, until the communicator is revoked or aborted.
+// unusable and should be aborted. Communicators block: a call that needs other ranks waits for
+// these ranks without a time limit, until the communicator is revoked or aborted.
 #pragma once
 
 #include <array>
@@ -49,7 +49,7 @@ void disconnect(ncclComm* communicator);
 // false if the library is older than NCCL 2.28.7 and cannot do that.
 bool revoke(ncclComm* communicator) noexcept;
 
-// Frees the communicator at once, ending pending work on the device too. Does nothing for null.
+// Frees the communicator immediately, ending pending work on the device too. Does nothing for null.
 // NCCL requires that no other thread be inside a call on the communicator.
 void abort(ncclComm* communicator) noexcept;
 

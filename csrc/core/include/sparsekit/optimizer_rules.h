@@ -13,7 +13,7 @@
 //   of_element(k, g, w, s)               returns the terms to average; s is a copy to work on;
 //   of_row(k, means, before)             returns a number of the row that step() reads from s after
 //                                        the element's states; with kRowWise it is the row's new
-//                                        state, and before is the old one.
+//                                        state, and `before` is the old state.
 // A rule that also moves rows without a gradient has what catch_up_rows needs:
 //   without_gradient(a, b)  returns the StepConstants of a missed step, given its two numbers;
 //   most_replayed()         returns the number of missed steps worth replaying: all later ones
@@ -108,8 +108,8 @@ struct Sgd {
 // m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   with kAmsgrad x = max(x, v),
 // w = (1 - lr weight_decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v or x) + eps_t).
 // eps_t is eps, as at the end of section 2 of Kingma and Ba, "Adam", ICLR 2015, and in
-// torch.optim.SparseAdam; with rescale_eps it is eps sqrt(1 - beta2^t), which makes the last term
-// that of their algorithm 1 and of torch.optim.Adam. Weight decay is that of Loshchilov and Hutter,
+// torch.optim.SparseAdam. With rescale_eps it is eps sqrt(1 - beta2^t); the last term is then the
+// same as in their algorithm 1 and in torch.optim.Adam. Weight decay follows Loshchilov and Hutter,
 // "Decoupled weight decay regularization", ICLR 2019; x is from Reddi et al., "On the convergence
 // of Adam and beyond", ICLR 2018.
 template <bool kAmsgrad>

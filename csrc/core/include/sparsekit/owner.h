@@ -16,9 +16,9 @@ constexpr int64_t kVirtualShards = int64_t{1} << 16;
 
 // Returns the virtual shard of a key; an int32 key counts as the int64 of the same value. Saved
 // tables are divided among ranks by this value, so it must be the same on all ranks and in all
-// versions. The hash is the finaliser of MurmurHash3 (Appleby). hash_key() (hash_table.h) would not
-// do: its leading bits would be the same for all keys of a rank, which would fill only some of the
-// rank's buckets.
+// versions. The hash is the finaliser of MurmurHash3 (Appleby). hash_key() (hash_table.h) must not
+// be used here: all keys of a rank would then have the same leading bits, and would fill only some
+// of the rank's buckets.
 SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;

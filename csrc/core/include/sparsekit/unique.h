@@ -16,8 +16,9 @@ int64_t unique_workspace_bytes(int64_t n);
 // Writes the distinct keys to unique_keys [n], in order of first occurrence; the position of each
 // key in unique_keys to inverse [n]; and, unless `counts` is null, the number of occurrences of
 // each distinct key to counts [n]. Returns the number u of distinct keys; elements of unique_keys
-// and counts from u on are undefined. `seed` should be unknown to anyone who chooses keys; results
-// do not depend on it. Index is int64_t, or int32_t for int64_t keys. Precondition: n < 2^31.
+// and counts at positions >= u are undefined. `seed` should be unknown to anyone who chooses keys;
+// results do not depend on it. Index is int64_t, or int32_t for int64_t keys. Precondition: n <
+// 2^31.
 template <class Key, class Index>
 int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for);
@@ -29,8 +30,8 @@ namespace cuda {
 int64_t unique_workspace_bytes(int64_t n);
 
 // Like the CPU version, but writes the number of distinct keys to *num_unique in device memory.
-// Elements of inverse from n.get() on, and of unique_keys and counts from *num_unique on, are
-// undefined.
+// Elements of inverse at positions >= n.get(), and elements of unique_keys and counts at positions
+// >= *num_unique, are undefined.
 template <class Key>
 void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int64_t* inverse,
             int64_t* counts, int64_t* num_unique, void* workspace, void* stream);

@@ -1,7 +1,7 @@
-// XXH64, the 64-bit hash of the xxHash family, after the xxHash fast digest algorithm specification
-// (Y. Collet, version 0.1.1 and later), of one text and of many. Texts of equal length are hashed
-// together: this avoids unpredictable branches on the length, and the multiplications of different
-// texts overlap.
+// Computes XXH64, the 64-bit hash of the xxHash family, of one text or of many. Follows the xxHash
+// fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Texts of equal length
+// are hashed together: this avoids unpredictable branches on the length, and the multiplications of
+// different texts overlap.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +31,8 @@ constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 
 // Hashes `count` texts of `size` < kTooLong bytes each. Reads no byte beyond a text. An engine
-// processes several texts per step, so the array must have kTogether elements; elements from
-// `count` on may be copies of other elements.
+// processes several texts per step, so the array must have kTogether elements; the elements after
+// the first `count` may be copies of other elements.
 using HashTogether = void (*)(const WaitingText* texts, int count, size_t size, uint64_t seed,
                               int64_t* codes);
 
