@@ -8,7 +8,7 @@ from ._load import checked, instruction_set, load  # noqa: E402
 
 load()
 
-from . import _pybind, distributed, hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
+from . import _pybind, distributed, hashing, nn, ops, optim  # noqa: E402  these need load()
 from .distributed import init  # noqa: E402
 from .errors import TableFullError  # noqa: E402
 from .memory import empty_cache  # noqa: E402

@@ -17,8 +17,8 @@ _WHY = "sparsekit: a lookup in a table cannot be compiled, so a graph ends befor
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Apply `torch.compiler.disable`, but only once the process has loaded a compiler.
 
-    Applying it at once would import the compiler, which takes as long as importing torch. When a
-    compiler meets a function with the marks below, it ends its graph before the call and does not
+    Applying it immediately would import the compiler, which takes as long as importing torch. When
+    a compiler meets a function with the marks below, it ends its graph before the call and does not
     trace the function.
     """
     disabled: Callable[_P, _R] | None = None
@@ -26,7 +26,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal disabled
-        # That torch._dynamo is loaded proves little, since every optimizer of torch loads it.
+        # It is not enough that torch._dynamo is loaded, since every torch optimizer loads it.
         # Disabling the compiler takes as long as half a lookup, so this is done only while
         # something is being compiled.
         if "torch._dynamo" not in sys.modules or not (

@@ -124,7 +124,7 @@ class checked:
     names the position and the value. Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in
     the environment turns them on from the start.
 
-    It takes effect at once; as a context manager, until the end of the block::
+    It takes effect immediately; as a context manager, only until the end of the block::
 
         with sparsekit.checked():
             step(batch)

@@ -16,9 +16,9 @@ from .world import exchange_of
 class Averaging:
     """An average of gradients over ranks, computed by the communication hook `average`.
 
-    Each rank adds up a piece of a bucket, in the order of the ranks, so results are bitwise equal
-    on all ranks. Nothing waits before the end of backward. The average has its own exchange, since
-    ranks may reach a bucket and the backward of a layer in different orders.
+    Each rank adds up a piece of a bucket, in rank order, so results are bitwise equal on all ranks.
+    Nothing waits before the end of backward. The average has its own exchange, since ranks may
+    reach a bucket and the backward of a layer in different orders.
     """
 
     def __init__(self, exchange: Exchange) -> None:

@@ -2,10 +2,11 @@
 
 A lookup begins with a handshake: each rank sends every other rank a block of fixed size, which says
 what the rank is about to do, whether it has an error, and how many rows of each table will follow.
-Ranks that disagree thus find out at once, and an error on one rank is raised on all ranks instead
-of making other ranks wait. All ranks know the sizes of the messages that follow. The head of each
-part repeats what the part is and whether there is an error, and receive buffers are large enough
-for a part other than the expected one. A rank reads its own part where it has written it.
+Ranks that disagree thus find out immediately, and an error on one rank is raised on all ranks
+instead of making other ranks wait. All ranks know the sizes of the messages that follow. The head
+of each part repeats what the part is and whether there is an error, and receive buffers are large
+enough for a part other than the expected one. Each rank reads its own part in the place where it
+wrote it.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ from .streams import own_stream
 from .transport import TorchTransport, Transport
 from .wire import ALIGNMENT, Parts, part_bytes, read_heads, write_heads
 
-# Size in words of the handshake block, and number of its words before the counts of tables: the
-# hash of the plan, 1 for an error, and three numbers of the caller. Counts that do not fit in the
+# Size of the handshake block in words, and number of words in it before the counts of tables: the
+# hash of the plan, 1 for an error, and three numbers from the caller. Counts that do not fit in the
 # block follow in their own message.
 _BLOCK, _FACTS = 512, 5
 
@@ -96,7 +97,7 @@ class Exchange:
         self.parts_saved = 0
         # The reason why this exchange can no longer be used; None if it can.
         self.broken: str | None = None
-        # Size in bytes of the largest part that each rank may send here, at first that of a
+        # Size in bytes of the largest part that each rank may send here; initially the size of a
         # handshake.
         self._most = [8 * _BLOCK] * self.world_size
         # True if parts must have exactly the expected size; a part of another size then causes a
@@ -139,7 +140,7 @@ class Exchange:
         begun = self._begin(sent := block.view(-1).view(torch.uint8), sizes, room)
         with self._answered(plan):
             received = begun()
-        # Read everything at once, since each read from a device waits for the device.
+        # Read everything in one go, since each read from a device waits for the device.
         parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
         both = torch.cat([*parts, sent]).view(torch.int64).cpu().numpy().reshape(2 * ranks, _BLOCK)
         came = both[:ranks]

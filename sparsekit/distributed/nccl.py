@@ -96,8 +96,7 @@ class NcclTransport(Transport):
         finished = self._event.query if self._event is not None else lambda: True
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
-        # Close before the interpreter exits at the latest, since CUDA may be unavailable after
-        # that.
+        # Close no later than at the interpreter's exit, since CUDA may be unavailable afterwards.
         self._close = weakref.finalize(self, _close, self._watch)
         try:
             self._warm_up()
@@ -131,7 +130,7 @@ class NcclTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start as `Transport` says; any dtype is allowed, since NCCL gets sizes in bytes.
+        """Start as `Transport` describes; any dtype is allowed, since NCCL gets sizes in bytes.
 
         The collective runs on the current stream, and only that stream waits.
         """

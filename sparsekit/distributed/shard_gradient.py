@@ -23,9 +23,9 @@ class ShardGradient(torch.Tensor):
 
     Clipping by the norm of only these rows would scale the dense parameters, which ranks keep
     equal, by a different factor on each rank, and they would drift apart without an error.
-    torch.nn.utils clips dense gradients this way, and sparse gradients from 2.14 on. Computing a
-    norm is therefore refused. Everything else works as for any tensor, and a result of the same
-    shape and layout is a `ShardGradient` too.
+    torch.nn.utils clips dense gradients this way, and sparse gradients too, starting with torch
+    2.14. Computing a norm is therefore refused. Everything else works as for any tensor, and a
+    result of the same shape and layout is a `ShardGradient` too.
 
     Attributes:
         layer: the name of the layer whose weight has the gradient.

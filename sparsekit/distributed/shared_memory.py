@@ -158,8 +158,8 @@ class _Meeting:
         # The kernel chooses an abstract name, which is not in the file system and disappears with
         # the process.
         self._listener.bind("")
-        # The queue must hold the connections of all ranks at once, and a few of unrelated
-        # processes.
+        # The queue must hold the connections of all ranks at the same time, and a few from
+        # unrelated processes.
         self._listener.listen(self.world_size + _STRANGERS)
         return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
 

@@ -1,8 +1,8 @@
 """A separate stream for the work of an exchange, ordered with the current stream by events.
 
-Collectives run on this stream, and so does everything that a lookup does ahead. The stream waits
-for work that is already queued on the current stream, not for later work; taking a result makes the
-current stream wait for it. The host never waits.
+Collectives run on this stream, and so does all work that a lookup does ahead of time. The stream
+waits for work that is already queued on the current stream, not for later work; taking a result
+makes the current stream wait for it. The host never waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NoStream:
         return contextlib.nullcontext()
 
     def begin(self, launch: Callable[..., Callable[[], T]], *arguments: Any) -> Callable[[], T]:
-        """Start a collective at once."""
+        """Start a collective immediately."""
         return launch(*arguments)
 
 
@@ -77,7 +77,7 @@ class OwnStream(NoStream):
         Args:
             launch: starts the collective on the current stream, and returns a function that waits
                 for the other ranks.
-            arguments: arguments of launch, which may read and write tensors among them.
+            arguments: arguments of launch; it may read and write the tensors among the arguments.
 
         Returns:
             A function that waits for the other ranks, and makes the stream that is current at that

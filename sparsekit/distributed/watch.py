@@ -80,7 +80,7 @@ class Watch(threading.Thread):
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """Watch the launch in the body from now on."""
+        """Watch the launch that the body makes."""
         self._launching = True
         self._deadline = time.monotonic() + self._seconds
         try:

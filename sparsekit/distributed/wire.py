@@ -60,7 +60,7 @@ def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndar
     """Read the heads of parts and the words after the heads, as int64 ``[parts, 2 + words]``."""
     size = _HEAD_BYTES // 8 + words
     heads = [data.view(torch.int64)[begin // 8 : begin // 8 + size] for begin in begins]
-    # Read everything at once, since each read from a device waits for the device.
+    # Read everything in one go, since each read from a device waits for the device.
     read = torch.cat(heads).tolist() if heads else []
     return np.array(read, dtype=np.int64).reshape(len(heads), size)
 

@@ -68,8 +68,8 @@ def init(
 ) -> None:
     """Set defaults for layers that are made after this call; calling it is optional.
 
-    Arguments that are not given keep their earlier values. Timeout and backend also change layers
-    that exist already, at their next call, so call it on all ranks.
+    Arguments that are not given keep their earlier values. A new timeout or backend also takes
+    effect in existing layers, at their next call, so call `init` on all ranks.
 
     Args:
         global_batch_size: accepted for compatibility with SOK, and not used.

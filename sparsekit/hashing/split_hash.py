@@ -58,7 +58,7 @@ class SplitHashEncoder:
     depend only on the value and on the feature's length, position and salt.
 
     Args:
-        feature_lengths: Name of each feature -> the most values that it has, in ``[1, 2**32]``.
+        feature_lengths: Name of each feature -> maximum number of its values, in ``[1, 2**32]``.
             With more values, collisions are more frequent.
         splits: 4 or 1.
         salts: Name -> seed of the hash in ``[0, 2**64)``; 0 for features not named.

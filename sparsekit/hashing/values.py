@@ -56,7 +56,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         seed: Chooses the hash function, in ``[0, 2**64)``.
 
     Returns:
-        int64 ``[n]``, on the device of a tensor, else on the CPU. torch computes little with
+        int64 ``[n]``, on the device of a tensor, else on the CPU. torch supports few operations on
         unsigned 64-bit integers, so the 64 bits are read as a signed number: a hash h of 2**63 or
         more comes out as ``h - 2**64``. ``code % 2**64`` on a Python int gives h back.
 

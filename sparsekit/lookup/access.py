@@ -255,8 +255,8 @@ def _exchanged(
     Args:
         exchange: the exchange of the ranks.
         what: description of the data, which must be the same on all ranks.
-        make: returns the rows to send, those for rank 0 first; an error that it raises is raised on
-            every rank.
+        make: returns the rows to send, with the rows for rank 0 first; an error that it raises is
+            raised on every rank.
         sent: number of rows to send to each rank.
         come: number of rows to receive from each rank.
         like: a tensor with the dtype of the rows and the shape of a row.

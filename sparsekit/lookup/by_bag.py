@@ -1,4 +1,4 @@
-"""The route by bag: every rank gets all keys and adds up the vectors of those that it owns.
+"""The route by bag: every rank gets all keys and adds up the vectors of its own keys.
 
 This is SOK's algorithm. Every rank sends its keys to all ranks. For every bag of every rank, each
 rank adds up the vectors of the keys that it owns, and sends the sum to the rank that the bag came
@@ -210,7 +210,8 @@ class _Owned:
     """Sums all ranks' bags of one table over the keys that this rank owns.
 
     Sums are computed in float32 or float64. The pooling ops round their results to the dtype of the
-    rows; if that dtype is another one, this class looks up single vectors and adds them up itself.
+    rows; if the rows have another dtype, this class looks up single vectors and adds them up
+    itself.
     """
 
     def __init__(self, table: EmbeddingTable, bags: _Bags) -> None:
@@ -253,7 +254,7 @@ class _WayBack:
     found: list[torch.Tensor | None]
 
     def gradients(self, grads: Gradients) -> Gradients:
-        """Return the gradients of this rank's weights, given those of the sums of its bags."""
+        """Return this rank's weight gradients, computed from the gradients of its bag sums."""
         given = cast("Sequence[torch.Tensor]", grads)
         exchange, owned = self.exchange, self.owned
         theirs, own = self.sizes

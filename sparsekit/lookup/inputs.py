@@ -32,7 +32,7 @@ class Bags:
     offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each value is a bag of its own
     weights: torch.Tensor | None  # shape [n]
     slot_major: bool = False
-    slots: int | None = None  # number of slots, if the form of the input tells it
+    slots: int | None = None  # number of slots, if the form of the input implies it
     order: torch.Tensor | None = None  # input position of each value; None: start, start + 1, ...
     start: int = 0  # position of the first value in the input if order is None
     count: int = field(init=False)  # number of bags; -1 if offsets is empty
@@ -50,7 +50,7 @@ class Bags:
         return self.start + i if self.order is None else int(self.order[i])
 
     def part(self, first: int, count: int, begin: int, end: int) -> Bags:
-        """Return `count` bags from bag `first` on, whose values are ``values[begin:end]``."""
+        """Return `count` bags, starting at bag `first`; their values are ``values[begin:end]``."""
         offsets, weights = self.offsets, self.weights
         return Bags(
             self.values[begin:end],
@@ -170,7 +170,7 @@ def _same_form(inputs: torch.Tensor, weights: Any) -> bool:
 
 
 def _check_structure(layer: str, **parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Raise ValueError unless inputs and sample_weights are equal in these parts."""
+    """Raise ValueError unless these parts of inputs and sample_weights are equal."""
     for name, (mine, theirs) in parts.items():
         if mine.shape != theirs.shape:
             raise ValueError(
@@ -357,7 +357,7 @@ def check_bags(
     if bags.each is None:
         facts = [offsets[0], offsets[-1], *(counts.aminmax() if len(counts) else ())]
         facts += [] if by_sample is None else [by_sample.max()]
-        # Read everything at once, since each read from a device waits for the device.
+        # Read everything in one go, since each read from a device waits for the device.
         first, last, *of_counts = torch.stack(facts).tolist()
     else:
         first, last = 0, len(bags.values)

@@ -117,7 +117,7 @@ class KeyClient:
         columns: slice,
         grads: Sequence[torch.Tensor | None],
     ) -> None:
-        """Write the gradients of the vectors to the send buffer, given those of the outputs.
+        """Compute the vectors' gradients from the outputs' gradients, into the send buffer.
 
         Args:
             gradients: the send buffer for the gradients, 1-D.

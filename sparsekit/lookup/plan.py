@@ -146,7 +146,8 @@ class TableBatch:
                 weight = weights[t]
                 if weight._version != weight.noted_version:
                     return True
-        except (AttributeError, RuntimeError):  # no layer's weight, or a tensor without a version
+        except (AttributeError, RuntimeError):
+            # This is not an EmbeddingWeight, or it is an inference tensor, which has no version.
             return True
         return False
 
@@ -201,8 +202,8 @@ class LookupPlan:
         columns: for each batch, the range of its tables among all tables.
         derived: values that a caller has derived from the tables for a form of input; see
             `remember`.
-        most_keys: for each table, the most keys that a rank may request from another rank; None
-            unless all tables have a limit.
+        most_keys: for each table, the maximum number of keys that a rank may request from another
+            rank; None unless all tables have a limit.
         fits_alone: whether `check_exchange` has found that all tables live on a single process.
     """
 
@@ -255,7 +256,7 @@ class LookupPlan:
         """
         # Collect everything that may have changed, in a form that is quick to compare.
         buffers = [of_table for batch in self.batches for of_table in batch.buffers]
-        # Read everything at once, since each read from a device waits for the device.
+        # Read everything in one go, since each read from a device waits for the device.
         numbers = torch.cat([b[name] for b in buffers for name in ("seed", "shard")]).tolist()
         maps = [owners for batch in self.batches for owners in batch.owners()[0]]
         versions = [-1 if owners.is_inference() else owners._version for owners in maps]
@@ -299,7 +300,7 @@ class LookupPlan:
 
 
 def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
-    """Cache a value that depends on the form of the input only."""
+    """Cache a value that depends only on the form of the input."""
     if len(values) >= _MOST_FORMS:
         values.clear()
     values[form] = value

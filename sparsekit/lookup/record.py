@@ -75,7 +75,8 @@ class LookupRecord:
         Args:
             grads: gradients of the tensors that were written to, one for each.
             found: see `LookupResult`.
-            features: those of the descriptors, with the positions of gradients instead of outputs.
+            features: the descriptors' ``features``, with the positions of gradients instead of
+                outputs.
         """
         return self._gradients([[grad] for grad in grads], found, features)
 
@@ -98,7 +99,7 @@ class LookupRecord:
             gradients += call.gradients(grads[k], own, features[k])
         if not self.fused:
             return gradients
-        # Gradients are left only if the optimizer has been detached since.
+        # Gradients remain only if the optimizer has been detached since the lookup.
         left = [(w, g) for w, g in zip(self.weights, gradients, strict=True) if g is not None]
         if left:
             torch.autograd.backward([w for w, _ in left], [g for _, g in left])

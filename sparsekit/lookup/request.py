@@ -30,8 +30,8 @@ class Request:
 
     table: EmbeddingTable
     bags: Bags  # bags of keys, without padding
-    # "none": a bag has at most one key, whose vector is the output, or zeros without a key. A tuple
-    # has a combiner for each slot, and bags are sorted by slot.
+    # "none": a bag has at most one key; the output is its vector, or zeros for an empty bag. A
+    # tuple has a combiner for each slot, and bags are sorted by slot.
     combiner: str | tuple[str, ...]
     max_nnz: int  # limit on the number of keys in a bag
     shape: tuple[int, ...]  # shape of the output without its last dimension: an element per bag

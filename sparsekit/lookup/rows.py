@@ -67,7 +67,7 @@ def _pieces(
     layout: Layout,
     others: Sequence[int],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of slices to convert between: one of the parts, and its copy in memory."""
+    """Return pairs of slices to convert between: one of `parts`, one of `memory`."""
     pieces = []
     for batch, columns, own in zip(plan.batches, plan.columns, memory, strict=True):
         if batch.wire_dtype == batch.dtype:

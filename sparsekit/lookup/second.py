@@ -18,8 +18,8 @@ def differentiable(
     """Return the gradients of weights in a lookup's backward, differentiable if `grads` are.
 
     Args:
-        make: computes the gradients of weights from those of the outputs; a linear function.
-        again: computes the gradients of the outputs' gradients from those of the weights'
+        make: computes the gradients of weights from the gradients of outputs; a linear function.
+        again: computes the gradients of the outputs' gradients from the gradients of the weights'
             gradients.
         grads: gradients of the outputs.
     """

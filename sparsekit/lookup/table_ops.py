@@ -26,7 +26,7 @@ _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
-# From this size on, CPU memory is reused; see csrc/torch_ops/large_memory.h.
+# CPU memory of at least this size is reused; see csrc/torch_ops/large_memory.h.
 _LARGE_BYTES = 2 << 20
 
 

@@ -19,7 +19,7 @@ from .request import LazyRequests, Request, one_by_one
 def as_vectors(
     requests: Sequence[Request],
 ) -> tuple[Sequence[Request], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """Replace requests that the ops cannot pool by requests for single vectors.
+    """Replace requests that the ops cannot pool with requests for single vectors.
 
     Returns:
         All requests to look up, and a function that turns their outputs into those of `requests`.

@@ -2,7 +2,7 @@
 
 from ..tables.initializers import Constant, Initializer, Normal, Uniform
 from ..tables.weight import EmbeddingWeight
-from . import wrappers  # noqa: F401 (has torch tell it of models with tables)
+from . import wrappers  # noqa: F401 (it registers hooks with torch)
 from .dropin_embedding import Embedding
 from .dropin_embedding_bag import EmbeddingBag
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding

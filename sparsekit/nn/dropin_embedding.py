@@ -47,7 +47,7 @@ class Embedding(DropIn):
         dtype: float32, float64 or bfloat16; None means torch's default dtype.
         padding_key: may be given instead of padding_idx; any int64, and -1 is a key like any other.
         embedding_initializer: as in `DistributedEmbedding`, but None means ``Normal(0.0, 1.0)``,
-            which is torch's.
+            torch's default.
         name: name of the layer, for error messages. Initial vectors depend on the name, or on
             `torch.manual_seed` if there is none.
         use_hashtable, other options: as in `DistributedEmbedding`.

@@ -80,13 +80,13 @@ class DistributedEmbedding(EmbeddingLayer):
             modulo without, where nothing else is possible. A saved table keeps its placement.
         wire_dtype: ``torch.bfloat16`` rounds vectors, and their gradients, on their way between
             ranks, which halves the bytes. It changes each element by at most 2^-8 of its size, and
-            so an output of a bag by at most 2^-8 of the sum of its absolute summands. Sums are
+            so a bag's output by at most 2^-8 of the sum of its summands' absolute values. Sums are
             still computed in float32 or float64. None means the setting of `sparsekit.init`, by
             default no rounding. The layer's own dtype means no rounding.
         max_keys_per_rank: limit on the distinct keys that a call may request from any one rank.
             With this limit the counts of keys travel with the keys, in messages of ``8 *
             max_keys_per_rank`` bytes, so no rank waits for counts before it sends (nor does
-            `EmbeddingGroup.prefetch`), and a step has one collective less; more keys are an error
+            `EmbeddingGroup.prefetch`), and a step has one collective fewer; more keys are an error
             on all ranks. Lookups go by key, whatever strategy="auto" would choose, and all layers
             of a group must have the limit. None means no limit.
         insert: False keeps the vocabulary unchanged in training too: a key without a row reads what
@@ -101,8 +101,8 @@ class DistributedEmbedding(EmbeddingLayer):
 
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
-          or CSR ``[bags, max_nnz]`` of integers, which are the keys; CSR of floats, or of scipy,
-          ``[bags, columns]``, whose columns are the keys and whose values are the weights;
+          or CSR ``[bags, max_nnz]`` of integers, which are the keys; CSR of floats, or a scipy CSR
+          matrix, ``[bags, columns]``, whose columns are the keys and whose values are the weights;
           torch.nested jagged ``[bags, j]``; a JaggedTensor; a KeyedJaggedTensor with slot_num
           features, of which the first is slot 0, whatever it is called; or dense ``[batch,
           slot_num, max_nnz]``. Keys are int64 or int32.

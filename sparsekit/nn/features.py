@@ -311,7 +311,7 @@ def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def keyed_tensor_class() -> Any:
-    """Return the KeyedTensor of torchrec.
+    """Return torchrec's class KeyedTensor.
 
     Raises:
         ImportError: torchrec cannot be imported.

@@ -49,8 +49,8 @@ class EmbeddingGroup(torch.nn.Module):
             of the same name; in a dict it has all slots of the layer.
         output: ``"dict"``: name -> ``[batch, dim]`` of a feature, or jagged ``[batch, j, dim]``
             where it does not pool (zeros for a padding key); without features, each layer's own
-            output. ``"concatenated"``: ``[batch, sum of dims]`` in the order of features, all of
-            which pool, in one dtype. ``"keyed"``: the same, as a KeyedTensor of torchrec.
+            output. ``"concatenated"``: ``[batch, sum of dims]`` in feature order; all features must
+            pool, in one dtype. ``"keyed"``: the same, as a torchrec KeyedTensor.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names the feature and the layer.
@@ -238,7 +238,7 @@ def group_embedding_lookup_sparse(
     combiners: Sequence[str],
     sp_weights: Sequence[Any] | None = None,
 ) -> list[torch.Tensor]:
-    """Pool bags of several tables in one exchange, like SOK's function of that name.
+    """Pool bags of several tables in one exchange, like the SOK function of the same name.
 
     Args:
         params: embedding layers; only their tables are used.

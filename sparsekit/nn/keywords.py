@@ -23,7 +23,7 @@ def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _In
 
     Raises:
         TypeError: (when the layer is made) a keyword is unknown; the message suggests the most
-            similar keyword, or our name for an argument of torch.
+            similar keyword, or our name for a torch argument.
     """
 
     def decorate(init: _Init) -> _Init:

@@ -49,10 +49,11 @@ class EmbeddingLayer(EmbeddingTable):
         """Set the vectors of keys, for instance to pretrained vectors; absent keys are inserted.
 
         If a key is given more than once, the last vector counts. With several ranks this is a
-        collective, in which each rank passes keys of its own, the same keys or none: they go to the
-        ranks that own them, and the vector of the highest rank counts. States of optimizers are
-        left unchanged: a row that has a key keeps its states, and a new row has initial states. A
-        vector that is assigned to a padding key is never looked up.
+        collective. Each rank may pass its own keys, the same keys as other ranks, or no keys; all
+        keys go to the ranks that own them. If several ranks pass the same key, the vector of the
+        highest rank counts. States of optimizers are left unchanged: a row that has a key keeps its
+        states, and a new row has initial states. A vector that is assigned to a padding key is
+        never looked up.
 
         Args:
             keys: int64 or int32 ``[n]``.
@@ -70,10 +71,10 @@ class EmbeddingLayer(EmbeddingTable):
     def items(self, chunk: int = 65536) -> Iterator[Items]:
         """Yield the keys of this rank's rows and their vectors, in chunks.
 
-        This is no collective: each rank yields its own keys, and all ranks together yield all keys.
-        Keys come in the order of rows, from row 0 on, so the i-th key is that of row i, also in
-        optimizer states. Keys are read at the first step and vectors chunk by chunk, so do not
-        insert keys meanwhile. Without the hash table all rows have keys.
+        This is not a collective: each rank yields its own keys, and all ranks together yield all
+        keys. Keys come in row order, starting at row 0, so the i-th key belongs to row i, in
+        optimizer states as well. Keys are read at the first step and vectors chunk by chunk, so do
+        not insert keys meanwhile. Without the hash table all rows have keys.
 
         Args:
             chunk: largest number of rows in a chunk.

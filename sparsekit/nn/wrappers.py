@@ -1,4 +1,4 @@
-"""Makes tools of torch work with tables, which they would take for replicated parameters.
+"""Makes torch's tools work with tables, which they would mistake for replicated parameters.
 
 Some tools have a convention for parameters that they must skip, others have none. torch calls the
 hooks at the end of this file whenever a module becomes part of another, as a model does when it is
@@ -151,8 +151,8 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
         _refuse_fsdp(parent, module)
 
 
-# Optimizers of torch that refuse sparse gradients, and the optimizer to use instead. Torch's own
-# errors advise users to try another of these. SGD refuses only with weight_decay.
+# torch optimizers that refuse sparse gradients, and the optimizer to use instead. torch's own
+# errors recommend other optimizers from this list. SGD refuses only with weight_decay.
 _REFUSING = {
     getattr(torch.optim, name): instead
     for name, instead in {

@@ -92,7 +92,7 @@ TENSORS = {
 def split_by_table(
     dims: Sequence[int], counts: Sequence[int], rows: torch.Tensor, sums: torch.Tensor
 ) -> tuple[Tensors, Tensors]:
-    """Split the results of `group_embedding_bag_backward` into those of each table.
+    """Split the results of `group_embedding_bag_backward` by table.
 
     Args:
         dims: length of a row of each table.

@@ -86,8 +86,8 @@ def group_embedding_bag_backward_at_(
         grads: as in `group_embedding_bag_backward`.
         dims: length of a gradient of each table.
         index: as in `group_embedding_bag_backward`.
-        rows: int32 with one element per entry: from the first entry of a table on, the row of out
-            for the gradient of each of its distinct rows.
+        rows: int32 with one element per entry: starting at the first entry of a table, the row of
+            out for the gradient of each distinct row of the table.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
@@ -133,7 +133,7 @@ def group_embedding_bag_update_(
 
     The result is bitwise that of `group_embedding_bag_backward`, followed by `update_rows_` of all
     tables. On the CPU, however, the gradients are not stored, since the thread that sums the
-    gradients of a table updates its rows while these are in the cache.
+    gradients of a table updates its rows while the gradients are in the cache.
 
     Args:
         grads: gradients of outs, laid out like them, in the dtype of weights.

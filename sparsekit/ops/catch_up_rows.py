@@ -23,9 +23,9 @@ def catch_up_rows_(
     """Apply to rows the steps in which they had no gradient.
 
     The result is that of `update_rows_` with a gradient of zeros for each step between a row's
-    row_step and ``first_step + count - 1``, except that steps so long after the last gradient that
-    they cannot move a weight only change the states. Rows with a row_step of 0 have never had a
-    gradient and do not move; if numbers is empty, nothing changes.
+    row_step and ``first_step + count - 1``, except that steps too long after the last gradient to
+    move a weight only change the states. Rows with a row_step of 0 have never had a gradient and do
+    not move; if numbers is empty, nothing changes.
 
     Args:
         weight: as in `update_rows_`, changed in place.

@@ -53,18 +53,18 @@ def group_bucketize(
             entry counts as a key of its own.
 
     Returns:
-        ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, those
-        of a table in order of first occurrence; then those for rank 1 and so on. The rest is
-        undefined.
+        ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, and
+        within a table in order of first occurrence; then the keys for rank 1, and so on. The rest
+        is undefined.
         ``counts``, int64 ``[world_size, T]``: the number of keys that each rank owns of each table.
         ``numbers``, int64 ``[T]``: the number of keys of each table.
         ``inverse``, int32 with one element per entry: the index of its key among the keys of its
         table, in order of first occurrence.
-        ``places``, int32 with one element per entry. From the first entry of table t on, numbers[t]
-        elements give the place of each of the table's keys, taken in order of first occurrence,
-        among the table's keys for rank 0, then for rank 1 and so on; the rest of the table's part
-        is undefined.
-        ``bags`` and ``key_starts`` are those of `group_find`.
+        ``places``, int32 with one element per entry. Starting at the first entry of table t,
+        numbers[t] elements belong to the table's keys, in order of first occurrence. Each element
+        is the position of its key when the table's keys are listed for rank 0, then for rank 1, and
+        so on; the rest of the table's part is undefined.
+        ``bags`` and ``key_starts`` are as in `group_find`.
 
     Raises:
         TypeError: a wrong dtype.
@@ -99,8 +99,8 @@ def group_exchange_rows(
         steps: for each table, rows from one vector to the next.
 
     Returns:
-        int32 with one element per entry. From the first entry of a table on, it has the row of each
-        key's vector, in order of first occurrence of the keys; the rest is undefined.
+        int32 with one element per entry. Starting at the first entry of a table, it has the row of
+        each key's vector, in order of first occurrence of the keys; the rest is undefined.
 
     Raises:
         TypeError: a wrong dtype.

@@ -79,9 +79,9 @@ def group_find_or_insert_(
     Returns:
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
         counts[t] is the number of distinct keys of table t. Their rows, in order of first
-        occurrence, are in ``rows`` from the table's first entry on; the rest of its part is
-        undefined. inverse[e] is the index of entry e's key among the distinct keys. ``bags`` and
-        ``key_starts`` are those of `group_find`.
+        occurrence, are in ``rows``, starting at the table's first entry; the rest of the table's
+        part is undefined. inverse[e] is the index of entry e's key among the distinct keys.
+        ``bags`` and ``key_starts`` are as in `group_find`.
 
     Raises:
         TypeError: a wrong dtype.

@@ -88,11 +88,11 @@ def hash_table_find_or_insert_(
 def hash_table_keys(
     buckets: torch.Tensor, hash_seed: torch.Tensor, size: torch.Tensor
 ) -> torch.Tensor:
-    """Return the keys in the table, int64 ``[size]``, in order of their rows.
+    """Return the keys in the table, int64 ``[size]``, in row order.
 
     Raises:
         ValueError: the table is damaged: it does not have exactly one key for each row, the counts
-            are not those of its keys, or hash_seed is not that of the buckets.
+            do not match its keys, or hash_seed does not match the buckets.
     """
     return _keys(buckets, hash_seed, size)
 

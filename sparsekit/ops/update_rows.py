@@ -87,7 +87,7 @@ def update_rows_(
         row_step: int32 ``[num_rows]`` or None: the steps of each row; see per_row.
         rows: int64 ``[n]``, distinct; None means row i for gradient i.
         grad: ``[n, dim]`` in the dtype of weight.
-        step: int64, one element: the number of this step, from 1 on; see count_steps.
+        step: int64, one element: the number of this step, counted from 1; see count_steps.
         rule: the optimizer.
         settings: its settings, in the order above.
         per_row: count each row's steps in row_step, and use that count in place of step. Without
@@ -95,7 +95,7 @@ def update_rows_(
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
-        count_steps: step has the number of earlier steps, from 0 on, and the same call increments
+        count_steps: step has the number of earlier steps, initially 0, and the same call increments
             it, so that an interruption cannot come between the rows and their number of steps.
 
     Raises:

@@ -27,13 +27,13 @@ class Adam(CatchUpOptimizer):
     The difference matters where gradients are not much larger than eps: for g = 1e-6 and eps = 1e-7
     the first step is 0.909 lr in the first form and 0.240 lr in the second.
 
-    A row goes on moving for some hundred steps after its last gradient, while `LazyAdam` leaves it
-    where it is.
+    A row goes on moving for several hundred steps after its last gradient, while `LazyAdam` leaves
+    it where it is.
 
     ``mode="catch_up"`` lets a row wait until it is read: the next lookup, gradient, save or copy of
     the row applies the steps that it has missed, with the learning rates of those steps. A step
     thus takes time for the touched rows only, and for each of them the arithmetic of at most about
-    370 missed steps with the default betas; later steps are below the last bit of a float64.
+    370 missed steps with the default betas; later steps are smaller than the last bit of a float64.
     ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. Both modes give the
     same weights, bitwise if no row misses more steps than that, and otherwise up to rounding.
 

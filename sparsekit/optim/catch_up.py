@@ -18,12 +18,12 @@ from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
-# Limit on the number of missed steps to keep; then all rows catch up.
+# Maximum number of missed steps to keep; when it is reached, all rows catch up.
 _MOST = 65536
 
 
 class _Missed:
-    """The two numbers of each step that some rows of a parameter have missed."""
+    """Two numbers for each step that some rows of a parameter have missed."""
 
     def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
@@ -62,7 +62,7 @@ class CatchUpOptimizer(RowOptimizer):
     copied or moved. Code that reads or writes ``weight`` other than through its layer (a penalty,
     torch.nn.init, an average over models) must call `catch_up` first. If a sweep is interrupted,
     rows of a parameter outside embedding layers may be late until the next step or `catch_up`. On
-    CUDA, lookups in evaluation from several streams at a time are not supported.
+    CUDA, lookups in evaluation on several streams at the same time are not supported.
 
     Raises:
         ValueError: (in step) a sparse gradient of a parameter outside embedding layers, whose
@@ -84,7 +84,7 @@ class CatchUpOptimizer(RowOptimizer):
         raise NotImplementedError
 
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
-        """Return the two numbers of a step that `catch_up_rows_` needs."""
+        """Return the two numbers that `catch_up_rows_` needs for a step."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -183,7 +183,7 @@ class CatchUpOptimizer(RowOptimizer):
         if missed is None:
             state = self.state[parameter]
             self._add_states(parameter, group, state)
-            # The only wait for the device; from here on both host and device count steps.
+            # This is the only wait for the device; from now on, host and device each count steps.
             missed = _Missed(int(state["step"]) + 1, parameter.device)
             self._missed[parameter] = missed
         missed.settings, missed.states = settings, list(self._initial_states(group))

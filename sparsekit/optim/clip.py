@@ -75,8 +75,7 @@ def clip_grad_norm_(
         norms = sharded if isinstance(parameter, EmbeddingWeight) else dense
         groups = groups_of(parameter)
         if groups:
-            # An entry is added even without a gradient, so that all ranks make the same
-            # collectives.
+            # An entry is added even without a gradient, so that all ranks run the same collectives.
             norms = of_groups.setdefault(groups, [none])
         if values is None or values.numel() == 0:  # an empty gradient has no largest value
             continue

@@ -47,7 +47,7 @@ def check_finite_gradients(
     sum.
 
     Args:
-        module: any module, with or without sparsekit layers. Of a DTensor each rank checks its own
+        module: any module, with or without sparsekit layers. For a DTensor each rank checks its own
             shard, and the message gives the index within the shard.
         process_group: the group over which tables are sharded; None means that of `sparsekit.init`,
             or torch.distributed's default group.

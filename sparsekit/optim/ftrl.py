@@ -26,9 +26,9 @@ class Ftrl(RowOptimizer):
     Each step computes the weight from z and n, so the first step keeps only a part of a weight that
     does not start at zero. The dense method does this for all rows: it sets a row that never had a
     gradient (z = 0) to zero in the first step, whereas such a row keeps its initial vector here;
-    and a new lr reaches all rows at once, whereas a row gets it with its next gradient here.
-    Otherwise the weights are those of the dense method; with an initializer of zeros and a constant
-    lr, all of them are.
+    and a new lr takes effect in all rows immediately, whereas here it takes effect in a row at the
+    row's next gradient. Otherwise the weights equal the weights of the dense method; with an
+    initializer of zeros and a constant lr, all weights do.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

@@ -1,4 +1,4 @@
-"""RMSProp in the forms of torch and of TensorFlow."""
+"""RMSProp in torch's form and in TensorFlow's."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any

@@ -31,7 +31,7 @@ class RowOptimizer(torch.optim.Optimizer):
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 parameters
     are float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
-    shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, each rank updates its own
+    shape of the parameter. For a DTensor, as made by ``fully_shard``, each rank updates its own
     shard, and states have the shape of the shard.
 
     One call updates all parameters of a group that share a dtype, a device, and the kind of
@@ -212,7 +212,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return False
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Let another optimizer, to which rows of the parameter are late, apply its missed steps.
+        """Let another optimizer apply the steps that rows of the parameter have missed, if any.
 
         States that may belong to other rows are first moved to the rows that their keys have now.
         """

@@ -20,7 +20,7 @@ class SGD(CatchUpOptimizer):
     and momentum in deep learning", ICML 2013. Without momentum (mu = 0) it is plain SGD and has no
     state.
 
-    With momentum, the dense method also moves rows without a gradient, by their b.
+    With momentum, the dense method also moves rows without a gradient, since their b is not zero.
     ``mode="catch_up"`` does exactly that, but only takes time for touched rows: see `Adam`.
     ``mode="touched"`` leaves such rows and their b unchanged.
 
@@ -34,7 +34,7 @@ class SGD(CatchUpOptimizer):
         stochastic_rounding, seed, maximize: as in `LazyAdam`; no rounding in mode "catch_up".
 
     Raises:
-        ValueError: an argument out of range, or two arguments that exclude each other.
+        ValueError: an argument out of range, or two arguments that cannot be combined.
         `CatchUpOptimizer` and `RowOptimizer` list further errors.
     """
 

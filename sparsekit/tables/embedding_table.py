@@ -238,7 +238,7 @@ class EmbeddingTable(TableTensors):
         return order.split(counts.tolist())[self.rank]
 
     def _placed(self) -> str:
-        """Return a text for the placement, which ranks share only if they have the same owners."""
+        """Return a text for the placement; it is the same on all ranks only if their owners are."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"

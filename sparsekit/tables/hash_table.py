@@ -52,7 +52,7 @@ class RowsOf:
         weight.follow_keys()
 
     def clear_from(self, row: int) -> None:
-        """Zero all rows from `row` on; they no longer have keys."""
+        """Zero row `row` and all later rows, which no longer have keys."""
         layer: Any = None if self._layer is None else self._layer()
         if layer is not None:
             layer.weight.detach()[row:].zero_()
@@ -324,7 +324,7 @@ class HashTable(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def keys(self) -> torch.Tensor:
-        """Return all keys in the order of their rows, int64 ``[len(table)]``."""
+        """Return all keys in row order, int64 ``[len(table)]``."""
         return ops.hash_table_keys(*self.tensors())
 
     def __len__(self) -> int:

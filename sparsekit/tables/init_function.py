@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .initializers import Constant, Initializer, Normal, Uniform
 
 _aten = torch.ops.aten
-# No normal draw is farther from the mean, in standard deviations: u >= 2^-32 in sqrt(-2 log(u)).
+# Maximum distance of a normal draw from the mean, in standard deviations, since the draw is at most
+# sqrt(-2 log(u)) with u >= 2^-32.
 _FARTHEST = math.sqrt(64 * math.log(2))
 
 

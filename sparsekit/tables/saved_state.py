@@ -72,5 +72,5 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def replace_all(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Update the first dict of each pair by the second, all in one call."""
+    """Update the first dict of each pair with the second, all in one call."""
     tuple(map(dict.update, *zip(*pairs, strict=True)))

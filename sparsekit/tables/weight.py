@@ -158,7 +158,7 @@ def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
             weight.begin_writing()
     yield
     for weight in weights:
-        # torch may have replaced the weight by another kind of parameter.
+        # torch may have replaced the weight with another kind of parameter.
         if isinstance(weight, EmbeddingWeight):
             weight.end_writing()
 
