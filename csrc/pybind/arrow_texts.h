@@ -67,7 +67,7 @@ struct ViewTexts {
   }
 };
 
-// The validity bitmap of an array, from an offset on. Without a bitmap, all items are valid.
+// The validity bitmap of an array, starting at an offset. Without a bitmap, all items are valid.
 struct Validity {
   const uint8_t* bits;
   int64_t offset;

@@ -44,8 +44,8 @@ bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_
   return true;
 }
 
-// The three functions that we use of numpy's C API, which is a table with fixed indices. So no
-// numpy headers are needed for the build. numpy has had them, like StringDType, since 2.0.
+// The three functions of numpy's C API that we use. The API is a table with fixed indices, so the
+// build needs no numpy headers. numpy has had these functions, like StringDType, since 2.0.
 struct NumpyStrings {
   struct Text {
     size_t size;

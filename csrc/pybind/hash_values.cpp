@@ -197,7 +197,7 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// Hashes all items from `first` on, which is the first item that PlainItems could not hash.
+// Hashes all items starting at `first`, which is the first that PlainItems could not hash.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   PlainItems plain(seed, codes);
@@ -210,8 +210,8 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
       continue;
     }
     if (PyBool_Check(item)) return refuse_type(item, i);
-    // From here on Python code may run: a conversion, or, while a long int is written in decimal, a
-    // signal handler. It could change a list, so continue with a copy, from this item on.
+    // The code below may run Python code: a conversion, or, while a long int is written in decimal,
+    // a signal handler. That could change a list, so continue at this item with a copy of the list.
     if (PyList_Check(items)) {
       plain.flush();
       copy.reset(tuple_of(items, n));

@@ -1,5 +1,5 @@
-// Bulk hashing of sequences of Python objects, and of Arrow and numpy columns, for whose items no
-// Python objects are made. It uses the plain Python C API: pybind11's headers take seconds to
+// Bulk hashing of sequences of Python objects, and of Arrow and numpy columns without making Python
+// objects of their items. It uses the plain Python C API: pybind11's headers take seconds to
 // compile at the optimization level that these loops need.
 #pragma once
 

@@ -44,8 +44,8 @@ class Communicator {
                  const std::vector<int64_t>& receive_bytes);
 
   // Works for a short time on all collectives that have begun; returns early at a signal. Returns
-  // whether this collective is completed. Throws if it cannot be completed, or has not been by the
-  // deadline.
+  // whether this collective is completed. Throws if it cannot be completed, or if it is not
+  // completed by the deadline.
   bool work_on(uint64_t number, Clock::time_point deadline);
 
   // Returns the number of completed collectives: all with a smaller number are completed.
@@ -99,7 +99,7 @@ class Communicator {
   std::shared_ptr<Segment> segment_;
   std::vector<int> sockets_;
   std::vector<Peer> peers_;
-  // The collectives with numbers from first_ on, each with one part per rank.
+  // The collectives whose numbers are at least first_, each with one part per rank.
   std::deque<std::vector<Part>> begun_;
   std::atomic<uint64_t> first_{0};
   std::string gone_;

@@ -57,7 +57,7 @@ struct Span {
 };
 
 // An argument's name in errors. Text and other details of errors are computed only when one is
-// raised, since each query of a tensor is a call of torch.
+// raised, since each query of a tensor is a call into torch.
 struct Item {
   const char* name;
   int64_t position = -1;  // position in a list, or -1
@@ -340,8 +340,8 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Returns whether any arguments overlap that must not. Visits them in the order of their start
-  // addresses, and compares each with the arguments that end after its start.
+  // Returns whether any arguments overlap that must not overlap. Visits arguments in the order of
+  // their start addresses, and compares each with the arguments that end after its start.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

@@ -39,7 +39,7 @@ struct BagArguments {
     }
   }
 
-  // Checks the number of elements of all rows if every entry had a row of its own.
+  // Checks the total size of the rows, as if every entry had a row of its own.
   void check_dim_of_rows(int64_t dim) const { given.check_elements("rows to pool", {bags.n, dim}); }
 
   template <class T>

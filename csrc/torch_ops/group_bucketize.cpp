@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
   return {by_owner, counts, numbers, inverse, places, results.first, results.second};
 }
 
-// Arguments of group_exchange_rows, after all checks but those of the values of bags and places.
+// Arguments of group_exchange_rows, checked except for the values of bags and places.
 struct Exchanged {
   const Arguments& given;
   int64_t num_tables, world_size, entries;

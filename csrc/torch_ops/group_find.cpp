@@ -6,7 +6,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The tables of a call, after all checks but those of values in tensors.
+// The tables of a call, checked except for the values in tensors.
 struct GroupTables {
   std::vector<GroupTable> tables;
   std::vector<int64_t> hash_tables;  // index of each table's hash table, or -1

@@ -36,10 +36,11 @@ inline void check_size_value(const Arguments& given, const Item& name, int64_t s
               ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
 }
 
-// Held while buckets are changed; raises if another thread holds them. Tables are identified by
-// address in a list outside of them. So it covers all views of a table, nothing of it can be saved,
-// and a forked child process, which has only the forking thread, starts with an empty list. On a
-// device it covers the launches; their stream keeps the kernels in order.
+// A lock to hold while buckets are changed; raises if another thread holds it. The locked tables
+// are identified by address, in a list outside of the tables. So a lock covers all views of a
+// table, is not saved with the table, and a forked child process, which has only the forking
+// thread, starts with an empty list. On a device the lock covers the launches; their stream keeps
+// the kernels in order.
 class Exclusive {
  public:
   Exclusive(const Arguments& given, const Tensor& buckets) : Exclusive(given, Tensors{buckets}) {}

@@ -25,8 +25,8 @@ constexpr uint64_t kPatience = 128;
 // Number of idle bytes that are always allowed.
 constexpr size_t kAlwaysIdle = size_t{64} << 20;
 
-// A block may be up to this many times as large as the request. So loops with varying sizes find a
-// block; with exact sizes they would need more idle bytes than allowed.
+// A block may be up to this many times as large as the request, so that loops with varying sizes
+// can reuse blocks. Exact sizes would need more idle bytes than allowed.
 constexpr size_t kMostSpare = 2;
 
 size_t round_up(size_t value, size_t multiple) {
@@ -88,7 +88,7 @@ class Pool {
     in_use_ += block.size;
     peak_.note(in_use_, taken_);
     if (block.memory == nullptr) {
-      trim();  // before map(), so that old and new memory do not exist at once
+      trim();  // before map(), so that old and new memory do not exist at the same time
       block.memory = map(size);
       if (block.memory == nullptr) {
         clear();

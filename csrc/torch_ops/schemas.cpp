@@ -1,8 +1,8 @@
 // All ops that sparsekit defines. A trailing underscore marks an op that changes the arguments
 // written `Tensor(x!)`. sparsekit/ops/ documents each op.
 //
-// With num_keys (for update_rows_ num_grads, one number per table), an op uses only the first
-// num_keys keys. The kernel reads the number from the device of the keys, so ops can follow one
+// Given num_keys, an op uses only the first num_keys keys; update_rows_ has num_grads instead, one
+// number per table. The kernel reads the number from the device of the keys, so ops can follow one
 // another without waiting for the host.
 #include "device_context.h"
 

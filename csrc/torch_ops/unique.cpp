@@ -13,7 +13,7 @@ namespace {
 Tensor trimmed(Tensor buffer, int64_t count) {
   const int64_t size = buffer.size(0);
   if (count == size) return buffer;
-  if (!kOnDevice && count <= 512) {  // faster than a call of torch
+  if (!kOnDevice && count <= 512) {  // faster than a torch call
     Tensor copy = new_output(buffer, {count});
     std::memcpy(copy.mutable_data_ptr(), buffer.const_data_ptr(), count * buffer.element_size());
     return copy;

@@ -2,7 +2,8 @@
 
 Rows are written by optimizers, by `assign` and by hand, so we compare contents rather than track
 writes. A change of one 8-byte word is always seen; of other changes one in 2^31 is missed.
-Fingerprints are valid only while rows stand for the same keys, which a sum over the keys verifies.
+Fingerprints are valid only while rows stand for the same keys; a checksum of the keys verifies
+this.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Fingerprints:
 
 
 def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
-    """Return one checksum for each size: of the keys of rows ``[0, size)`` and their rows."""
+    """Return, for each size, one checksum of the keys and indices of rows ``[0, size)``."""
     sums = [0] * len(sizes)
     table = shard.layer.table
     if table is None:

@@ -54,8 +54,8 @@ class DcpState:
         CheckpointError: (while saving or loading) as `save` and `load` do; or load_from is missing,
             or is not the checkpoint that dcp.load reads. torch.distributed.checkpoint's own checks
             raise its CheckpointException.
-        ValueError: (while saving or loading) a table is distributed over other ranks than those of
-            process_group.
+        ValueError: (while saving or loading) a table is distributed over ranks other than the ranks
+            of process_group.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """Describe the tables for ranks to compare; entries name the table, as errors are cut short."""
+    """Describe the tables for comparison; entries name the table, as an error may be cut short."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards

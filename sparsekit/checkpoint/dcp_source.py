@@ -208,8 +208,8 @@ class ToSave(torch.Tensor):
         raise CheckpointError(NEEDS_LOAD_FROM)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A planner that does not flatten the state takes it for one object that all ranks share,
-        # and saves one rank's.
+        # A planner that does not flatten the state would treat it as one object that all ranks
+        # share, and save only one rank's.
         raise CheckpointError(
             "a DcpState has entries of each rank, so it cannot be pickled whole: give "
             "torch.distributed.checkpoint a planner with flatten_state_dict=True"

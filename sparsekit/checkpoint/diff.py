@@ -58,7 +58,7 @@ class Difference:
         only_a: names of tables and dense tensors that B lacks.
         only_b: names of tables and dense tensors that A lacks.
         tables: name -> differences, of each table that is in A and B.
-        dense: names of the dense tensors that differ, including those of optimizers.
+        dense: names of the dense tensors that differ, including tensors of optimizers.
     """
 
     only_a: list[str]
@@ -75,10 +75,10 @@ def diff(
 ) -> Difference:
     """Compare the tables (key by key) and dense tensors of two checkpoints, with their chains.
 
-    Rows may be on different ranks in the two. Needs about 30 bytes of memory for each row.
+    A row may be on different ranks in A and B. Needs about 30 bytes of memory for each row.
 
     Args:
-        a: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
+        a: a checkpoint, or a folder of checkpoints, of which the latest is taken; it is verified.
         b: the other checkpoint, or a folder of them.
         on_progress: called with the size in bytes of each file that has been verified.
 
@@ -156,7 +156,7 @@ class _Rows:
     """Finds each key of a table: the file that has it, and the row in that file."""
 
     def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
-        # Count the rows in the files: a rank may have had more than its file holds.
+        # Count the rows in the files: an incremental file may have fewer rows than its rank had.
         rows = sum(shard.rows for _, part in parts for shard in part.shards)
         self.table = HashTable(max(1, rows))
         self._files: dict[Path, dict[str, Place]] = {}

@@ -76,7 +76,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def scalar(tensor: torch.Tensor, name: str) -> Any:
-    """Encode a 0-dim tensor, int64 as a number since it counts steps; ``name`` is for errors."""
+    """Encode a 0-dim tensor; int64 becomes a number, as it counts steps; errors show ``name``."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value

@@ -63,16 +63,16 @@ def load(
     """Load a checkpoint that `save` has written, on any number of ranks.
 
     Tables may have another placement, another capacity if their rows fit, and a hash table or none;
-    each rank reads the rows that it owns, piece by piece. Everything is checked first: the module
-    is unchanged if something does not fit, if a file is damaged, or if an object of ``state``, all
-    of which load before it, refuses its state. While loading, keys need 21 bytes for each row of a
-    hash table's capacity. With the same number of ranks and equally constructed tables, keys keep
-    their rows and torch's random numbers continue, so training on the CPU gives the same bits as
-    without the interruption. With several ranks this is a collective.
+    each rank reads the rows that it owns, piece by piece. Everything is checked first, and the
+    objects of ``state`` load before the module: the module is unchanged if something does not fit,
+    if a file is damaged, or if an object refuses its state. While loading, keys need 21 bytes for
+    each row of a hash table's capacity. With the same number of ranks and equally constructed
+    tables, keys keep their rows and torch's random numbers continue, so training on the CPU gives
+    the same bits as without the interruption. With several ranks this is a collective.
 
     Args:
         module: constructed like the module that was saved.
-        path: a checkpoint, or a folder of them, of which the latest whole one is taken.
+        path: a checkpoint, or a folder of checkpoints, of which the latest whole one is taken.
         optimizer: one, or several, as for `save`: of the same classes, with the same parameters.
             They also take on the saved settings. None loads the module's tensors only.
         state: name -> object that loads the state saved under this name; if the number of ranks
@@ -87,7 +87,7 @@ def load(
     Raises:
         CheckpointError: on all ranks: a file is missing or damaged, a table is missing, extra or of
             another dim or dtype, or has more rows than fit, or the optimizers do not match.
-        ValueError: a table is distributed over other ranks than those of process_group.
+        ValueError: a table is distributed over ranks other than the ranks of process_group.
     """
     module = unwrapped(module)
     together = Together(module, process_group)
@@ -99,7 +99,7 @@ def load(
     def check() -> Plan:
         for folder, manifest in links if verify else ():
             check_sizes(folder, manifest)
-            # The ranks share the reading.
+            # Each rank reads a share of the files.
             for name in sorted(manifest.files)[together.rank :: together.world_size]:
                 check_sum(folder / name, manifest.files[name])
         return Plan(module, together, links, listed(optimizer), state or {}, strict, cast)

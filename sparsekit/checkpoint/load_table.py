@@ -246,7 +246,7 @@ class TablePlan:
         if isinstance(optimizer, RowOptimizer):
             group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
             return untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
-        # Adagrad is the only optimizer of torch whose states do not begin with zeros.
+        # Adagrad is torch's only optimizer whose states do not begin with zeros.
         initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
         return {
             name: weight.detach().new_full(

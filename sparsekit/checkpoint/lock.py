@@ -18,8 +18,8 @@ _LOCK = ".lock"
 class Lock:
     """A file that stays locked until `close`, or until this object is collected.
 
-    A Python file owns the descriptor: it is closed exactly once, wherever an interrupt comes. A
-    forked child closes its own, since it may outlive this process.
+    A Python file owns the descriptor, so the descriptor is closed exactly once, even after an
+    interrupt. A forked child closes its own copy, since it may outlive this process.
 
     Args:
         path: path of the file.

@@ -33,8 +33,8 @@ class Checkpoints:
     Args:
         folder: created if it is missing; on a disk that all ranks share.
         keep: number of newest checkpoints to keep; checkpoints that they build on are kept, too.
-        complete_every: every checkpoint of this number is complete, the others are incremental:
-            they have only the rows that changed since the checkpoint before. 1 makes all complete.
+        complete_every: one checkpoint in this many is complete; the others are incremental: they
+            have only the rows that changed since the previous checkpoint. 1 makes all complete.
         process_group: group of the ranks that save; None is the default group.
 
     Raises:

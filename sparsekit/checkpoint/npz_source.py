@@ -100,7 +100,7 @@ def _table(path: Path) -> ForeignTable:
     def pieces() -> Pieces:
         step = rows_at_a_time(dim, vectors.dtype.itemsize)
         with contextlib.ExitStack() as stack:
-            # Each array has its own file object, since both are read side by side.
+            # Keys and vectors each have their own file object, since they are read side by side.
             of_keys = None if numbered else stack.enter_context(_array(path, "keys", "iu", 1))
             file, array = stack.enter_context(_array(path, "vectors", "f", 2))
             blocks = (_by_columns if array.columns_first else _by_rows)(path, file, array, step)
@@ -133,7 +133,7 @@ def _by_rows(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator
 
 
 def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator[np.ndarray]:
-    """Yield the rows of an array that is stored by column; it goes through a temporary file."""
+    """Yield the rows of an array stored by column, which is first unpacked to a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         left = array.nbytes
         while left:

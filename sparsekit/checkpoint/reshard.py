@@ -34,11 +34,11 @@ def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: Non
     """Verify the checksums and headers of all files of a checkpoint, and of its whole chain.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the latest is taken.
+        path: a checkpoint, or a folder of checkpoints, of which the latest is taken.
         on_progress: called with the size in bytes of each file that has been read.
 
     Returns:
-        The folders of the chain, that of the complete checkpoint first.
+        The folders of the chain, starting with the folder of the complete checkpoint.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names the first one.
@@ -68,7 +68,7 @@ def reshard(
     Ranks keep their own states if the number of ranks is unchanged; else all get rank 0's states.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
+        path: a checkpoint, or a folder of checkpoints, whose latest one is used; it is verified.
         out: folder of the new checkpoint.
         world_size: number of ranks that the new checkpoint is divided among, >= 1.
         on_progress: called with the size in bytes of each file that has been verified.
@@ -150,9 +150,10 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
     """Yield a table's keys by pieces: the file, the first row, the keys, and indices of live keys.
 
-    A key is live if no newer checkpoint has it. The newest checkpoint comes first. Keys of
-    incremental checkpoints are kept in memory, those of the complete one are not. Use the result in
-    ``with``, or a caller's error would keep the file open for as long as its traceback lives.
+    A key is live if no newer checkpoint has it. The newest checkpoint comes first. The keys of
+    incremental checkpoints are kept in memory, the keys of the complete one are not. Use the result
+    in ``with``; otherwise a caller's error would keep the file open for as long as its traceback
+    lives.
     """
     return contextlib.closing(_live_pieces(parts))
 

@@ -34,8 +34,9 @@ class CheckpointWriter:
 
     Args:
         target: folder of the checkpoint.
-        keep: number of checkpoints to keep in the folder around it; it may then replace one of its
-            own name. With None it removes and replaces nothing.
+        keep: number of checkpoints to keep in the folder that contains target; the new checkpoint
+            may then replace an old one of the same name. With None, no checkpoint is removed or
+            replaced.
         marked: whether to record `marks`.
         follows: marks of a whole checkpoint on disk that this one may build on.
         others: as for `save`.
@@ -112,8 +113,8 @@ class CheckpointWriter:
         files: dict[str, FileRecord] = {}
         tables: dict[str, Any] = {}
         for number, shard in enumerate(self.snapshot.shards):
-            # Taken before the rows are written: a row written meanwhile counts as changed once
-            # more.
+            # Take the marks before writing the rows: if a row changes meanwhile, the next save
+            # finds it changed and writes it again.
             changed = None if self.marks is None else self.marks.changed(shard)
             complete = shard.name in self._complete
             rows = None if complete else changed
@@ -240,7 +241,7 @@ def save(
             read-only, or the state has something other than tensors, numbers and text. Nothing
             appears at path.
         TypeError, ValueError: step is not an integer >= 0.
-        ValueError: a table is distributed over other ranks than those of process_group.
+        ValueError: a table is distributed over ranks other than the ranks of process_group.
         RuntimeError: a layer is on the meta device, or another rank has raised.
     """
     target = Path(path).absolute()

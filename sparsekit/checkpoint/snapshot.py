@@ -67,7 +67,7 @@ def owners_crc(owners: torch.Tensor | None) -> int | None:
 
 
 def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return name -> tensor, of the tensors in a module's state that belong to no table."""
+    """Return name -> tensor, for the tensors in a module's state that do not belong to a table."""
     prefixes = tuple(f"{name}." if name else "" for name in tables_of(module))
     named = [*module.named_parameters(), *_persistent_buffers(module)]
     dense = {name: tensor.detach() for name, tensor in named if not name.startswith(prefixes)}
@@ -133,8 +133,8 @@ class TableShard:
         wholes: dict[int, torch.Tensor] = {}
         columns = {}
         for name, tensor in self.columns.items():
-            # Copy a row's states together, since they are neighbours: it takes two thirds of the
-            # time.
+            # Copy the states of a row together, since they are neighbours in memory: this takes two
+            # thirds of the time.
             whole = _with_neighbours(tensor)
             if id(whole) not in wholes:
                 wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size)

@@ -111,7 +111,7 @@ def _raw_pieces(
 def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
     """List the variables in ``<variable>_keys.file`` and ``<variable>_values.file`` (float32).
 
-    The files record neither the width of keys nor that of vectors, so the caller must pass dim.
+    The files do not record the widths of keys and vectors, so the caller must pass dim.
     4-byte keys are uint32.
 
     Args:

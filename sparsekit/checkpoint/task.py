@@ -12,10 +12,10 @@ _LOOK = 1.0
 class Task:
     """A function that is called once, in a thread of its own.
 
-    An interrupted ``Thread.join`` takes the thread for one that has ended, an interrupted
-    ``Thread.start`` does not tell whether there will be one, and an interrupted wait for an Event
-    can leave its lock locked. So the thread and whoever gives it up agree on who was first, and
-    the end is a flag, set before the latch is opened.
+    After an interrupt, ``Thread.join`` treats a running thread as ended, ``Thread.start`` leaves
+    open whether there will be a thread, and a wait for an Event can leave the Event's lock locked.
+    So the thread and the code that cancels it agree on which of them came first, and the end is
+    marked by a flag, which is set before the latch is opened.
 
     Args:
         function: called once; it must not raise.

@@ -31,7 +31,7 @@ class Together:
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
         tensor = next(module.parameters(), torch.empty(0))
-        # Use an exchange of its own: a background save must not interfere with lookups of layers.
+        # Use a separate exchange: a background save must not interfere with the layers' lookups.
         self._exchange = exchange_of(group, tensor.device, "checkpoints")
         self.rank = self._exchange.rank if self._exchange else 0
         self.world_size = self._exchange.world_size if self._exchange else 1

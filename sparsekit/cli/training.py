@@ -24,7 +24,7 @@ _NO_SETTINGS = {"config", "set", "show-config", "resume"}
 class TrainingParser(Parser):
     """Parser of a training command, whose flags can also be set in a YAML file or by ``--set``.
 
-    Settings from the file and from ``--set`` are turned into flags, which alone are checked.
+    Settings from the file and from ``--set`` are turned into flags, so only flags are checked.
     """
 
     flags_are_settings = False

@@ -102,7 +102,7 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
 def _categories(
     draw: np.random.Generator, rows: int, keys: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw keys, uint32 [rows, sum(keys)]; return also what each row's add to the log-odds."""
+    """Draw keys, uint32 [rows, sum(keys)]; also return what they add to each row's log-odds."""
     features = np.repeat(np.arange(len(keys)), keys)
     most = np.array(CARDINALITIES, np.float64)[features]
     # Invert the distribution function of the density x ** -_ZIPF on [1, most + 1).

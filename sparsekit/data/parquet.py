@@ -32,7 +32,7 @@ class ParquetReader(Reader):
     nulls and are not shuffled. Nulls become `Keys.missing`; in a list they are dropped. A column
     may be all nulls. As keys, booleans are 0 and 1, a date is hashed as its text ``2024-01-31`` and
     a decimal as its text with all digits of its scale, ``1.50``; with ``kind="int"``, a date
-    becomes its days since 1970 and a whole decimal of at most 18 digits its integer. As numbers,
+    becomes its days since 1970, and a whole decimal of at most 18 digits an integer. As numbers,
     dates are days since 1970. Timestamps are refused: cast them to one of these types first.
 
     Args:
@@ -45,7 +45,7 @@ class ParquetReader(Reader):
         missing: The number that replaces a null or NaN in a dense column.
         on_error: ``"raise"``, or ``"skip"`` to leave out rows without a label or with an infinite
             number; `skipped` counts them.
-        shuffle: Whether to shuffle in each epoch: the row groups and the rows of each.
+        shuffle: Whether to shuffle the row groups, and the rows within each group, in every epoch.
         seed: Seed of the shuffle.
         rank: Index of the share of rows to read; None means torch.distributed's rank, if in use.
         world_size: Number of shares; None means torch.distributed's number of ranks.

@@ -69,7 +69,7 @@ class ParquetFiles:
                 which = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
                 kept = self._kept.pop(path, None)
                 footer = kept[1] if kept is not None and kept[0] == which else None
-                # No text or list of a footer is longer than its file. Without a limit, Arrow
+                # A text or list in a footer cannot be longer than the file. Without a limit, Arrow
                 # allocates as much as a damaged footer claims.
                 limit = min(max(about.st_size, 1), 2**31 - 1)
                 with parquet.ParquetFile(

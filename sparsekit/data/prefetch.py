@@ -136,7 +136,7 @@ class Prefetcher:
         try:
             before = self._before()
             if before is not None:
-                before.join()  # two threads must not read the source at once
+                before.join()  # two threads must not read the source at the same time
             if ended.is_set():
                 return
             iterator = iter(batches)

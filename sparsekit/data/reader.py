@@ -68,10 +68,10 @@ class Reader(IterableDataset):
     """Base class of readers: an IterableDataset that yields `Batch`.
 
     Pass it to `Prefetcher`, or to ``DataLoader(reader, batch_size=None)``, or iterate over it. With
-    torch.distributed each rank reads its share of the rows, each worker of a DataLoader a share of
-    that, and all yield the same number of batches: the last ones may be short or empty, which
-    layers accept. So rows are counted before the first batch, unless there is one rank and no
-    worker, or the format stores the number of rows (Parquet).
+    torch.distributed, each rank reads its share of the rows, and each worker of a DataLoader a
+    share of its rank's rows. All yield the same number of batches: the last ones may be short or
+    empty, and layers accept such batches. So rows are counted before the first batch, unless there
+    is one rank and no worker, or the format stores the number of rows (Parquet).
 
     Attributes:
         columns: the columns to read, and how to convert them.
@@ -79,7 +79,7 @@ class Reader(IterableDataset):
     """
 
     columns: Columns
-    _features: list[str]  # in the order in which batches have them
+    _features: list[str]  # in the order of the features of a batch
 
     def __init__(
         self,
@@ -166,9 +166,9 @@ class Reader(IterableDataset):
         """Resume: the next iteration begins just after the batch at which `state` was taken.
 
         Raises:
-            ValueError: the state is not a reader's, or belongs to a reader with other files or
-                another order; within an epoch, also to one with another batch size or number of
-                ranks and workers; or its step is beyond the end of the files.
+            ValueError: the state is not a reader's; its reader had other files or another order,
+                or, within an epoch, another batch size or number of ranks and workers; or its step
+                is beyond the end of the files.
         """
         name = type(self).__name__
         try:

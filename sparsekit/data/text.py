@@ -49,9 +49,9 @@ class CsvReader(Reader):
         quote: One byte that quotes fields; with None, quotes have no special meaning.
         missing: The number that replaces an empty dense field.
         on_error: ``"raise"``, or ``"skip"`` to leave malformed lines out; `skipped` counts them.
-        shuffle: Whether to shuffle in each epoch: blocks of the files (a compressed file is one
-            block) and the rows of each. A plain file is first scanned for the starts of lines,
-            unless quote is None.
+        shuffle: Whether to shuffle the blocks of the files (a compressed file is one block), and
+            the rows within each block, in every epoch. A plain file is first scanned for the starts
+            of lines, unless quote is None.
         seed: Seed of the shuffle.
         rank: Index of the share of rows to read; None means torch.distributed's rank, if in use.
         world_size: Number of shares; None means torch.distributed's number of ranks.
@@ -248,7 +248,7 @@ class _TextChunk(Chunk):
             return Batch(None if how.columns.label is None else label, dense, keys), []
         if self._unclosed:
             faults = self._check_last(rows, faults)
-        # Describe the first fault only: finding the line of each would take long.
+        # Describe only the first fault: finding the line of every fault would take long.
         row, field, reason = faults[0]
         described = self._describe(int(rows[row]), field, reason)
         return None, [(row, described) for row, _, _ in faults]

@@ -19,9 +19,9 @@ _BOM = b"\xef\xbb\xbf"
 _PIECE = 4096
 _INSIDE = 1  # state of _pybind.skip_line: inside a quoted field
 
-# Makes a chunk of lines of a text. The text begins at byte `start` of the file, or else at line
-# `line`, counted from 1; the other number is 0. The flag tells that the last line's quote is never
-# closed.
+# Makes a chunk of lines of a text. The start of the text is given either as byte `start` of the
+# file, or as the line number `line`, counted from 1; the other argument is 0. The flag is true if
+# the last line's quote is never closed.
 MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
 
@@ -34,7 +34,7 @@ class TextFile:
         path: A file, plain or in a compression that `Content` knows; or a pipe, which is read once.
         delimiter: One byte that separates fields.
         quote: One byte that quotes fields, or None.
-        max_line_bytes: Limit on the bytes of a line, beyond which the rest of it is dropped.
+        max_line_bytes: Limit on the bytes of a line; the rest of a longer line is dropped.
         columns: Names of the columns; None if the first line is a header with the names.
 
     Attributes:
@@ -116,7 +116,7 @@ class TextFile:
             raise DataFormatError(f"{self.path}, line 1: no names of columns: {error}") from None
 
     def rows(self) -> tuple[io.BufferedReader, bytes]:
-        """Return the content as an open file, and the bytes from the first row to its position.
+        """Return the content as an open file, and the bytes of rows that were already read from it.
 
         Raises:
             DataFormatError: the file is a pipe that has already been read.
@@ -211,7 +211,7 @@ class _Block(Unit):
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """Return `first`, the number of lines that begin from there on, and the last line's end."""
+        """Return `first`, the number of lines beginning there or later, and the last line's end."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)
@@ -235,7 +235,7 @@ class _Block(Unit):
         return self._end
 
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
-        """Return the lines from byte `first` on, their text, their end, and `MakeChunk`'s flag."""
+        """Return lines starting at byte `first`, their text and end, and `MakeChunk`'s flag."""
         stop = self._end - first
         with open(self._file.path, "rb") as file:
             text = self._text(file, first, stop)
@@ -258,7 +258,7 @@ class _Block(Unit):
         return self._file.lines(text, min(stop, len(text)), True), text, end, unclosed
 
     def _text(self, file: BinaryIO, begin: int, size: int) -> bytes:
-        """Read `size` bytes or more from `begin` on."""
+        """Read `size` bytes or more, starting at byte `begin`."""
         file.seek(begin)
         text = file.read(size + _PIECE)
         if len(text) < size:
@@ -269,7 +269,7 @@ class _Block(Unit):
 
 
 class _Stream(Unit):
-    """A whole compressed file or pipe, read some lines at a time."""
+    """A whole compressed file or pipe, read a block of lines at a time."""
 
     counts_fast = False
 

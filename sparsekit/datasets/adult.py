@@ -138,7 +138,7 @@ def adult(
 def read_adult(path: str | os.PathLike[str]) -> Adult:
     """Read a CSV file with the columns of the Adult data.
 
-    The first line names the columns, in any order and with others between; ``_`` and ``.`` count as
+    The first line names the columns, in any order, perhaps with others; ``_`` and ``.`` count as
     ``-``, ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. Without such a line
     the columns are the 15 of the UCI repository's ``adult.data``, in its order. Blanks after a
     comma are dropped, and blank lines are skipped, as is the line ``|1x3 Cross validator`` with

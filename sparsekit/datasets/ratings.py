@@ -80,7 +80,7 @@ class Ratings:
             ``(order, users, counts, from_end)``, all int64. ``order [n]`` has the positions of the
             ratings in sorted order. ``users [u]`` are the users, ascending, and ``counts [u]`` the
             number of ratings by each. ``from_end [n]`` counts each sorted rating among its user's
-            ratings, from 1 for the latest.
+            ratings, backwards from 1 for the latest.
         """
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]
@@ -93,8 +93,8 @@ class Ratings:
         """Split off the latest ratings of every user.
 
         A user with k ratings has floor(k * test_fraction) of them in the test part, so a user with
-        a single rating is in the train part only. Of ratings with equal timestamps, those that come
-        later in the data count as later.
+        a single rating is in the train part only. Among ratings with equal timestamps, a rating
+        that comes later in the data counts as later.
 
         Args:
             test_fraction: fraction of each user's ratings in the test part, in [0, 1).
@@ -144,7 +144,7 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     r"""Read a file of ratings, one per line.
 
     Columns are separated by tabs, ``::`` or commas, depending on the first line; they may be quoted
-    as in CSV. The first line names the columns, in any order and with others between: ``user_id
+    as in CSV. The first line names the columns, in any order, perhaps with others: ``user_id
     item_id rating timestamp``. A type may follow a name (``user_id:token``), and MovieLens' own
     names are accepted (``userId,movieId,rating,timestamp``). Without such a line the columns are
     these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
@@ -177,7 +177,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
         places = _places(names, source)
     user_at, item_at, rating_at, time_at = places
     users, items = _Ids("user_id"), _Ids("item_id")
-    # Arrays of machine numbers keep memory at 32 bytes per rating.
+    # Typed arrays take 8 bytes per value, so a rating takes 32 bytes.
     ratings, times = array("d"), array("d")
     for number, row in rows:
         try:

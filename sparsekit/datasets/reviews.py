@@ -54,10 +54,10 @@ class Reviews:
 
     Attributes:
         ratings: users, items, ratings and times ``[n]``; see `Ratings`.
-        texts: n lists of words, which each review adds to the document of its user.
-        of_items: n lists of words, which each review adds to the document of its item; None if
-            they are the same as texts.
-        descriptions: item -> words with which its document begins; they have no author.
+        texts: for each review, the words that it adds to the document of its user.
+        of_items: for each review, the words that it adds to the document of its item; None if they
+            are the same as texts.
+        descriptions: item -> words with which the item's document begins; they have no author.
     """
 
     ratings: Ratings
@@ -170,7 +170,7 @@ class Documents:
         row = torch.repeat_interleave(torch.arange(len(owners)), counts)
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
-        # Number of kept words before each word; its document's count is subtracted below.
+        # Number of kept words before each word; the number before its document is subtracted below.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -234,11 +234,12 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
 def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     """Read reviews from a file of JSON lines in Amazon's format.
 
-    A line is an object with ``reviewerID`` and ``asin``, texts, ``overall``, the rating, and
+    A line is an object with the texts ``reviewerID`` and ``asin``, the rating ``overall``, and
     perhaps ``reviewText`` and ``unixReviewTime``; or, as in the files of 2023, with ``user_id``,
     ``asin``, ``rating``, ``text`` and ``timestamp``. A review whose text is missing or null has no
-    words; one without a time has that of the previous review. Users and items are numbered from 0,
-    in the order of their names. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
+    words; a review without a time gets the time of the previous review. Users and items are
+    numbered from 0, in the order of their names. The file may be compressed by gzip, bzip2 or xz,
+    or be a pipe.
 
     Raises:
         DataFormatError: a line is malformed (the message has its number), there are no lines, or

@@ -21,7 +21,7 @@ TIMEOUT_S = 600.0
 
 
 def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
-    """Return a store for this attempt, in torchrun's own; None if torchrun provides no store.
+    """Return a store for this attempt, inside torchrun's store; None if torchrun provides none.
 
     Args:
         timeout: seconds to wait for the other ranks.

@@ -41,7 +41,7 @@ def go_on(
 ) -> None:
     """Remove records of later steps from the logs of rank 0; if that raises, all ranks raise.
 
-    Shows the numbers of lines that were not records.
+    Prints to stream the numbers of lines that were not records.
     """
 
     def forget() -> None:

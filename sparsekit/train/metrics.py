@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
-# Probabilities are clamped to [MARGIN, 1 - MARGIN]: one wrong sample would have infinite loss.
+# Probabilities are clamped to [MARGIN, 1 - MARGIN], or one wrong sample would have infinite loss.
 MARGIN = 1e-7
 
 
@@ -86,7 +86,7 @@ def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
     """Return the fraction of relevant items that are among the first k, averaged over users.
 
-    Arguments and errors are those of `precision_at_k`.
+    Takes the arguments of `precision_at_k` and raises the same errors.
     """
     found, count = _of_users(hits, relevant, k)
     return (found.sum(1).double() / count).mean().item()
@@ -96,10 +96,10 @@ def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
     """Return the normalised discounted cumulative gain of the first k items, averaged over users.
 
     The i-th item, counted from 1, gains ``1 / log2(i + 1)`` if it is relevant; the sum is divided
-    by that of the best order, which has all relevant items first. Source: Järvelin and Kekäläinen,
+    by the sum for the best order, with all relevant items first. Source: Järvelin and Kekäläinen,
     "Cumulated gain-based evaluation of IR techniques", TOIS 2002, with gains of 0 and 1.
 
-    Arguments and errors are those of `precision_at_k`.
+    Takes the arguments of `precision_at_k` and raises the same errors.
     """
     found, count = _of_users(hits, relevant, k)
     gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=found.device).log2()

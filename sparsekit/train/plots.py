@@ -71,7 +71,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     _line(sent, steps, "bytes_sent_per_step", None, marker=".")
     sent.set(title="bytes that rank 0 sends in a step")
     for each in (speed, sent):
-        # Leave space above the lines: matplotlib would end the axis on a line that is level.
+        # Begin at 0, and leave 10% of space above the highest line.
         each.set_ylim(0, 1.1 * max((max(line.get_ydata()) for line in each.lines), default=0) or 1)
     if not steps:
         _say(sent, "no record between epochs: log every fewer steps")

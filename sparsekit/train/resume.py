@@ -108,7 +108,8 @@ class Position:
     def _batches_there(self, fit: FitData) -> int:
         """Return how many of this position's batches can be skipped: all, or none.
 
-        None, if the data is a loader and the number of ranks has changed: batches then differ.
+        None can be skipped if the data is a loader and the number of ranks has changed, since
+        batches then differ.
         """
         return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
 

@@ -94,9 +94,9 @@ def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     """Predict the lowest and highest speed-up over one rank.
 
     Let N be the largest number of ranks measured. A step of N ranks takes T(1) / N plus an
-    overhead, E = T(N) - T(1) / N. In the worst case M ranks have the same overhead, as if it were
-    all waiting. In the best case the overhead is proportional to the bytes that each rank sends,
-    (M - 1) / M^2 of the batch's.
+    overhead, E = T(N) - T(1) / N. In the worst case M ranks have the same overhead, as if all of it
+    were waiting time. In the best case the overhead is proportional to the bytes that each rank
+    sends, which are (M - 1) / M^2 of the bytes of a batch.
 
     Args:
         measured: number of ranks -> samples per second, all at the same batch size. It must have 1

@@ -17,8 +17,9 @@ def linear_warmup(
 
     The learning rate of step t, counted from 0, is
 
-    - ``lr * (1 + (scale - 1) * min(1, t / warmup_steps))``; with total_steps, from warmup_steps on,
-    - ``lr * scale * (total_steps - t) / (total_steps - warmup_steps)``, and 0 after the end.
+    - ``lr * (1 + (scale - 1) * min(1, t / warmup_steps))``;
+    - with total_steps, after the warm-up:
+      ``lr * scale * (total_steps - t) / (total_steps - warmup_steps)``, and 0 after the end.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017: the
     linear scaling rule, and gradual warm-up. Their momentum correction multiplies a velocity that

@@ -18,8 +18,8 @@ class Telemetry:
     - ``rows``: number of keys; ``capacity``: largest number of keys; ``load``: rows / capacity.
     - ``new_rows_per_step``: average number of new rows per step since the last call of `read`.
     - ``skew``: number of rows of the fullest rank, divided by the mean over ranks.
-    - ``full_lines``: fraction of full buckets among the hash table's first 4,096 of each rank. A
-      bucket has 5 keys; a lookup that meets a full one continues with the next.
+    - ``full_lines``: fraction of full buckets among the first 4,096 buckets of the hash table on
+      each rank. A bucket has 5 keys; a lookup that meets a full one continues with the next.
 
     Without a hash table, only the capacity is reported.
 

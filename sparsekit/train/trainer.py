@@ -37,11 +37,11 @@ class Trainer:
 
     With torch.distributed, each rank makes a trainer and calls `fit` with the same arguments. Each
     rank passes tensors in full, and their batches are split over the ranks; a loader reads the
-    samples of its own rank. A rank may have no samples of a batch. The gradient is that of the
-    whole batch, so the weights equal those of training on one rank, up to rounding.
+    samples of its own rank. A rank may have no samples of a batch. The gradient is computed over
+    the whole batch, so the weights are the same as on one rank, up to rounding.
 
     On several ranks, a model with a method ``prefetch(batch)`` gets the next batch between forward
-    and backward, where an `EmbeddingGroup` can begin to send keys.
+    and backward, so that an `EmbeddingGroup` can begin to send its keys.
 
     Args:
         model: the model to train, unwrapped: on several ranks the trainer wraps its dense part in

@@ -117,7 +117,7 @@ class Autoencoder(SavedModel):
         return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return (c, v) of items ``[begin, end)``, ``[m, 1 + dim]``; a collective."""
+        """Return biases and vectors of items ``[begin, end)``, ``[m, 1 + dim]``; a collective."""
         return self._table("scored").vectors(self.history.items[begin:end])
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Autoencoder(SavedModel):
     def _look_up(
         self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor, scored: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up the codes (1, h) of bags, and (c, v) of the items to be scored."""
+        """Look up the codes (1, h) of bags, and biases and vectors of the items to be scored."""
         one_each = torch.arange(len(scored) + 1, device=scored.device)
         bags = {"rated": (keys, offsets), "scored": (scored, one_each)}
         found = self.embeddings(bags, {"rated": weights})

@@ -64,7 +64,7 @@ class TrainerConfig:
     """Settings of `Trainer`."""
 
     epochs: int = 3
-    # It is rounded up to a multiple of the number of ranks.
+    # Training rounds this up to a multiple of the number of ranks.
     global_batch_size: int = field(default=1024, metadata={"also": "batch_size"})
     accumulate: int = 1
     clip_norm: float | None = None

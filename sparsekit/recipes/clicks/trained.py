@@ -114,8 +114,8 @@ def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
     Raises:
         CheckpointError: the model is damaged.
     """
-    # Capacity for all rows on each rank: with fewer ranks than in training, each owns more.
-    # Prediction adds no rows.
+    # Capacity for all rows on each rank: with fewer ranks than in training, each rank owns more
+    # rows. Prediction adds no rows.
     tables = read_manifest(_model(folder)).tables.values()
     rows = {table.layer: max(1, table.size) for table in tables}
     kind, _ = MODELS[run["model"]]

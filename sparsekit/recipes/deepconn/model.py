@@ -126,8 +126,8 @@ class DeepCoNN(torch.nn.Module):
             features = self._features(other, self._swap(vectors, "words"))
             features = self._swap(features, "features")
         document = self._dense(own, features)
-        # Both ranks compute the same loss, and each the gradient of its own document's vector, so
-        # no gradient has to be sent.
+        # Both ranks compute the same loss, and each computes the gradient of its own document's
+        # vector, so no gradient has to be sent.
         return (document * self._swap(document.detach(), "documents")).sum(1)
 
     def losses(

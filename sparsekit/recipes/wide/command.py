@@ -19,7 +19,7 @@ from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from .model import LOSSES, OPTIMIZERS, WideModel, select_rows
 
-# The split must not depend on --seed: settings would be tested on data used to choose them.
+# If the split depended on --seed, settings would be tested on data used to choose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
 # Loss, number of epochs, batch size, buckets and lengths were chosen on a fifth of the train part,
 # not on the test part.

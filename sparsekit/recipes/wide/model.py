@@ -94,7 +94,7 @@ class WideModel(SavedModel):
         return self.encoder.encode(_Features(columns, self.buckets(columns)))
 
     def forward(self, matrix: Any) -> torch.Tensor:
-        """Compute scores, float32 ``[n]``, from a CSR matrix ``[n, width]`` of torch or scipy."""
+        """Compute scores, float32 ``[n]``, from a torch or scipy CSR matrix ``[n, width]``."""
         return self.head(self.embedding(matrix)[:, 0])[:, 0]
 
     def losses(self, matrix: Any, labels: torch.Tensor) -> torch.Tensor:
