@@ -9,11 +9,11 @@
 #               tests:layers  layers, optimizers, streams, graphs, the demo model against the CPU
 #               tests:nccl    the native exchange on one rank
 #               tests:ranks   several ranks that share the GPU
-#   sanitizer   memcheck, racecheck, initcheck and synccheck at once; sanitizer:memcheck is one
+#   sanitizer   memcheck, racecheck, initcheck, synccheck together; sanitizer:memcheck is one
 #   bench       all benchmarks of suite gpu; bench:unique is one, and several make one run
 # A call ends by itself within SPARSEKIT_GPU_CHECK_SECONDS (570). After a step that fails or runs
-# out of time the later ones still run; a sanitizer that is not available is no failure.
-# Results are in $OUT, or in build/gpu_check, and complete up to the last step that has ended:
+# out of time the later ones still run; a sanitizer that is not available is not a failure.
+# Results are in $OUT, or in build/gpu_check. They are complete up to the last step that has ended:
 #   gpu_check.json  machine, steps with result and seconds; benchmarks.json as they are measured;
 #   log.txt  output of all steps; junit/  a file for each part of the tests.
 # Without git, $COMMIT says which commit this is.
@@ -95,7 +95,7 @@ END
 }
 
 # step NAME MOST KEEP COMMAND...: run COMMAND for at most MOST seconds, and leave KEEP seconds for
-# later steps. At the limit it gets the signal of Ctrl-C, so that pytest says how far it has come.
+# later steps. At the limit COMMAND gets Ctrl-C's signal, so that pytest says how far it has come.
 step() {
   local name=$1 most=$2 keep=$3 begin=$SECONDS status=0
   shift 3
@@ -190,9 +190,9 @@ tests() {
   [ "$status" = 0 ] && [ "$passed" -gt 0 ]
 }
 
-# sanitizer TOOL MOST: run the cases under TOOL for at most MOST seconds, half of which are kept for
-# the last case. Without torch's cache every tensor is an allocation of its own, so the tool sees an
-# access one element past its end. The log ends with the error, or with the number of cases.
+# sanitizer TOOL MOST: run the cases under TOOL for at most MOST seconds; half of this time is kept
+# for the last case. Without torch's cache every tensor is an allocation of its own, so the tool
+# sees an access one element past its end. The log ends with the error, or the number of cases.
 sanitizer() {
   local cases=("$python" tests/gpu_check_ops.py "$device")
   # Importing torch under the tool may take longer than its default limit of ten seconds.

@@ -3,15 +3,15 @@
     waits = waits_of(step, layer, keys)
     assert waits.total() == 0, waits
 
-Tensors are on the CPU here. Those that a device would have are tracked: the given ones, those made
-with the ``device=`` of a tensor or a module (but not with the literal ``"cpu"``), and all that an
-op makes from such tensors. These events are waits:
+All tensors are on the CPU here. The tensors that would be on a device are tracked: the given
+tensors, tensors made with the ``device=`` of a tensor or a module (but not with the literal
+``"cpu"``), and the results of ops on tracked tensors. These events are waits:
 
 - a value or the number of elements of a device's tensor is read: item, bool, int, tolist, numpy,
   nonzero, a boolean mask, masked_select, unique, equal, repeat_interleave;
 - bytes are copied from the device's memory to the host's, or from pageable memory of the host to
-  the device's: cpu, to, copy_, tensor(device=), and an element set to a number, which torch copies
-  there as a CPU tensor;
+  the device's: cpu, to, copy_, tensor(device=), and an element set to a number, because torch
+  copies the number there as a CPU tensor;
 - an op of sparsekit reads words back, as counted by the host runner.
 
 This tracks the calling thread and its backward. Streams and events have a separate stand-in
@@ -50,7 +50,7 @@ class HostWaits(Counter[str]):
 
 
 class _Device:
-    """Storages that would be on a device. They are kept alive, so that no address is reused."""
+    """Storages that would be on a device. They stay alive, so that no address is reused."""
 
     def __init__(self) -> None:
         self._storages: dict[int, Any] = {}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the op suite under sanitizers. AddressSanitizer with UndefinedBehaviorSanitizer checks the
 # CPU engine, the CUDA kernels on the host runner, and the reading and hashing of data, including
-# mutated files. ThreadSanitizer then checks the kernels alone, whose threads are host threads: it
-# does not know the barriers of OpenMP and would report every loop of the CPU engine.
+# mutated files. ThreadSanitizer then checks only the kernels, whose threads are host threads: it
+# does not know OpenMP's barriers and would report every loop of the CPU engine.
 # Called by `make sanitize`; arguments go to pytest. `--fuzz SECONDS SEED` runs the fuzzer under the
 # first two sanitizers instead of the suite.
 set -euo pipefail
@@ -32,7 +32,7 @@ run() {
 # Tests ask for more memory than there is; that must fail as it does without a sanitizer.
 refuse=allocator_may_return_null=1
 export ASAN_OPTIONS=detect_leaks=0:$refuse UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-# The functions of a preloaded engine are found before those of the engine that sparsekit loads.
+# The preloaded engine's functions are found first, before those that sparsekit loads.
 engine=$PWD/$build/asan/libsparsekit_core.so
 test -e "$engine"  # the loader would skip a missing file with a warning
 if test "${1:-}" = --fuzz; then
@@ -44,10 +44,10 @@ fi
 run asan tests/ops -k "not simt and not opcheck" "$@"
 engine=
 run asan tests/ops -k simt "$@"
-# PYTHONMALLOC=malloc gives each bytes object guards of its own. Left out are the tests that measure
-# memory (of strings and of faulty Parquet files), because AddressSanitizer keeps freed memory for a
-# while, and those whose loaders fork: this version does not take its locks before a fork, so a lock
-# that another thread holds then is never released in the child.
+# PYTHONMALLOC=malloc gives each bytes object guards of its own. Two kinds of tests are left out:
+# tests that measure memory (of strings and of faulty Parquet files), because AddressSanitizer keeps
+# freed memory for a while, and tests whose loaders fork, because this version does not take its
+# locks before a fork: a lock that another thread holds is then never released in the child.
 PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.so) SPARSEKIT_FUZZ_FILES=3000 \
   run asan tests/data tests/test_hashing*.py \
   -k "not no_copy_of_the_strings and not workers_of and not fuzz_parquet" "$@"

@@ -5,11 +5,11 @@
     assert counts.sum().launches <= 40
     assert counts.sum("update_rows_").moved <= 1.5 * floor
 
-Ops of `sparsekit` run on the host runner, which lists what they launch and what their kernels do to
-memory. Torch's ops are seen as they are dispatched; what they launch is taken to be one kernel, and
-what they move to be their inputs and outputs. Tensors are on the CPU here, so those that a layer on
-a GPU would have there too count as well. Ops run as on a GPU by default: without reading back
-whether they have met a bad row (`sparsekit.checked`).
+Ops of `sparsekit` run on the host runner, which lists their launches and the memory accesses of
+their kernels. Torch's ops are counted as they are dispatched: each one as a single kernel that
+moves its inputs and outputs. All tensors are on the CPU here, so ops on tensors that a layer on a
+GPU would keep on the CPU count as well. As by default on a GPU, ops do not read back whether they
+have met a bad row (`sparsekit.checked`).
 """
 
 import ctypes

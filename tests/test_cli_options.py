@@ -20,8 +20,8 @@ from sparsekit.distributed.world import settings
 from sparsekit.train.plots import read_run
 from sparsekit.train.profile import Profile
 
-# A row maps an option to its value (None for a switch) and to where a value must then show, or to
-# the test file that uses the option.
+# A row maps an option to a value (None for a switch), and to the place where the option's effect
+# must show or the test file that uses the option.
 COMMON = {
     "--seed": ("7", {"Trainer.seed": 7}),
     "--threads": ("3", {"threads": 3}),

@@ -40,8 +40,8 @@ def test_ops_run_on_the_current_stream():
     torch.cuda.synchronize()
     # With checks on, every op waits.
     with sparsekit.checked(False), torch.cuda.stream(stream):
-        # Warm up: a first call loads the kernel and a first tensor takes memory from the device;
-        # both may wait for all work there.
+        # Warm up: a first call loads its kernel, and a first tensor takes memory from the device;
+        # either step may wait for all of the device's work.
         torch.cuda._sleep(1)
         chain(*throw_away)
         torch.cuda.synchronize()

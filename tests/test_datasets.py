@@ -415,8 +415,8 @@ def failing_pip(pip: Pip, how: str) -> str:
         pip.content = CONTENT + b"1\t1\t1\t1\n"
         return hashlib.sha256(pip.content).hexdigest()
     if how in ("damaged", "encrypted", "unknown compression"):
-        # Byte 6 of a member's header holds its flags and byte 8 its compression; the content begins
-        # at 30 + the length of the name. The archive's directory repeats flags and compression.
+        # In a member's header, byte 6 holds flags and byte 8 the compression; the content begins at
+        # 30 + the length of the name. The archive's directory repeats flags and compression.
         at, value, reason = {
             "damaged": (30 + len(pip.member), 0xFF, "Error -3|Bad CRC-32"),
             "encrypted": (6, 1, "encrypted"),

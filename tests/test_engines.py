@@ -269,7 +269,7 @@ def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability
         shutil.rmtree(libraries / engine, ignore_errors=True)
 
 
-# torch takes the processor's abilities from the variable, Linux describes them in the file.
+# torch reads the processor's abilities from the variable; Linux lists the abilities in the file.
 FORCED = """
 import builtins, io, warnings
 import torch

@@ -94,8 +94,8 @@ def test_texts_that_fill_all_room():
     check([f"{i}" + "é" * (i % 29) for i in range(3000)])
 
 
-# A separate program, because a read out of bounds ends the process; one for all engines, because
-# most of its time goes into importing torch.
+# This is a separate program, because a read out of bounds ends the process. One program tests all
+# engines, because importing torch takes most of the time.
 AT_THE_EDGES = """
 import ctypes, itertools, mmap, sys
 import numpy as np, pyarrow as pa

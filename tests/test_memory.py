@@ -114,8 +114,8 @@ def test_the_oldest_go_first():
     for _ in range(256):
         large()  # makes the pool forget larger peaks
     sparsekit.empty_cache()
-    # No freed block fits the next request. At most the largest peak + 64 MiB may be idle, so the
-    # block of 56 MiB is freed.
+    # No freed block fits the next request. Idle blocks may have up to the largest peak + 64 MiB, so
+    # the block of 56 MiB is freed.
     places = [large(rows=size * MIB // 64).data_ptr() for size in (56, 60, 64)]
     assert pool_bytes().idle == (60 + 64) * MIB
     assert large(rows=56 * MIB // 64).data_ptr() == places[1]

@@ -22,7 +22,7 @@ def cuda_options():
 
 @pytest.fixture
 def choose(cuda_options, monkeypatch, capsys):
-    """Return a function that gives the chips to compile for and the printed text."""
+    """Return a function that returns the chips to compile for and the printed text."""
     names = cuda_options.__globals__
 
     def chosen(nvcc, gpu, **variables):

@@ -41,7 +41,7 @@ def loads_as_it_is(path, model, optimizers):
 
 
 def complete(path):
-    """Return, by table, whether the checkpoint has all rows; None for one without a base."""
+    """Return for each table whether the checkpoint has all its rows, or None without a base."""
     manifest = read_manifest(path)
     written = {name: table.complete for name, table in manifest.tables.items()}
     return written if manifest.base else None

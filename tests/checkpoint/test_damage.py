@@ -247,7 +247,7 @@ def test_a_header_may_name_tensors_in_any_order(tmp_path):
 @pytest.mark.time_limit(20)
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("plain")])
 def test_files_that_are_no_plain_ones_any_more(tmp_path, monkeypatch, make):
-    """Once they have been looked at: no link is followed, and no writer of a pipe waited for."""
+    """If a file becomes a link or a pipe after its check, opening it raises and does not block."""
     (tmp_path / "plain").write_bytes(struct.pack("<Q", 2) + b"{}")
     TensorFile(tmp_path / "plain").close()
     make(tmp_path / "a")

@@ -55,7 +55,7 @@ def test_other_tables(tmp_path, options):
     loaded, of_loaded = made("Ftrl", seed=3, **options)
     load(tmp_path, loaded, of_loaded)
     found, expected = contents(loaded, of_loaded), contents(model, optimizers)
-    if "hash_table" in options:  # such a table has a row for every key in range
+    if "hash_table" in options:  # a table without a hash table has a row for every key in range
         rows = expected["rows keys"]
         for name in [name for name in found if name.startswith("rows ") and found[name].dim()]:
             found[name] = found[name][rows]
@@ -107,7 +107,7 @@ def test_names_that_differ(tmp_path):
 
 
 def test_dots_and_brackets_in_names(tmp_path):
-    """Names of modules may contain dots, with which torch.distributed.checkpoint joins names."""
+    """Module names may contain dots, the separator that torch.distributed.checkpoint uses."""
     nested = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": Model().users})})
     nested["a"]["table-0000-rank-0000"] = torch.nn.Linear(2, 2)
     nested["a.b"[:1] + "_b"] = Model().rows

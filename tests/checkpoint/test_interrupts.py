@@ -1,4 +1,4 @@
-"""Saves, loads and reshards interrupted anywhere: a reported checkpoint exists and is right.
+"""Saves, loads and reshards interrupted anywhere: a reported checkpoint exists and is correct.
 
 SPARSEKIT_INTERRUPTS=1000 tries that many moments.
 """
@@ -156,7 +156,7 @@ def descriptors():
     return found
 
 
-# An interrupt while a file is opened leaves it to the garbage collector, which warns.
+# If an interrupt comes while a file is opened, the garbage collector closes the file and warns.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_moment(tmp_path):

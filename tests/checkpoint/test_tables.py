@@ -169,7 +169,7 @@ class Buffers(torch.nn.Module):
         self.register_buffer("kept", torch.full((2,), value))
         self.register_buffer("scratch", torch.full((3,), value), persistent=False)
         self.register_buffer("none", None)
-        self.module = torch.nn.Linear(1, 1)  # not a wrapper, though named like the content of one
+        self.module = torch.nn.Linear(1, 1)  # named like a wrapper's content, but it is not one
 
 
 def test_buffers_and_wrappers(tmp_path):

@@ -1,8 +1,7 @@
-"""Structural faults in Parquet files raise documented errors, and memory stays in proportion to the
-file.
+"""Structural faults in Parquet files raise documented errors and take little memory.
 
-Numbers, names, lists and types in footers and page headers change while the rest of the file stays
-whole; flipped bytes rarely have this effect. SPARSEKIT_FUZZ_FILES=10000 tries that many files
+Numbers, names, lists and types in footers and page headers change, while the rest of the file stays
+intact; flipped bytes rarely have this effect. SPARSEKIT_FUZZ_FILES=10000 tries that many files
 instead of 60.
 """
 

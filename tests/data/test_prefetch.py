@@ -81,7 +81,7 @@ def test_leaving_early_ends_the_thread():
         assert item == 0
         assert threads()[0].daemon  # a source that waits must not keep Python from ending
         break
-    # When the loop ends, so does its iterator.
+    # The end of the loop also ends its iterator.
     assert threads() == []
 
 

@@ -192,7 +192,7 @@ def test_the_state_of_another_reader_is_refused(files, settings, message):
         reader(files, "text").load_state_dict({"epoch": 1})
     with pytest.raises(ValueError, match=r"dense=\['a'\], and this reader has \[\]"):
         reader(files, "text").load_state_dict({**state, "dense": ["a"]})
-    # At the beginning of an epoch only the batch size and the ranks may differ.
+    # Only the batch size and the ranks may differ, and only at the beginning of an epoch.
     if not {"batch_size", "rank"} & settings.keys():
         with pytest.raises(ValueError, match=message):
             reader(files, "text", **settings).load_state_dict({**state, "step": 0})
@@ -292,7 +292,7 @@ def test_the_beginning_of_an_epoch_is_the_same_for_any_batch_size(files):
     state = {**begun.state_dict(), "epoch": 1}
     other.load_state_dict(state)
     assert numbers(list(other)) == second != first
-    # The state also serves any number of ranks, which then share the rows.
+    # The state can be loaded on any number of ranks; the ranks then share the rows.
     shares = [reader(files, "text", shuffle=True, rank=rank, world_size=2) for rank in range(2)]
     for share in shares:
         share.load_state_dict(state)

@@ -1,7 +1,8 @@
-"""A race-detecting stand-in for the streams of torch.cuda, over tensors in host memory.
+"""A race-detecting stand-in for torch.cuda's streams, over tensors in host memory.
 
-All ops run at once in the order of the host. An op that reads or writes memory which an op of
-another stream has written or read before, without an event between the two, is recorded as a race.
+Every op runs immediately, in the order in which the host issues it. Two ops of different streams
+are recorded as a race if one of them writes memory that the other one uses, without an event
+between the two ops.
 """
 
 import contextlib

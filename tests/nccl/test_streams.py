@@ -168,7 +168,7 @@ def log_of_prefetch(rank, tables):
             found = list(of.streams.log), list(of.streams.ops)
             of.step(batches[2], batches[3])
             of.step(batches[3])
-        # 12 for three steps, less two that were prefetched before.
+        # Three steps need 12 collectives, but two of them were prefetched before.
         assert of.exchange.collectives - before == 10
         return *found, of.streams.races
 

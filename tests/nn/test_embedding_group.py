@@ -245,7 +245,7 @@ def test_a_bad_input_changes_nothing(name, bad, error, device):
 
 
 def test_many_tables_of_few_keys(device):
-    """70 tables are more than a 64-bit mask of tables could hold."""
+    """70 tables do not fit into a 64-bit mask."""
     number = 70
     apart = torch.nn.ModuleDict(
         {

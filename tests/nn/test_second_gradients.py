@@ -1,4 +1,4 @@
-"""Gradients of table gradients are lookups, as with torch's own embedding."""
+"""The gradient of a table's gradient is a lookup, as with torch's own embedding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Keys that collide under the unseeded hash cost no more than other keys."""
+"""Keys that collide under the unseeded hash take no longer than other keys."""
 
 import time
 

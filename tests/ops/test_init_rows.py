@@ -39,10 +39,10 @@ def expected_vectors(keys, dim, dtype=torch.float32, **settings):
 
 
 def assert_as_expected(result, expected, distribution, device):
-    """Check for equal bits; on a GPU, a normal value may differ by one float.
+    """Check for equal bits; on a GPU, a normal value may be the neighbouring float.
 
-    Sine and cosine in float64 are implemented differently there, and a different last bit may
-    change the rounding to float32.
+    A GPU implements sine and cosine in float64 differently; a different last bit may change the
+    rounding to float32.
     """
     if device.type != "cuda" or distribution != "normal":
         assert same_bits(result, expected)

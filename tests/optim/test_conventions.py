@@ -1,6 +1,6 @@
 """Under a convention named after a library, an optimizer equals that library's.
 
-SOK's tests of its Adam train a layer and a dense part on random ids and compare with tf.keras:
+SOK tests its Adam on a layer and a dense part with random ids, and compares with tf.keras:
 learning rate 0.1, eps 1e-7, tolerance 1e-4. FBGEMM's tests compare a few steps of each optimizer
 with its published formula: tolerance 1e-3, here with eps 1e-4, where the two conventions differ
 clearly.
@@ -251,7 +251,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     resumed = kind([start()])
     resumed.load_state_dict(state)
     assert resumed.param_groups[0][setting] == resumed.defaults[setting] != value
-    # Groups may have other settings now, which need other states.
+    # Groups may have other settings now; such settings need other states.
     groups = [{"params": [start()]} for _ in range(2)]
     optimizer = kind(copy.deepcopy(groups))
     run(optimizer, *optimizer.param_groups[0]["params"], gradients(steps=2))

@@ -1,7 +1,7 @@
 """Training interrupted at 500 random moments equals a twin that is never interrupted.
 
-Sizes of tables and step counters show how far an interrupted step got. The twin does exactly that
-much, so keys, vectors and states must be equal bit for bit.
+Table sizes and step counters show how far an interrupted step got. The twin performs the step
+exactly up to that point, so keys, vectors and states must be equal bit for bit.
 """
 
 import copy

@@ -117,9 +117,9 @@ class InCall:
 class AtLine:
     """Context that interrupts the `number`-th line of sparsekit after a lookup is counted.
 
-    Ranks cannot notice an earlier interrupt, which is like one in the model's own code. They need
-    not notice one after the last line of `Exchange.alone`: by then everything is computed, and
-    autograd has the gradient.
+    An earlier interrupt is like one in the model's own code: the other ranks cannot notice it. They
+    need not notice an interrupt after the last line of `Exchange.alone`: by then everything is
+    computed, and autograd has the gradient.
     """
 
     ALONE = Exchange.alone.__wrapped__.__code__

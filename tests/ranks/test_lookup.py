@@ -132,9 +132,9 @@ def test_the_way_that_moves_fewer_bytes(ranks):
     ranks(check_strategies)
 
 
-# For each world size and dtype: the most keys at which auto still sends keys to owners, and the
-# fewest at which it receives bags. A bag has 8 columns and keys of its own, spread evenly over
-# ranks. With equal bytes, keys are sent.
+# For each world size and dtype: the largest number of keys for which auto still sends keys to
+# owners, and the smallest for which it receives bags. A bag has 8 columns and distinct keys, spread
+# evenly over ranks. If both routes move equally many bytes, auto sends keys.
 THRESHOLDS = {
     (2, torch.float32): (6, 8),  # bytes by key and by bag: 120 and 128; then 160 and 144
     (2, torch.float64): (4, 6),  # 144 and 144; then 216 and 160

@@ -1,6 +1,6 @@
 """After faults at random points of random steps, every rank ends in time and no table is damaged.
 
-SPARSEKIT_FAULTS is the number of faults, SPARSEKIT_FAULTS_SEED the seed of the first one.
+SPARSEKIT_FAULTS sets the number of faults, SPARSEKIT_FAULTS_SEED the seed of the first one.
 """
 
 import os

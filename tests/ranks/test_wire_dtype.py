@@ -226,8 +226,9 @@ def way_of_auto(rank, wire_dtype, keys_of_a_bag):
 
 
 def test_auto_counts_the_bytes_of_both_ways_on_the_wire(two_ranks):
-    # By key 8 + 4 * 64 bytes for half of the keys; by bag 8 for all keys and 4 * 64 for each bag.
-    # With bfloat16, 2 * 64 instead of 4 * 64. Both dtypes switch at almost the same size of bags.
+    # The route by key sends 8 + 4 * 64 bytes for half of the keys; the route by bag sends 8 bytes
+    # for every key and 4 * 64 for each bag. With bfloat16, 4 * 64 becomes 2 * 64. The two dtypes
+    # switch routes at almost the same size of bags.
     for wire_dtype in (None, BFLOAT16):
         assert two_ranks(way_of_auto, wire_dtype, 1) == ["keys"] * 2
         assert two_ranks(way_of_auto, wire_dtype, 8) == ["bags"] * 2

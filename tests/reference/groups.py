@@ -1,7 +1,7 @@
 """The ops on many tables in plain torch, table by table; other ops are in ops.py.
 
-Signatures are those of `sparsekit.ops`, except that a list of `HashTable` of ops.py replaces the
-tensors of hash tables.
+Functions have the signatures of `sparsekit.ops`, but take a list of `HashTable` from ops.py instead
+of the tensors of hash tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -177,7 +177,7 @@ def group_exchange_rows(
     come: torch.Tensor,
     steps: Sequence[int],
 ) -> torch.Tensor:
-    """Return the row of each key's received vector; elements that stand for no key are zero."""
+    """Return the row of each key's received vector; elements without a key are zero."""
     rows = torch.zeros_like(places)
     bags_of_tables = torch.zeros(len(steps) + 1, dtype=torch.int64)
     bags_of_tables[1:].index_add_(0, features[:, 0], features[:, 3])

@@ -1,8 +1,8 @@
 """Every op in plain torch: this defines the meaning that kernels are tested against.
 
-Signatures are those of `sparsekit.ops`. Nothing here is fast. Differentiable ops are differentiable
-here by autograd alone. The hash table is a class around a dict, since the layout of buckets is not
-part of the ops' meaning.
+Functions have the signatures of `sparsekit.ops`. Nothing here is fast. Differentiable ops get their
+gradients here from autograd alone. The hash table is a class around a dict, since the layout of
+buckets is not part of the ops' meaning.
 """
 
 import math

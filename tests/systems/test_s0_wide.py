@@ -1,6 +1,6 @@
 """S0, a wide network on a huge sparse matrix of hashed features, meets its requirements.
 
-Its layers and optimizers have suites of their own.
+Layers and optimizers have separate test suites.
 """
 
 import io
@@ -148,8 +148,8 @@ def head_of(model):
 def test_no_dense_matrix_is_ever_made(optimizer):
     """No dense matrix is made between the values and a step of the optimizer.
 
-    Dense, 4,000 rows of 262,144 columns would take 4.2 GB, or 1 GB as bool. The weights and their
-    states take 165 MB.
+    A dense 4,000 x 262,144 matrix would take 4.2 GB, or 1 GB as bool. The weights and their states
+    take 165 MB.
     """
     model = WideModel(SplitHashEncoder({"a": 2**32}))
     steps = model.optimizer(optimizer, 4000)

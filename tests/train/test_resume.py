@@ -213,7 +213,7 @@ def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
-    """Otherwise the other run's checkpoints would stay the latest, and this run's be deleted."""
+    """Otherwise the old run's checkpoints would stay the latest; this run's would be deleted."""
     old, steps = fit(trainer_for(tmp_path), few(20)), []
 
     def losses(model, batch):
@@ -439,7 +439,7 @@ def test_other_data_may_follow_a_run_that_was_finished(tmp_path):
     assert again.state_dict()["place"] is None
     again.checkpoints = None
     again.fit(few(20), epochs=1, batch_size=BATCH)
-    # And a state of other data, in mid-epoch, loaded by hand.
+    # A state of other data, in mid-epoch, is refused even if loaded by hand.
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path / "other", last=8), few(64))
     other = trainer_for(tmp_path / "other")
