@@ -8,8 +8,8 @@
 //
 // Threads share out the halves first, then the columns: each thread goes through all ids of its
 // half and adds its columns of every row to sums in memory. So rows are read once and in order,
-// work is balanced for any distribution of ids, and nothing is sorted. If there are more threads
-// than can get columns of their own, threads also share out runs.
+// work is balanced for any distribution of ids, and nothing is sorted. If there are too many
+// threads to give each its own columns, threads also share out runs.
 #pragma once
 
 #include <algorithm>

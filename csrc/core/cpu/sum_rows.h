@@ -107,8 +107,8 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
   for (int r = 0; r < kWidth / kStep; ++r) put(column + r * kStep, registers[r]);
 }
 
-// Calls `sum` with the widest block of at most `width` columns, a power of two, that fits in
-// registers.
+// Calls `sum` with the largest block size that fits in registers: a power of two, at most `width`
+// columns.
 template <class T, class Sum>
 inline int64_t with_block(int64_t width, const Sum& sum) {
   constexpr int kMost = kSumRegisters * kLanes<Acc<T>>;

@@ -67,8 +67,8 @@ SPARSEKIT_INLINE Lanes finish_lanes(Lanes hash) {
 }
 
 // Loads the last `left` bytes of texts, 1 to 15 bytes. If there are at least 8, the first 8 go into
-// *word; the remaining bytes go into the low bytes of *rest. They are read as part of a word that
-// ends with the text.
+// *word; the remaining bytes go into the low bytes of *rest. The remaining bytes are read as part
+// of a word that ends with the text.
 SPARSEKIT_INLINE void load_end(const WaitingText* texts, size_t size, size_t left, Lanes* word,
                                Lanes* rest) {
   if (size < 8) {

@@ -12,7 +12,7 @@ namespace sparsekit::cuda {
 
 // Returns the index of a table's first slot in the array of all slots. Each table of the call has a
 // part of this array, with 5 slots per 3 entries. A slot holds the smallest entry seen so far with
-// the slot's key, or -1 while it is free.
+// the slot's key, or -1 while the slot is free.
 SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table) {
   return entries + entries * 2 / 3 + table;
 }

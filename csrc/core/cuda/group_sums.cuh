@@ -102,7 +102,7 @@ struct SumGroup {
 };
 
 // A level of the reduction, with a capacity of n entries, whose rows are `stride` elements apart.
-// Chunks, and the blocks that sum them, are counted over all tables.
+// Chunks are numbered across all tables, and so are the blocks that sum these chunks.
 template <class T>
 struct SumLevel : Level<T> {
   int32_t* chunks;

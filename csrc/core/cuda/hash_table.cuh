@@ -23,7 +23,7 @@ SPARSEKIT_DEVICE int32_t high(int64_t word) {
 // Returns the row of this lane's key in this lane's table, or -1 if it is absent or `wanted` is
 // false. All lanes of the warp must call this. Four lanes form a group that reads a bucket
 // together, so one load instruction covers eight lines, and each lane has four lines in flight: in
-// round j, the group serves its lane j.
+// round j, the group looks up the key of its lane j.
 SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t seed,
                                   int64_t key, bool wanted) {
   const int quarter = simt::lane() % kLanesPerKey;

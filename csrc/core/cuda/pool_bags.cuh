@@ -214,8 +214,8 @@ SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, b
 // Number of bags per tile if bags are short. With one bag of an entry or two, a tile would wait
 // three times in a row, for offsets, row indices and rows, with few loads in flight each time.
 constexpr int kBags = 4;
-// Bags are short if they have fewer entries than this on average. With more entries, two batches of
-// rows or more, the waits before the rows hardly matter. An estimate, not yet measured.
+// Bags are short if they have fewer entries than this on average. Longer bags have at least two
+// batches of rows, and the waits before these batches hardly matter. An estimate, not yet measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
 // Like pool_own_bag, but with kBags bags per tile, starting at bag `first`. The entries of these

@@ -64,8 +64,9 @@ enum class Run { kWhole, kHead, kTail };
 
 // Walks the range [begin, end) of n entries that are sorted by key; the range has at least one
 // entry. For every run with an entry that is not absent, calls put(run, key, sum), where `sum` is
-// the sum of the run's rows in the range, added in order. entry(k) must work for k in [max(begin -
-// 1, 0), min(end, n - 1)]. Positions are unsigned because they may slightly exceed n < 2^31.
+// the sum of the run's rows in the range, added in order. entry(k) must work for k in
+// [max(begin - 1, 0), min(end, n - 1)]. Positions are unsigned because they may exceed n < 2^31
+// slightly.
 template <int kWidth, class RowsOf, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
                                const RowsOf& rows, const EntryAt& entry, const Put& put) {

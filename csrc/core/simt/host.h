@@ -143,7 +143,7 @@ inline int lowest_bit(uint32_t mask) {
 
 namespace host {
 
-// Replaces the value at `address` by change(value), atomically; returns the old one.
+// Replaces the value at `address` with change(value), atomically; returns the old value.
 template <class T, class Change>
 T exchange(T* address, const Change& change) {
   maybe_switch();

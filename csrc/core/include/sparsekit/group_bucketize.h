@@ -28,8 +28,8 @@ struct RoutedKeys {
 
 // Locates the vectors of a table that one rank has sent. They lie in a buffer that is addressed in
 // rows of any size. `end` is the number of the table's keys for this rank and all lower ranks. The
-// vector of the j-th key in sending order begins at row `begin` + (j - `end` of the previous rank)
-// * step.
+// vector of the j-th key in sending order begins at row `begin` + (j - `end` of the previous
+// rank) * step.
 struct ComeVectors {
   int64_t begin, end;
 };

@@ -17,8 +17,8 @@ int64_t unique_workspace_bytes(int64_t n);
 // key in unique_keys to inverse [n]; and, unless `counts` is null, the number of occurrences of
 // each distinct key to counts [n]. Returns the number u of distinct keys; elements of unique_keys
 // and counts at positions >= u are undefined. `seed` should be unknown to anyone who chooses keys;
-// results do not depend on it. Index is int64_t, or int32_t for int64_t keys. Precondition: n <
-// 2^31.
+// results do not depend on it. Index is int64_t, or int32_t for int64_t keys. Precondition:
+// n < 2^31.
 template <class Key, class Index>
 int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for);
