@@ -1,7 +1,7 @@
 """Averages gradients of the dense part over ranks that share memory.
 
-gloo wakes several threads for each all-reduce, which for a small dense part takes longer than
-everything that the ranks compute.
+gloo wakes several threads for each all-reduce; with a small dense part, this takes longer than all
+computation of the ranks.
 """
 
 import torch
@@ -52,7 +52,7 @@ class Averaging:
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """Return an `Averaging` of the default group; None if ranks share no memory. A collective."""
+    """Return an `Averaging` of the default group; None without shared memory. A collective."""
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None

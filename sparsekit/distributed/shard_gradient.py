@@ -1,4 +1,4 @@
-"""The type of gradients of one rank's rows of a table, which refuses to compute a norm."""
+"""A tensor type for gradients of one rank's rows of a table; it refuses to compute a norm."""
 
 from __future__ import annotations
 

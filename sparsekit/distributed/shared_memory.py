@@ -65,7 +65,7 @@ class SharedMemoryTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start as `Transport` says: send as much as the buffers hold; the wait sends the rest."""
+        """Start as `Transport` says: send what fits in the buffers; the wait sends the rest."""
         # The communicator gets only an address, and would read the wrong memory.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
             raise ValueError(

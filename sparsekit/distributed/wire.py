@@ -141,7 +141,7 @@ def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[in
 
 
 def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the size of each part that `pack` writes; the arguments are those of `unpack`."""
+    """Return the size of each part that `pack` writes; the arguments are as for `unpack`."""
     sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     return [part_bytes(sum(map(padded, of_rank))) for of_rank in zip(*sizes, strict=True)]
 
@@ -182,7 +182,7 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class RaggedBags(NamedTuple):
-    """Bags of one table, in the form in which the route by bag sends them."""
+    """Bags of one table, as the route by bag sends them."""
 
     counts: torch.Tensor  # int64 [bags], number of keys in each bag
     keys: torch.Tensor  # int64 [n]

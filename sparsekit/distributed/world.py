@@ -20,7 +20,7 @@ from .exchange import Exchange
 _exchanges: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[torch.device, str, timedelta, str], Exchange]
 ] = WeakKeyDictionary()
-# All exchanges, including those of groups that have been destroyed.
+# All exchanges, even if their group has been destroyed.
 _open: WeakSet[Exchange] = WeakSet()
 
 
@@ -127,8 +127,8 @@ def exchange_of(
     """Return the exchange of a group for a purpose, or None if there is only one rank.
 
     The exchange has its own process group, with the timeout of `init`, so that its collectives
-    never mix with those of others, such as DistributedDataParallel. The first call for a group is
-    therefore a collective.
+    never mix with other collectives, such as those of DistributedDataParallel. The first call for a
+    group is therefore a collective.
     """
     group = group_of(group)
     if group is None:

@@ -34,8 +34,8 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
     =============  ==================================================================
 
     Subclasses of str and int, such as an ``Enum`` with str values, are hashed by their content, not
-    by the result of ``__str__``. All other types are refused, such as bools, and floats, whose text
-    is not unique (for a NaN that means missing, use ``None``).
+    by the result of ``__str__``. All other types are refused, such as bools and floats; the text of
+    a float is not unique. For a NaN that means missing, use ``None``.
 
     Args:
         values: n values as one of

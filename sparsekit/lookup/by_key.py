@@ -142,7 +142,7 @@ class ByKey:
             client.write_keys(parts, keys, columns)
 
     def _expected(self, counts: np.ndarray) -> Layout:
-        """Return the layout of the vectors or gradients of `counts` keys; expect such parts."""
+        """Return the layout of vectors or gradients of `counts` keys; prepare to receive them."""
         layout = Layout(counts, self._row_bytes, ALIGNMENT)
         self.exchange.expect(layout.sizes)
         return layout

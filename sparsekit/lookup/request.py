@@ -38,8 +38,8 @@ class Request:
     max_feature_num: int | None = None
     checked: bool = False
     feature: str | None = None  # name of the EmbeddingGroup's feature that makes the request
-    # Index of this request's first bag, if several requests share `bags` and each has a run of
-    # them.
+    # Index of this request's first bag, if several requests share `bags` and each uses a run of
+    # bags.
     first_bag: int | None = None
     # First column of this request in an output that requests share, and the number of all its
     # columns.
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def pooled_here(self) -> bool:
-        """Return whether this rank pools the keys' vectors by ops that autograd differentiates."""
+        """Return whether this rank pools the keys' vectors with differentiable ops."""
         return "max" in self.combiners or self.weights_need_gradient
 
     @property
@@ -134,7 +134,7 @@ class Request:
 
 
 class OnDemand(Sequence[Request]):
-    """Requests that are made only when one of them, or their number, is needed."""
+    """Requests that are made only when a request or the number of requests is needed."""
 
     def __init__(self, make: Callable[[], list[Request]]) -> None:
         self._make = make
@@ -161,8 +161,8 @@ class LazyRequests(OnDemand):
         shapes: shapes of the outputs without the last dimension.
         width: columns of the shared output; None if each request has its own.
         make: returns the requests.
-        form: a value that is equal for requests to the same tables that differ only in values,
-            offsets and weights.
+        form: a value for caches; two calls on the same tables have equal forms if their requests
+            differ only in values, offsets and weights.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 
 def vectors_of_bags(request: Request) -> Request:
-    """Return a request for the unpooled vectors of bags, as a jagged tensor; padding is zeros."""
+    """Return a request for the unpooled vectors of bags, jagged; a padding key gives zeros."""
     made = one_by_one(request.table, request.keys)
     made.jagged = request.offsets
     leave_padding_out(made)

@@ -20,8 +20,8 @@ def exchange_rows(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Send rows of all tables to all ranks, and wait for the rows from all ranks.
 
-    If the wire dtype differs from the dtype in memory, rows are converted, except those in this
-    rank's own part, which are not sent.
+    If the wire dtype differs from the dtype in memory, rows are converted, except the rows in this
+    rank's own part, since these are not sent.
 
     Args:
         exchange: the exchange of the ranks.

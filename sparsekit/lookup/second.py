@@ -57,7 +57,7 @@ def pooled_again(
     grads: Gradients,
     saved: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Compute the gradients of the outputs' gradients by pooling those of the weights' gradients.
+    """Compute the gradients of `grads` by pooling the gradients of the weights' gradients.
 
     Args:
         calls: the calls that have pooled the outputs.

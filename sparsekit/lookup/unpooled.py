@@ -22,7 +22,8 @@ def as_vectors(
     """Replace requests that the ops cannot pool with requests for single vectors.
 
     Returns:
-        All requests to look up, and a function that turns their outputs into those of `requests`.
+        All requests to look up, and a function that turns their outputs into the outputs of
+        `requests`.
     """
     if not _any_such(requests):
         return requests, list

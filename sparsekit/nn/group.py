@@ -34,7 +34,7 @@ from .layer import EmbeddingLayer
 class EmbeddingGroup(torch.nn.Module):
     """Layers that look up together: all of them share one call of each op and a few collectives.
 
-    Dims, dtypes, combiners and slots may differ; process group and device are shared.
+    Dims, dtypes, combiners and slots may differ; process group and device must be the same.
 
     Inputs are a dict, for example of JaggedTensors, or one KeyedJaggedTensor with a key for each
     feature, in any order; other keys are ignored. Weights of a KeyedJaggedTensor are sample

@@ -117,7 +117,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
 def readers(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[str]]:
     """Find methods that read the weight of one of these layers by name: ``self.item.weight``.
 
-    Methods whose names tell of initialization or a reset are left out.
+    Methods whose names suggest initialization or a reset are left out.
     """
     found: dict[Any, list[str]] = {layer: [] for layer in layers}
     for module in model.modules():

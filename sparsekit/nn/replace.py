@@ -68,9 +68,9 @@ def replace_embeddings(
     several ranks call it on all, with the same weights.
 
     A layer is kept, with a reason, if a drop-in would not do the same: if it has
-    scale_grad_by_freq, hooks, a class or forward of its own, a weight that is also another
-    module's, or a vector at padding_idx that is not zeros; or if its weight is not finite, or not
-    of dtype float32, float64 or bfloat16.
+    scale_grad_by_freq, hooks, a class or forward of its own, a weight that another module shares,
+    or a vector at padding_idx that is not zeros; or if its weight is not finite, or not of dtype
+    float32, float64 or bfloat16.
 
     Attributes, lists, dicts, tuples and closures in the model that have the old layer or its weight
     get the new one, so that a regulariser keeps working; a layer is kept where this is impossible,

@@ -31,7 +31,7 @@ _bucketize = _Bucketize("bucketize", {"keys": Of(KEY_DTYPES, 1), "owners": Of((t
 def bucketize(
     keys: torch.Tensor, world_size: int, owners: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group keys by owner, each group in the order of the input.
+    """Group keys by owner, each group in input order.
 
     The owner of a key is ``owners[virtual shard]``, where the virtual shard is 16 bits of a hash of
     the key that never changes (csrc/core/include/sparsekit/owner.h), or without a map the rank

@@ -36,8 +36,7 @@ def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
     check_tensor("hash_integers", "values", values, INTEGER_DTYPES, 1)
     seed = check_int("hash_integers", "seed", seed, 0, 2**64 - 1)
     is_unsigned = values.dtype == torch.uint64
-    # View uint64 instead of converting it, which torch cannot do on all devices; the bits are the
-    # same.
+    # View uint64 as another dtype with the same bits, since torch cannot convert it on all devices.
     wide = values.view(torch.int64) if is_unsigned else values.to(torch.int64)
     return _hash(wide, is_unsigned, seed - 2**64 if seed >= 2**63 else seed)
 

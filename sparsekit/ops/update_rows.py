@@ -71,8 +71,8 @@ def update_rows_(
     ``"lamb"``                   lr, beta1, beta2, eps, weight_decay    m, v
     ===========================  =====================================  ==========================
 
-    The formulas are in `sparsekit.optim`; csrc/core/include/sparsekit/optimizer_rules.h has them
-    as they are computed.
+    The formulas are in `sparsekit.optim`; csrc/core/include/sparsekit/optimizer_rules.h shows how
+    they are computed.
 
     Several tables, of any sizes but one dtype, are updated by one call: weight, row_step, rows,
     grad and step are then sequences with a tensor for each table, or None for all, and states has

@@ -70,9 +70,9 @@ class RowWiseAdagrad(Adagrad):
     .. math::
         s = s + \frac{1}{dim} \sum_j g_j^2
 
-    where g includes an L2 penalty, if there is one; the rest, and the arguments, are those of
-    `Adagrad`. This is FBGEMM's EXACT_ROWWISE_ADAGRAD, the usual choice for tables so large that a
-    state of the same size would not fit in memory. A 1-dim parameter has rows of one element; a
+    where g includes an L2 penalty, if there is one; everything else, including the arguments, is as
+    in `Adagrad`. This is FBGEMM's EXACT_ROWWISE_ADAGRAD, the usual choice for tables so large that
+    a state of the same size would not fit in memory. A 1-dim parameter has rows of one element; a
     0-dim parameter is a single row.
     """
 

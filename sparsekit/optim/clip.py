@@ -30,7 +30,7 @@ def clip_grad_norm_(
     layers count as shards: the norm is over the rows of all ranks. Other parameters are assumed
     equal on all ranks, as DistributedDataParallel keeps them; a DTensor, as ``fully_shard`` makes
     it, counts with the norm of the whole tensor. With several ranks this is a
-    collective: all of them call it, with gradients or without.
+    collective: all ranks must call it, with or without gradients.
 
     Gradients are changed in place; a sparse gradient with repeated rows is replaced by its
     coalesced form.

@@ -19,7 +19,7 @@ Report = tuple[str, int | None, str]  # name of the layer or parameter, key, and
 class NonFiniteGradientError(ArithmeticError):
     """Raised on all ranks, with the same message, if a gradient has a NaN or an infinity.
 
-    The attributes describe the first such gradient, in the order of ranks and then of parameters.
+    The attributes describe the first such gradient, ordered by rank and then by parameter.
 
     Attributes:
         layer: name of the embedding layer, or of the dense parameter.
@@ -55,7 +55,7 @@ def check_finite_gradients(
     Raises:
         NonFiniteGradientError: a gradient is not finite.
         TypeError: module is not a module.
-        ValueError: a layer is updated in backward, which leaves no gradient.
+        ValueError: a layer is updated in backward, so it has no gradient to check.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(

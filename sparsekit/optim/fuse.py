@@ -25,7 +25,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     """Let backward update the tables of embedding layers, without a ``weight.grad``.
 
     This saves the gradient's memory and a pass over it, and on CUDA nothing waits for the device,
-    unless the learning rate is a CUDA tensor. The weights are bitwise those of a normal step if
+    unless the learning rate is a CUDA tensor. The weights are bitwise the same as after a normal
+    step if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
@@ -33,9 +34,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
 
     Otherwise an error is raised, as it is for everything that needs the gradients in between:
     accumulation, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`, and torch's
-    GradScaler, which is only noticed at its first step. Learning rates are those at the time of
-    backward. An optimizer that is deleted is detached, and copies of layer and optimizer are not
-    attached.
+    GradScaler (noticed only at its first step). Learning rates are those at the time of backward.
+    An optimizer that is deleted is detached, and copies of layer and optimizer are not attached.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
@@ -47,7 +47,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
 
     Raises:
         TypeError: optimizer is not one of `sparsekit.optim`.
-        ValueError: no layer has a weight of the optimizer, or a layer is attached already.
+        ValueError: no layer's weight is a parameter of the optimizer, or a layer is attached
+            already.
     """
     if not isinstance(optimizer, RowOptimizer):
         raise TypeError(

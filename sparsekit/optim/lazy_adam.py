@@ -34,7 +34,8 @@ class LazyAdam(RowOptimizer):
         amsgrad: divide by the square root of the largest v so far (Reddi et al., "On the
             convergence of Adam and beyond", ICLR 2018).
         bias_correction: ``"global"``: t as above. ``"per_row"``: t counts the steps in which the
-            row had a gradient, so that the first step of a row is equally large whenever it comes.
+            row had a gradient, so that the size of a row's first step does not depend on when it
+            comes.
         eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is TensorFlow
             Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is FBGEMM and dynamicemb.
         stochastic_rounding: round new bfloat16 weights up or down at random, with odds that make

@@ -315,8 +315,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return, by name, the value of each state for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # If rows do not count their own steps, such a row has made all steps, without a
-            # gradient.
+            # If rows do not count their own steps, such a row counts as having made all steps
+            # without a gradient.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial
@@ -380,5 +380,5 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         loaded = loaded_states(self, state_dict)
         # States are keyed by parameter, since torch then keeps them as they are: it would cast
-        # states keyed by index to the parameter's dtype, which is wrong for some.
+        # states keyed by index to the parameter's dtype, which is wrong for some states.
         super().load_state_dict({**state_dict, "state": loaded})

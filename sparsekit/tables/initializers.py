@@ -46,7 +46,7 @@ class Initializer:
     ) -> None:
         """Write the initial vectors of keys to ``out[rows]``; see `sparsekit.ops.init_rows_`.
 
-        The seed is a signed integer of 64 bits, like that of a layer.
+        The seed is a signed 64-bit integer, like a layer's seed.
         """
         _init_rows(out, keys, rows, status, seed, *self.numbers)
 

@@ -15,8 +15,8 @@ from ..distributed import Exchange
 class OwnShard(torch.Tensor):
     """A saved ``shard``: a plain tensor, except that torch.distributed.checkpoint refuses it.
 
-    torch.distributed.checkpoint takes tensors of the same name on several ranks for copies of one
-    tensor, and would save only one rank's.
+    torch.distributed.checkpoint mistakes tensors of the same name on several ranks for copies of
+    one tensor, and would save only one of them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -66,8 +66,8 @@ def exchange_ref(exchange: Exchange | None) -> Callable[[], Exchange | None]:
 def warn_of_parts_not_saved(saved: Sequence[int]) -> None:
     """Warn if some ranks have saved states since the last lookup and others have not.
 
-    Trainers and many scripts save on rank 0 only, and the loss of the other ranks' rows would not
-    be noticed before they are loaded.
+    Trainers and many scripts save on rank 0 only, and the loss of the other ranks' rows would go
+    unnoticed until the state is loaded.
 
     Args:
         saved: number of table parts that each rank has saved.

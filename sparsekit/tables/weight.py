@@ -140,7 +140,7 @@ class EmbeddingWeight(torch.nn.Parameter):
 
 
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
-    """Return whether a sample of the rows without a key, which start as zeros, has nonzeros.
+    """Return whether a sample of rows without a key has nonzeros; such rows start as zeros.
 
     The sample has the next free rows and some of the others. Checking all rows after each write
     would slow down code that writes row by row.
