@@ -17,8 +17,8 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// Uses 32 registers. Vectors of 512 bits were not faster: the gain of AVX-512 is its multiplication
-// and rotation of 64-bit lanes.
+// Uses 32 registers. Vectors of 512 bits were not faster: the gain of AVX-512 comes from its
+// multiplication and rotation of 64-bit lanes.
 constexpr int kSide = 8;
 
 SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {

@@ -65,8 +65,7 @@ struct SumGroup {
   int64_t stride;  // row stride of partial sums
   // The gradient or, if `begins` is given, the [chunks, stride] array of sums_over_chunks().
   T* out;
-  // Null, or [keys]: position of the first entry with each sort key, among the entries of its
-  // table.
+  // [keys], or null: position of each sort key's first entry among the entries of its table.
   int32_t* begins;
   const int32_t* chunks;  // [num_tables + 1] number of chunks in the preceding tables
   int64_t* bad_index;

@@ -67,8 +67,8 @@ struct Entries {
   int64_t row[kInFlight];  // -1 for an entry without a row
   Acc<T> weight[kInFlight];
 
-  // Loads kInFlight entries, starting at begin + from. Entries outside the `count` entries that
-  // start at `begin` count as entries without a row.
+  // Loads the row indices and weights of kInFlight entries, starting at begin + from. Entries at or
+  // after begin + count get row -1 and weight 0.
   template <class In>
   SPARSEKIT_DEVICE void look_up(const In& in, int64_t begin, int from, int count, bool report) {
     for (int j = 0; j < kInFlight; ++j) {
@@ -163,7 +163,7 @@ SPARSEKIT_DEVICE int64_t num_parts(const Range& range) {
 }
 
 // Parts of all long bags; the parts of a bag are contiguous. The order of the bags depends on
-// timing, but no sum depends on it.
+// timing, but no sum depends on this order.
 template <class T>
 struct LongBags {
   int64_t* taken;    // number of parts so far

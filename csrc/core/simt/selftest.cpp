@@ -17,8 +17,8 @@ using namespace sparsekit::simt;
 constexpr int64_t kItems = 1000;
 constexpr int kRuns = 50;
 
-// Sums all items by a tree in shared memory. If with_barrier is false, the first barrier is left
-// out.
+// Sums all items with a tree reduction in shared memory. If with_barrier is false, the first
+// barrier is left out.
 SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   auto* part = shared<int64_t>();
   part[thread()] = global_thread() < kItems ? items[global_thread()] : 0;

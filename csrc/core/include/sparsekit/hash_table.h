@@ -102,8 +102,8 @@ void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* 
 int64_t hash_table_find_or_insert_workspace_bytes(int64_t n);
 
 // Like the CPU version. status[0] becomes the size before the call. status[1] becomes 0 on success,
-// the number of refused entries, or -1 if the table is damaged: *size is out of range, or no slot
-// was free. A table without a free slot is then unusable.
+// the number of refused entries, or -1 if the table is damaged, that is, if *size is out of range
+// or no slot was free. If no slot was free, the table is unusable afterwards.
 template <class Key>
 void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                                int64_t* size, int64_t capacity, const Key* keys, DeviceCount n,

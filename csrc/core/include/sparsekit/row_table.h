@@ -11,8 +11,8 @@ namespace sparsekit {
 
 constexpr int kMostStates = 3;
 
-// The rows of weight [num_rows, dim], which is contiguous, and their states: state k of row r
-// begins at states[k] + r * strides[k].
+// The rows of `weight` [num_rows, dim], a contiguous array, and the states of these rows: state k
+// of row r begins at states[k] + r * strides[k].
 template <class T>
 struct RowTable {
   T* weight;

@@ -59,8 +59,8 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
 
 namespace cuda {
 
-// Up to this many tables are passed as launch arguments. With more tables, only the gradients are,
-// and `on_device` must be a copy of `tables` in device memory.
+// Up to this many tables are passed as launch arguments. With more tables, only the gradients are
+// passed in this way, and `on_device` must be a copy of `tables` in device memory.
 constexpr int64_t kTablesOfLaunch = 30;
 
 // Makes one launch for up to 768 tables, or two if the rows of some tables are aligned to 16 bytes

@@ -10,7 +10,7 @@
 
 namespace sparsekit {
 
-// Returns the XXH64 of the `length` bytes at `data`, which needs no alignment and may be null if
+// Returns the XXH64 of the `length` bytes at `data`; `data` needs no alignment and may be null if
 // `length` is 0. Equal bytes and seeds give equal results on every machine, whatever its byte
 // order. O(length); allocates nothing and is safe to call from any thread. Not a cryptographic
 // hash: anyone who chooses the bytes can choose the hash.

@@ -16,7 +16,7 @@ constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63u;
 constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5u;
 
 // Little-endian loads, assembled byte by byte so that neither byte order nor alignment matters. gcc
-// and clang turn each into one load instruction.
+// and clang turn each function into one load instruction.
 inline uint64_t load32(const uint8_t* p) {
   return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24;
 }
