@@ -81,7 +81,7 @@ const char* checked_text(const py::buffer_info& text, int64_t position) {
   return static_cast<const char*>(text.ptr);
 }
 
-// The lines of a text, which must stay unchanged during the lifetime of this object.
+// The lines of a text. The text must stay unchanged during the lifetime of this object.
 class TextLines {
  public:
   TextLines(const py::buffer& text, int64_t stop, const std::string& delimiter,

@@ -62,7 +62,7 @@ class NcclCommunicator {
     lock.lock();
     calling_ = false;
     returned_.notify_all();
-    // If another thread has aborted meanwhile, present() throws that reason, which says more.
+    // If another thread has aborted meanwhile, present() throws the reason for that abort instead.
     present();
     if (failure.empty()) return;
     lock.unlock();

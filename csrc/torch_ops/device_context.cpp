@@ -118,7 +118,7 @@ int64_t* DeviceContext::error_word(DeviceError error) const {
   return error_words_ + static_cast<int64_t>(error);
 }
 
-// With checks on, errors found after a call must be its own, so raise older ones first.
+// With checks on, an error found after a call must come from that call, so raise older ones first.
 void DeviceContext::begin() const {
   if (!checking()) return;
   int64_t positions[kNumErrors];

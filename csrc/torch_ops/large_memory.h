@@ -1,6 +1,6 @@
 // A pool of memory for large CPU tensors, in pages of 2 MiB where the system supports them. It
 // keeps the memory of freed tensors for new ones. The system provides new memory page by page at
-// the first access, filled with zeros, which can take longer than the op itself; and torch's CPU
+// the first access, filled with zeros; this can take longer than the op itself, and torch's CPU
 // allocator returns large blocks to the system immediately.
 #pragma once
 

@@ -25,7 +25,7 @@ from .tensor_file import carried
 _BLOCK = 1 << 18
 # Number of 64-byte buckets scanned at a time.
 _BUCKETS = 1 << 15
-# Multipliers of the hash, which must be odd.
+# Multipliers of the hash; they must be odd.
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)
 
 

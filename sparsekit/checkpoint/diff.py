@@ -36,8 +36,8 @@ class TableDifference:
         only_b: number of keys that A lacks.
         changed: name of a column (``vectors`` or a state) -> number of rows that differ there, and
             the largest absolute difference (nan if any difference is nan).
-        shape: a difference between the tables themselves, such as "dim 8 and 16", which keeps rows
-            from being compared; empty if there is none.
+        shape: a difference between the tables themselves, such as "dim 8 and 16", because of which
+            their rows cannot be compared; empty if there is none.
     """
 
     same: int = 0

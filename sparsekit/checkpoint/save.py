@@ -28,9 +28,9 @@ from .together import Together
 class CheckpointWriter:
     """A checkpoint that is being written, and the marks that the next save needs.
 
-    Nothing is on disk before `begin`, after which the caller must call `end`, also on an error.
-    Look for the folder to learn whether the checkpoint was published: an interrupt may come just
-    after that.
+    Nothing is on disk before `begin`; after `begin`, the caller must call `end`, also on an error.
+    To learn whether the checkpoint was published, look for the folder: an interrupt may come just
+    after publishing.
 
     Args:
         target: folder of the checkpoint.

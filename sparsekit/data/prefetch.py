@@ -80,7 +80,7 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                # TypeError: a list cannot be a key here, and several threads may read it at once.
+                # TypeError: a list cannot be a key here, and threads may read it at the same time.
                 with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)

@@ -167,8 +167,8 @@ class TextFile:
     def first_of(self, block: int) -> int:
         """Return the offset of the first line that begins in a block or after it.
 
-        If fields may have newlines, this is the end of the previous block's last line, which takes
-        one scan of all previous blocks.
+        If fields may have newlines, this is the end of the previous block's last line; finding it
+        takes one scan of all previous blocks.
         """
         if not self._marks[1]:
             return self._blocks[block].guess()

@@ -119,7 +119,7 @@ class Vocabulary:
         self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Return how many numbers are in use, including those for padding and unknown words."""
+        """Return how many numbers are in use, including the two for padding and unknown words."""
         return UNKNOWN + 1 + len(self.words)
 
     def __call__(self, words: Iterable[str]) -> list[int]:

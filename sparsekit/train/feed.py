@@ -35,7 +35,7 @@ def of_tensors(
     world_size: int,
 ) -> Generator[Share, None, None]:
     """Shuffle the rows of tensors, cut them into batches, and yield this rank's share of each."""
-    # The generator is on the CPU, which need not be torch's default device.
+    # Make the generator on the CPU, even if torch's default device is another.
     order = torch.randperm(len(data[0]), generator=generator, device="cpu")
     for positions in order.to(data[0].device).split(batch_size):
         mine = positions.tensor_split(world_size)[rank]

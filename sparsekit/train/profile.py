@@ -22,8 +22,8 @@ class Op:
     """Profile of an op, summed over all ranks.
 
     Attributes:
-        name: an op of torch or sparsekit, a GPU kernel, or ``"exchange: PURPOSE"``: sending and
-            waiting for layers, dense gradients or a placement.
+        name: a torch or sparsekit op, a GPU kernel, or ``"exchange: PURPOSE"``: sending and waiting
+            for layers, dense gradients or a placement.
         calls: number of calls.
         seconds: time in the op itself, without ops that it calls; GPU time if it used the GPU, else
             CPU time.
@@ -94,8 +94,8 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
 
     All ranks must enter and leave the context together; each gets the sums over all ranks. Bytes
     are counted in sparsekit's exchanges: keys, vectors and their gradients, dense gradients where
-    ranks share memory, and swaps. DistributedDataParallel's own all-reduce, which is used
-    otherwise, is not counted. Run a step or two first as a warm-up.
+    ranks share memory, and swaps. Ranks that do not share memory use DistributedDataParallel's own
+    all-reduce, whose bytes are not counted. Run a step or two first as a warm-up.
 
     Args:
         trace: file for a Chrome trace, for chrome://tracing or ui.perfetto.dev. Rank r > 0 adds

@@ -1,4 +1,4 @@
-"""Measures the speed-up of training on several ranks, and predicts it for more of them."""
+"""Measures the speed-up of training on several ranks, and predicts it for more ranks."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 class Spinning:
     """Compares the process's involuntary context switches with those on an idle machine.
 
-    The threads of OpenMP spin for each other at the end of every parallel loop, of which a training
-    step has dozens. On a core shared with another process, the thread that is waited for may be
-    descheduled for a whole time slice, while the spinning one wastes its own. Sleeping threads are
-    woken at once.
+    OpenMP's threads spin for each other at the end of every parallel loop, and a training step has
+    dozens of such loops. On a core shared with another process, the thread that the others wait for
+    may be descheduled for a whole time slice, while a spinning thread wastes its own time slice.
+    Sleeping threads are woken at once.
     """
 
     def __init__(self) -> None:

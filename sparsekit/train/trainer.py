@@ -60,8 +60,8 @@ class Trainer:
             larger gradient is scaled down to it. None for no limit.
         autocast: dtype of the dense part's forward, ``torch.bfloat16``; None for the model's own.
         logs: logs to which rank 0 writes records of steps and epochs; see `JsonLines`.
-        log_every: number of steps between two records. A record also checks that the loss is
-            finite, which waits for the GPU.
+        log_every: number of steps between two records. Each record also checks that the loss is
+            finite, so the CPU waits for the GPU.
         checkpoints: folder of checkpoints, to which the model, optimizers, schedulers and the
             position in the data are saved after each epoch, in the background;
             ``fit(resume=True)`` resumes from the latest one.
@@ -167,11 +167,11 @@ class Trainer:
                 without gradients; its result is kept, and printed by rank 0.
             stop: early stopping, based on rank 0's value of a metric from evaluate.
             resume: whether to continue from the latest of the trainer's checkpoints, if there is
-                one. Then epochs includes those already trained, so that a restarted script ends
-                where it would have ended. The data must be the checkpoint's, and in
-                mid-epoch its batches too: tensors are compared by size and checksum, readers by
-                their state, other loaders by size. In mid-epoch on another number of ranks, a
-                loader restarts its epoch, and tensors continue if global_batch_size is the same.
+                one. Then ``epochs`` includes the epochs already trained, so that a restarted script
+                ends where it would have ended. The data must be the checkpoint's, and in mid-epoch
+                its batches too: tensors are compared by size and checksum, readers by their state,
+                other loaders by size. In mid-epoch on another number of ranks, a loader restarts
+                its epoch, and tensors continue if global_batch_size is the same.
 
         Returns:
             ``history``, the epochs of all calls of fit.

@@ -21,8 +21,8 @@ class DenseAutoencoder(SavedModel):
 
     All activations are sigmoids, weights and biases start from N(0, 1), and the loss is the squared
     error over all cells, rated or not, of ratings scaled to [0, 1]. The lowest rating therefore
-    equals a missing one, and every rank holds the weights of all items; `Autoencoder` avoids both.
-    This model is for comparison. Source: https://github.com/vitobellini/tfautorec.
+    equals a missing one, and every rank holds the weights of all items; `Autoencoder` has
+    neither problem. This model is for comparison. Source: https://github.com/vitobellini/tfautorec.
 
     Args:
         history: ratings by all users, which are input and target of the training.
@@ -43,7 +43,7 @@ class DenseAutoencoder(SavedModel):
         self.register_buffer("_cells", history.scaled(), persistent=False)
         count = len(history.items)
         sizes = [count, *HIDDEN, count]
-        # The generator is on the CPU, which need not be torch's default device.
+        # Make the generator on the CPU, even if torch's default device is another.
         generator = torch.Generator("cpu").manual_seed(seed)
 
         def draw(*shape: int) -> torch.nn.Parameter:

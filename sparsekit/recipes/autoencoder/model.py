@@ -91,7 +91,7 @@ class Autoencoder(SavedModel):
         # Number of draws so far. It is a buffer, so that a resumed run does not repeat draws.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_weights", history.weights(), persistent=False)
-        # The generator is on the CPU, which need not be torch's default device.
+        # Make the generator on the CPU, even if torch's default device is another.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
         self._noise = seeds[0]

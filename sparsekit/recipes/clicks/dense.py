@@ -22,7 +22,7 @@ def tables(
         seed: seed of the initial vectors, uniform in +-0.01: DLRM's +-(1 / rows) ** 0.5 for 10,000
             rows.
     """
-    # The generator is on the CPU, which need not be torch's default device.
+    # Make the generator on the CPU, even if torch's default device is another.
     generator = torch.Generator("cpu").manual_seed(seed)
     seeds = torch.randint(2**62, (len(features),), generator=generator, device="cpu").tolist()
     layers = {

@@ -67,8 +67,8 @@ def save(
         model: the trained model.
         config: settings of the run.
         columns: columns on which the model was trained.
-        buckets: buckets from which to compute the columns "NAME bucket", which are not in the
-            files; or None.
+        buckets: buckets from which the columns "NAME bucket" are computed, since the files do not
+            have these columns; or None.
     """
     folder = Path(args.run_folder)
     run = {

@@ -50,7 +50,8 @@ class UserHistory(torch.nn.Module):
         Args:
             users: ids of users, int64 ``[n]``. An unknown user has an empty bag.
             without: for each bag, the item whose rating is to be predicted, int64 ``[n]``. In
-                training it is in the history, which would give away that the user has rated it.
+                training this item is in the history, and would give away that the user has rated
+                it.
 
         Returns:
             ``(values, offsets [n + 1])``, both int64.
@@ -102,7 +103,7 @@ class RatingModel(SavedModel):
             "history_size": history_size,
             "seed": seed,
         }
-        # The generator is on the CPU, which need not be torch's default device.
+        # Make the generator on the CPU, even if torch's default device is another.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
 

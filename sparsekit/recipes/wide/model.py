@@ -65,7 +65,7 @@ class WideModel(SavedModel):
             raise ValueError(f"WideModel: buckets has {strangers}, which encoder lacks")
         self.loss = loss
         self.dim = int(encoder.width**0.3)
-        # The generator is on the CPU, which need not be torch's default device.
+        # Make the generator on the CPU, even if torch's default device is another.
         generator = torch.Generator("cpu").manual_seed(seed)
         of_embedding = torch.randint(2**62, (1,), generator=generator, device="cpu").item()
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -116,7 +116,7 @@ class WideModel(SavedModel):
 
         Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These values suit
         gradients of the sum over a batch. The loss is the mean, so l1 and l2 are divided by
-        batch_size, and the accumulator by its square, which gives the same weights.
+        batch_size, and the accumulator by the square of batch_size; this gives the same weights.
 
         Only the table has penalties. With penalties on the head as well, small batches could make
         all weights of table and head zero in the first steps, where all gradients are zero, too.
