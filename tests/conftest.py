@@ -30,7 +30,7 @@ HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
 
 # Random examples differ from run to run on a developer's machine, but not under CI. A slow
-# generation of examples says more about the machine than about the test: no deadline.
+# generation of examples means a busy machine rather than a slow test: no deadline.
 settings.register_profile(
     "sparsekit",
     deadline=None,
@@ -50,7 +50,7 @@ KEY_DTYPES = (torch.int64, torch.int32)
 ROW_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-# Any int64 key; extremes and repeated keys come more often than by chance.
+# Any int64 key; extremes and repeated keys are drawn more often than by chance.
 KEYS = st.one_of(
     st.sampled_from(KEY_EXTREMES), st.integers(-3, 3), st.integers(INT64_MIN, INT64_MAX)
 )

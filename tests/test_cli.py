@@ -152,7 +152,7 @@ def test_a_model_is_saved(data, tmp_path, capsys):
 
 
 def test_where_no_model_can_be_saved(data, tmp_path, capsys):
-    command = ["train", "--data", "missing", "--save"]  # refused before the data is looked for
+    command = ["train", "--data", "missing", "--save"]  # fails before data are read
     expect_error(capsys, [*command, str(tmp_path / "no" / "model.pt")], "--save .*cannot write")
     expect_error(capsys, [*command, str(tmp_path)], "--save .*is a folder")
     other = tmp_path / "model.pt"
@@ -230,7 +230,7 @@ def test_training_that_diverges(data, capfd, ranks):
 
 
 def test_divergence_in_the_last_step(data, monkeypatch, capsys):
-    """Only the evaluation sees the divergence: a step's loss is that of the weights before it."""
+    """Only the evaluation sees the divergence: a step computes its loss from earlier weights."""
     update = Step.update
 
     def broken(step, loss_fn, shares, following):

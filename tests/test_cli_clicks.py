@@ -96,7 +96,7 @@ def test_settings_come_from_file_and_flags(clicks, tmp_path, capsys):
 
 
 def test_all_other_settings_do_something(clicks, capsys):
-    """Use each format and setting once; tests of the trainer and readers check their effects."""
+    """Use each format and setting once; tests of the trainer and readers check the effects."""
     sample = clicks.with_name("sample.tsv")
     write_criteo_sample(sample, 300)
     tsv = clicks.with_name("clicks.tsv")
@@ -341,7 +341,7 @@ def test_what_scaling_measures_is_what_was_asked(tmp_path, monkeypatch, capsys):
     assert figures["case"] == dataclasses.asdict(case)
     assert (figures["threads"], figures["cores"]) == (3, 4)
     assert figures["samples_per_second"] == {"1": 10, "2": 10}
-    # With two ranks there was no core for each thread.
+    # With two ranks there were fewer cores than threads.
     assert figures["predicted_speed_up"] == {}
     assert "no prediction: no two of these worlds had a core for each thread" in output
 

@@ -287,7 +287,7 @@ def test_two_results_are_not_written_to_one_file(capfd, tmp_path):
 
 
 def test_a_stream_is_read_as_a_file_is(tmp_path):
-    """Quotes, blocks and lines that are too long are handled alike in a stream and in a file."""
+    """A stream and a file handle quotes, block ends and overlong lines in the same way."""
     lines = "".join(f'{i},"{chr(10) * (i % 3)}{"x" * (i % 50)}"\n' for i in range(200))
     content = f"a,b\n{lines}200,{'y' * 900}\n201,z\n".encode()
     (tmp_path / "x.csv").write_bytes(content)

@@ -138,7 +138,7 @@ def test_what_is_refused(tmp_path, capsys):
     assert "only --placement single is saved" in refused(split)
 
 
-# The first model reads its data at once, the second reads a stream.
+# The first model loads all its data before training; the second reads a stream.
 @pytest.mark.parametrize("model", ["ratings", "dlrm"])
 def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
     """Changed data raise an error even if the run has ended: its figures are for the old data."""
@@ -160,7 +160,7 @@ def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
 
 
 def test_what_the_trainer_refuses_is_one_line(tmp_path, capsys):
-    """If a checkpoint has no note about the data, as a script's, the trainer raises the error."""
+    """If a checkpoint has no note about the data, as when a script saved it, the trainer raises."""
     data, folder = write_data(tmp_path, "ratings"), tmp_path / "a"
     run = command("ratings", data, folder, "--resume", "--ranks", "1", "--epochs", "1")
     assert cli.main(run) == 0

@@ -149,7 +149,7 @@ def test_wrong_arguments(arguments, capsys):
 
 
 def test_the_adult_data_from_text_to_an_auc_of_0_90():
-    """Processor time is limited, since other processes on a busy machine hardly change it."""
+    """The test limits processor time, since other processes on a busy machine hardly change it."""
     pytest.importorskip("pyarrow")
     try:
         adult()

@@ -43,7 +43,7 @@ TEXTS = [
 
 
 def test_words_that_need_a_second_reading() -> None:
-    """Texts use no vague words, and no openings that do not say what a thing is or does."""
+    """Texts contain no vague words, and no opening that hides what a thing is or does."""
     words = re.compile(
         r"\b(so many|shall|somebody|lest|no more than one)\b"
         r"|(//|#|\"\"\") (?-i:Of (the|a|an)|In place of|For what)\b",
@@ -55,7 +55,7 @@ def test_words_that_need_a_second_reading() -> None:
 
 
 def test_native_comments_need_no_guess() -> None:
-    """Comments of native code open with no subordinate clause and use no archaic words."""
+    """Comments of native code do not open with a subordinate clause or use archaic words."""
     words = re.compile(
         r"// (What|Whether|Those (of|that|with))\b|//.*\b(anew|beside|likewise|nobody|whoever)\b"
     )
@@ -79,7 +79,7 @@ def test_comments_of_python_need_no_guess() -> None:
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
-    """Docstrings of functions say what these do; a noun phrase is for classes and properties."""
+    """A function's docstring begins with a verb; noun phrases are for classes and properties."""
     nouns = ("The", "A", "An", "Each", "All", "Those", "These", "Its", "Their", "This")
     found, checked = [], 0
     for path in (ROOT / "sparsekit").rglob("*.py"):

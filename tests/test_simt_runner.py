@@ -62,7 +62,7 @@ def test_counts_are_those_of_the_kernel(outcome, case, counts):
 
 
 def test_a_build_without_the_runner_is_one_sentence(tmp_path, monkeypatch):
-    """The error for a build without the runner, such as that of `make demo`, is one sentence."""
+    """The error for a build without the runner, such as `make demo`, is one sentence."""
     library = tmp_path / "libsparsekit_simt.so"
     monkeypatch.setattr(simt, "LIBRARY", library)
     monkeypatch.setattr(simt, "load", simt.load.__wrapped__)  # skip the cache of load

@@ -326,7 +326,7 @@ def test_one_in_so_many_is_complete(tmp_path, every):
 
 
 def test_a_checkpoint_that_has_all_rows_follows_none(tmp_path):
-    """A checkpoint that has all rows has no base, and complete_every counts from it."""
+    """A checkpoint that has all rows has no base, and complete_every starts counting at it."""
     keep = Checkpoints(tmp_path, keep=9, complete_every=3)
     bases = []
     for step, layer in enumerate((table(1), table(2), table(2), table(2), table(2))):

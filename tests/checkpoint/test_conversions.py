@@ -129,7 +129,7 @@ def test_an_export_that_cannot_be_written(tmp_path, monkeypatch, format):
 
 
 def test_no_group_of_rows_of_a_parquet_file_is_empty(tmp_path):
-    """This holds even if all rows of the base have changed since."""
+    """No row group is empty even if all rows of the base have changed."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     keep = checkpoint.Checkpoints(tmp_path / "saved", complete_every=2)
     layer = sparsekit.Embedding(9, 2, name="t")

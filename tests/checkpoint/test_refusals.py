@@ -119,7 +119,7 @@ def open_files():
 
 @time_limit
 def test_odd_checkpoints_are_loaded_and_resharded_or_refused(saved, tmp_path):
-    """A failure changes nothing and leaves no file; sizes that are only claimed take no memory."""
+    """A failure changes nothing and leaves no file; claimed sizes take no memory."""
     results = dict.fromkeys(["load", "no load", "reshard", "no reshard"], 0)
     model, optimizers, note = None, [], Note(0)
     files, before = open_files(), forget_peak()
@@ -223,7 +223,7 @@ def test_what_a_manifest_cannot_have_is_not_saved(tmp_path):
 
 
 def test_settings_of_another_kind_are_refused(tmp_path):
-    """torch's optimizer would accept such a setting and fail in its next step."""
+    """torch's optimizer would accept an invalid setting and fail in its next step."""
     model, optimizers = made()
     train(model, optimizers, 0, 1)
     checkpoint.save(model, tmp_path / "a", optimizers)
@@ -256,7 +256,7 @@ def test_states_of_another_optimizer_of_that_name(tmp_path):
 
 
 def test_a_key_that_is_there_twice_in_another_kind_of_table(tmp_path):
-    """The layer orders rows otherwise than the file, so no size reveals the repeated key."""
+    """The layer and the file order rows differently, so no size reveals the repeated key."""
     model = OfInt32(torch.int64)
     model.ids.assign(torch.arange(5), torch.rand(5, 2))
     checkpoint.save(model, tmp_path / "a")

@@ -115,7 +115,7 @@ WORKS = {
 
 @pytest.mark.parametrize("work", WORKS)
 def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
-    """No file is left if the work fails, in whichever read this happens."""
+    """If any read fails, no file is left."""
     folder, _ = saved
     read, reads_before = TensorFile.read, iter(())
 

@@ -286,7 +286,7 @@ def test_names_of_optimizers_are_no_patterns(tmp_path, optimizer):
 @time_limit
 @pytest.mark.parametrize("kind", ["npz", "sok1", "sok2", "torchrec"])
 def test_odd_dumps_are_imported_or_refused(tmp_path, capsys, kind):
-    """A dump gives a valid checkpoint, or a one-line error that names the file and no output."""
+    """A dump gives a valid checkpoint, or no output and a one-line error with the file's name."""
     results = {0: 0, 2: 0}
     files = open_files()
     before = forget_peak()

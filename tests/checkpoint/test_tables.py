@@ -297,7 +297,7 @@ class State:
 
 
 def test_what_is_written_in_the_background_is_as_it_was(tmp_path, monkeypatch):
-    """A save in the background holds tables, dense part and other states as of the call."""
+    """A save in the background writes all states as they were at the time of the call."""
     layer, state = layer_of(1), State()
     model = torch.nn.ModuleDict({"ids": layer, "top": torch.nn.Linear(1, 1)})
     bias = model["top"].bias.item()

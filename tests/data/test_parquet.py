@@ -340,7 +340,7 @@ def test_a_row_group_of_more_or_fewer_rows_than_its_file_says(tmp_path, monkeypa
 
 
 def test_numbers_in_a_dictionary():
-    """pyarrow reads such columns as plain ones today, but other versions may not."""
+    """pyarrow now reads dictionary columns as plain ones, but other versions may not."""
     column = pa.array([5, None, 5]).dictionary_encode()
     assert arrow_columns.floats(pa.chunked_array([column]), -1).tolist() == [5, -1, 5]
     for kind in ("int", "hash"):

@@ -55,7 +55,7 @@ class TestDevice:
             assert received.sum().item() == 1000
 
     def test_it_runs_on_a_stream_of_its_own(self, on_device):
-        """It runs after earlier work of the current stream; readers of its result wait for it."""
+        """Earlier work of the current stream ends first; readers wait for the result."""
         n, current = 1_000_003, torch.cuda.current_stream()
         own, ones = own_stream(on_device.device), torch.ones(n, device="cuda")
         warm, made = torch.zeros(n, device="cuda"), torch.zeros(n, device="cuda")

@@ -43,7 +43,7 @@ def fail_once(rank, function):
     # The communicator was aborted, and later errors give the original reason.
     raises(lambda: transport.all_to_all(ones, [4], [4]), "is no more", *parts)
     transport.close()
-    # After a failed group, the next one starts afresh.
+    # A failed group does not affect the next group.
     assert torch.equal(one_rank().all_to_all(ones, [4], [4]), ones)
     return fake.fake_aborted() - before
 
@@ -246,7 +246,7 @@ def ends(rank):
     transport.close()
     raises(transport.communicator.check, "is no more: it has been destroyed")
     one_rank()  # closed by the garbage collector
-    # There is no transport that would close this communicator.
+    # This communicator has no transport to close it.
     new_communicator()
     communicator = one_rank().communicator
     communicator.abort("no longer wanted")

@@ -360,8 +360,8 @@ def test_a_result_is_waited_for_by_the_stream_that_takes_it():
     with streams.stream(other):
         assert finish() == 7
     assert streams.log == ["other waits for own"]
-    # Memory allocated on a collective's own stream returns to it, while another stream may still
-    # use it.
+    # Memory allocated on a collective's own stream returns to that stream, while another stream
+    # may still use the memory.
     streams.log.clear()
     with stream.ahead():
         pass

@@ -1,4 +1,4 @@
-"""An EmbeddingGroup equals its layers one by one in outputs, gradients, states and errors."""
+"""An EmbeddingGroup has the outputs, gradients, states and errors of its separate layers."""
 
 import copy
 import random

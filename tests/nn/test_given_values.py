@@ -155,7 +155,7 @@ def test_own_writes_of_zeros_are_no_such_write():
 @pytest.mark.parametrize("kind", [optim.LazyAdam, optim.Adam, optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_are_known_to_be_no_such_write(kind, fused):
-    """An optimizer step is not taken for a manual write, after which lookups must check rows."""
+    """An optimizer step is not mistaken for a manual write, which would make lookups check rows."""
     layer = single()
     optimizer = kind(layer.parameters(), lr=0.1)
     if fused:

@@ -18,8 +18,8 @@ NO_LIMIT = 2**63 - 1
 @dataclass
 class Source:
     keys: torch.Tensor
-    offsets: torch.Tensor  # no elements: each key is a bag
-    weights: torch.Tensor  # no elements: unweighted
+    offsets: torch.Tensor  # empty: each key is a bag
+    weights: torch.Tensor  # empty: unweighted
 
     @property
     def bags(self) -> int:
@@ -180,7 +180,7 @@ def random_group(
         if draw.random() < 0.3:
             weights = torch.rand(size, generator=generator(seed)).to(weights.dtype) + 0.5
         group.sources.append(Source(keys, offsets[:0] if plain else offsets, weights))
-        # Features take runs of bags; some bags may be left over.
+        # Features take runs of bags; some bags may belong to no feature.
         first = draw.choice([0, 0, 0, min(bags, 1)])
         while first <= bags:
             count = draw.choice([bags - first, draw.randint(0, bags - first)])

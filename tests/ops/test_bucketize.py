@@ -64,8 +64,8 @@ def test_any_int32_keys(device, keys, world_size):
 
 
 def test_every_world_size(device):
-    # A remainder computed by multiplication may be off by one where quotients change and at both
-    # ends.
+    # A remainder computed by multiplication may be off by one where the quotient changes and at
+    # both ends of the range.
     ends = [*KEY_EXTREMES, INT64_MIN + 1, INT64_MAX - 1, 1, 2]
     for world_size in range(1, 2049):
         edges = [world_size * q + r for q in (1, 2**32, 2**52 - 1) for r in (-1, 0, 1)]

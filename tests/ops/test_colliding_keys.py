@@ -52,7 +52,7 @@ def test_the_keys_do_collide():
 
 @pytest.mark.parametrize("n", [300, 3000])
 def test_few_keys_move_on(device, n):
-    """Colliding keys skip few full buckets; without a seed, they would skip about n^2 / 10."""
+    """Colliding keys skip few full buckets; without a seed, the keys would skip about n^2 / 10."""
     passed = []
     for keys in (random_keys(n), colliding(n)):
         table = HashTable(n, device=device)

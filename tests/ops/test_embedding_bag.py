@@ -104,7 +104,7 @@ SHORT = [[2], [0, 0, 5], [1, 0, 2, 0], [0, 3, 4, 0, 0, 1, 2], [2] * 33, [1] * 30
 @pytest.mark.parametrize("lengths", SHORT)
 def test_short_bags(device, lengths, dim, weighted, dtype):
     """On a device, short bags share a tile, with or without a long bag between them."""
-    # In bfloat16, the gradients of such a long bag round differently in the reference.
+    # In bfloat16, the reference rounds the gradients of a long bag differently.
     for extra in ([], *([[700, *[1] * 150]] if dtype != torch.bfloat16 else [])):
         rows, offsets = bags_of(lengths + extra + lengths, 23)
         sample_weights = randn(len(rows)).abs() + 0.5 if weighted else None

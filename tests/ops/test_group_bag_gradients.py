@@ -165,7 +165,7 @@ def test_dtypes_of_gradients_that_are_refused(device, wrong):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_stay_within_out_without_checks(seed):
-    """On a device, nothing outside `out` is written, whatever rows, index, counts and bags hold."""
+    """On a device, invalid rows, index, counts or bags cause no write outside `out`."""
     draw = random.Random(seed)
     for _ in range(20):
         group, found = small("cpu")

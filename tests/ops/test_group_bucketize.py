@@ -401,7 +401,7 @@ def reports(message):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_but_results_is_written_without_checks(seed):
-    """On a device, only results are written, whatever offsets, places and bags hold."""
+    """On a device, invalid offsets, places or bags cause no write outside the results."""
     draw = random.Random(seed)
     group = random_group(seed, torch.float32, torch.device("cpu"))
     group.sources.append(Source(torch.arange(5), torch.tensor([0, 2, 4, 5]), torch.empty(0)))

@@ -135,7 +135,7 @@ def test_long_bags_are_looked_for_only_where_there_may_be_some():
 @needs_bytes
 @pytest.mark.parametrize(("bags", "nnz", "most"), [(512, 1, 1.25), (128, 4, 1.3)])
 def test_bytes_of_a_step(bags, nnz, most):
-    """A step moves little more than its keys, offsets, vectors, rows and states, once per use."""
+    """A step moves little more than each key, offset, vector, row and state once per use."""
     tables, dim = 26, 128
     group = batch_of(tables, bags, nnz)
     moved = step_of(group).sum().moved

@@ -279,7 +279,7 @@ def test_every_op_has_a_case():
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
-    """For such a mix torch would call the fake kernel, which silently does nothing."""
+    """For mixed devices torch would call the fake kernel, which silently does nothing."""
     op = getattr(torch.ops.sparsekit, name).default
 
     def moved(arguments):

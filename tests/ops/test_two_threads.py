@@ -9,7 +9,7 @@ import pytest
 
 import sparsekit
 
-# Runs in another process: unless such calls are kept apart, they write out of bounds.
+# Runs in another process: without mutual exclusion the calls would write out of bounds.
 PROGRAM = """
 import os, random, sys, threading
 import torch

@@ -94,7 +94,7 @@ def test_a_group_and_evaluation():
 
 
 def test_layers_of_which_some_count_the_steps_of_rows():
-    """After a change of settings, tables may differ in states, so one call cannot take all."""
+    """After a change of settings, tables may have different states and need separate calls."""
     results = []
     for fused in (False, True):
         layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}

@@ -130,7 +130,7 @@ def test_a_step_with_a_bad_gradient_is_skipped(at, clipped, poison, bad):
         training.step()
         assert_same_bits(training.tensors(), before)
         assert training.scaler.get_scale() == scale / 2
-    # Training then continues as if there had been no such step.
+    # Training then continues as if the skipped step did not exist.
     assert training.optimizers[0].state[training.weight]["step"] == STEPS - 1
     assert_same_bits(training.tensors(), plain.tensors())
 

@@ -333,7 +333,7 @@ def test_ftrl_gives_exact_zeros():
 
 
 def test_which_convention_for_l2():
-    # The loss has l2 w^2, which gives 2 l2 beside 1 / eta; the paper has l2.
+    # The loss has the term l2 w^2, so 2 l2 is added to 1 / eta; the paper adds l2.
     weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
     optimizer = optim.Ftrl([weight], lr=1.0, l2=3.0, initial_accumulator_value=0.0)
     weight.grad = torch.full_like(weight, 2.0)

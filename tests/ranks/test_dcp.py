@@ -241,7 +241,7 @@ def background(rank, world, folder):
     wrapped = DistributedDataParallel(model)
     train(wrapped, optimizers, 0, 2, part(rank, world))
     before = contents(model, optimizers)
-    group = dist.new_group(backend="gloo")  # a separate one, since training continues meanwhile
+    group = dist.new_group(backend="gloo")  # a separate group, since training continues meanwhile
     state = {"app": DcpState(model, optimizers)}
     saved = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     train(wrapped, optimizers, 2, 5, part(rank, world))

@@ -1,4 +1,4 @@
-"""Gradients are clipped and checked on two ranks as on one, with the same result on both."""
+"""Gradients are clipped and checked on two ranks as on one; both ranks get the same result."""
 
 import copy
 import io
@@ -111,7 +111,7 @@ def clip_in_groups(rank):
     try:
         weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1, 1))
         weight.grad = torch.tensor([[3.0 + rank]])
-        # A group passed as an argument takes precedence over that of init.
+        # A group passed as an argument takes precedence over init's group.
         of_all = clip_grad_norm_([weight], math.inf, process_group=dist.group.WORLD).item()
         return clip_grad_norm_([weight], 1).item(), of_all
     finally:
@@ -127,7 +127,7 @@ def total_norm(parameters, **how):
 
 
 def unscaled(parameters):
-    """Access gradients in the way of a GradScaler and of loggers of norms."""
+    """Access gradients as a GradScaler and loggers of norms do."""
     for p in parameters:
         p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
     torch.norm(torch.stack([p.grad.detach().data.norm(2) for p in parameters]))
@@ -150,7 +150,7 @@ def clip_by_torch(rank, penalty, twice):
         model, layer, _ = backward(rank, SHARES["uneven"], "all", torch.float32)
         if twice:
             model(torch.zeros(1, SLOTS, NNZ, dtype=torch.int64)).sum().backward()
-        if penalty:  # the penalty covers the whole weight, which makes the gradient dense
+        if penalty:  # the penalty covers the whole weight, so the gradient is dense
             layer.weight.square().sum().backward()
         parameters = list(model.parameters())
         before = [p.grad.to_dense().clone() for p in parameters]
@@ -220,7 +220,7 @@ def test_the_group_may_be_given(two_ranks):
 
 
 def twice(rank, strategy):
-    """Gradients of the output can be differentiated again; those of the table raise an error."""
+    """Gradients of the output can be differentiated again; gradients of the table raise errors."""
     layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
     keys = torch.arange(6).view(2, 1, 3) + rank
     out = layer(keys)

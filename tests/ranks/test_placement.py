@@ -62,7 +62,7 @@ def test_ranks_hold_about_as_many_rows_each(world_size):
         rows = [of_rank[name] for of_rank in by_hash]
         assert sum(rows) == 10_000 * world_size
         assert max(rows) <= 11_000, name
-    # The hash is for this case: by modulo, all rows are on one rank.
+    # The hash exists for this case: modulo would put all rows on one rank.
     assert sorted(of_rank["multiples"] for of_rank in by_modulo)[-2] == 0
 
 

@@ -1,4 +1,4 @@
-"""Combiners and key limits per slot act on several ranks as on one."""
+"""Combiners and key limits per slot have the same effect on several ranks as on one."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ from sparsekit.train import JsonLines, Trainer
 
 from .pool import Raised
 
-# Batches of 7, 7, 7 and 1: uneven shares, and of the last batch only rank 0 has a sample.
+# Batches of 7, 7, 7 and 1: shares are uneven, and only rank 0 has a sample of the last batch.
 SAMPLES, BATCH, EPOCHS = 22, 7, 5
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 

@@ -300,7 +300,7 @@ def test_inputs_and_outputs_stay_sparse():
 
     with Watch():
         model.losses(torch.arange(400)).mean().backward()
-    # A batch has 1,200,000 cells; the vectors that count have 2,010 * 5 elements.
+    # A batch has 1,200,000 cells; the vectors in use have 2,010 * 5 elements.
     assert 400 * 10 <= largest < 40_000
     assert model.embeddings.layers["scored"].weight.shape == (len(history.items), 5)
 

@@ -60,7 +60,7 @@ def test_the_loss_of_a_record_is_that_since_the_one_before(tmp_path):
 
 
 def test_rates_are_of_the_time_since_the_record_before(tmp_path, monkeypatch):
-    """The rate of an epoch counts from its beginning, without its evaluation."""
+    """An epoch's rate covers the time since the epoch began, without its evaluation."""
 
     class Clock:
         now = 50.0
