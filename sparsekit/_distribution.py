@@ -1,6 +1,6 @@
 """Name under which pip knows this package, ``sparsekit-torch``; it is imported as ``sparsekit``.
 
-The public index has an unrelated package ``sparsekit``, which would be installed into our folder.
+The public index has an unrelated package ``sparsekit``; pip would install it into our folder.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def processor_flags() -> frozenset[str]:
 def instruction_set() -> str:
     """Return the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
-    It asks torch, so that ``ATEN_CPU_CAPABILITY=default`` selects the portable engine here as well,
-    and the processor, because torch trusts that variable without a check.
+    It asks torch, so that ``ATEN_CPU_CAPABILITY=default`` selects the portable engine here as well.
+    It also asks the processor, because torch trusts that variable without a check.
     """
     names = list(ENGINES)
     wanted = torch.backends.cpu.get_cpu_capability().lower()

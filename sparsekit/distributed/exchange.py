@@ -44,7 +44,7 @@ class Proposal:
 
 @dataclass
 class Agreement:
-    """The proposals of all ranks, which have been found to agree."""
+    """The proposals of all ranks, after a check that they agree."""
 
     facts: list[list[int]]
     counts: np.ndarray  # int64 [world_size, tables], rows to receive from each rank

@@ -134,7 +134,7 @@ class NcclTransport(Transport):
 
         The collective runs on the current stream, and only that stream waits.
         """
-        # NCCL gets only an address, and would read the wrong memory.
+        # NCCL gets only an address, so it would read the wrong memory instead of raising an error.
         if sum(send_splits) != send.numel() or not send.is_contiguous():
             raise ValueError(
                 f"sparsekit: send must be contiguous and hold the {sum(send_splits)} elements of "

@@ -66,7 +66,7 @@ class SharedMemoryTransport(Transport):
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Start as `Transport` says: send what fits in the buffers; the wait sends the rest."""
-        # The communicator gets only an address, and would read the wrong memory.
+        # The communicator gets only an address, so it would read the wrong memory without an error.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
             raise ValueError(
                 f"sparsekit: send must be contiguous, on the CPU, and hold the {sum(send_splits)} "

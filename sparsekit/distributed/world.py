@@ -26,7 +26,7 @@ _open: WeakSet[Exchange] = WeakSet()
 
 @atexit.register
 def _close() -> None:
-    # A thread of gloo releases a tensor a moment after a collective is done, and needs Python for
+    # A gloo thread releases a tensor a moment after a collective is done, and needs Python for
     # this; once Python has ended, the thread aborts the process.
     for exchange in _open:
         exchange.close()

@@ -151,8 +151,8 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
         place = texts.ctypes.data, size, kind == "U", len(texts)
         codes = _pybind.xxh64_fixed_width(*place, seed, threads)
     elif kind == "T":
-        # If the dtype has a str for missing strings, that str is hashed; otherwise they count as
-        # None.
+        # If the dtype has a str for missing strings, that str is hashed; otherwise missing strings
+        # count as None.
         stand_in = getattr(values.dtype, "na_object", None)
         missing = stand_in.encode() if isinstance(stand_in, str) else b""
         places = values.ctypes.data, values.strides[0], len(values)

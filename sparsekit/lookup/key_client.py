@@ -87,7 +87,7 @@ class KeyClient:
         columns: slice,
         outs: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Pool the received vectors into outputs; with a width, into `outs` unless it is empty.
+        """Pool the received vectors into `outs`, or into new outputs if `outs` is empty.
 
         Args:
             come: the receive buffer with the vectors, 1-D.

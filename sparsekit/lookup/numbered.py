@@ -13,8 +13,8 @@ def numbered(
     """Number the distinct rows of each table, as a lookup in training does.
 
     Returns:
-        index, rows and counts, in the form of inverse, rows and counts of `group_find_or_insert_`.
-        The index of an entry without a row is -1.
+        index, rows and counts, like the results ``inverse``, ``rows`` and ``counts`` of
+        `group_find_or_insert_`. The index of an entry without a row is -1.
     """
     index, rows = rows_of_entries.clone(), torch.empty_like(rows_of_entries)
     counts = []

@@ -34,7 +34,7 @@ class Request:
     # tuple has a combiner for each slot, and bags are sorted by slot.
     combiner: str | tuple[str, ...]
     max_nnz: int  # limit on the number of keys in a bag
-    shape: tuple[int, ...]  # shape of the output without its last dimension: an element per bag
+    shape: tuple[int, ...]  # shape of the output without its last dimension: one element per bag
     max_feature_num: int | None = None
     checked: bool = False
     feature: str | None = None  # name of the EmbeddingGroup's feature that makes the request

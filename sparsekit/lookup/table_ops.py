@@ -140,7 +140,7 @@ class TableOps:
         tables, sources = self._batch, self._descriptors
         _, seeds, *hash_tables = self._tensors
         asked = sources.keys, sources.offsets, sources.features
-        # Weights whose rows may have missed steps of an optimizer, by table.
+        # Weights whose rows may have missed optimizer steps, by table.
         late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None

@@ -29,11 +29,11 @@ class DistributedEmbedding(EmbeddingLayer):
 
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
     starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
-    is inserted, and an unseen key reads that same initial vector. In evaluation any number of
-    threads may look up, although with several ranks they take turns; only one thread at a time may
-    train. ``weight.grad`` is a coalesced sparse tensor, for `sparsekit.optim.LazyAdam` as for
-    torch's SparseAdam, SGD and Adagrad. `vectors`, `assign` and `items` read, write and list
-    vectors by key.
+    is inserted, and an unseen key reads that same initial vector. Any number of threads may look up
+    in evaluation, although with several ranks they take turns; only one thread at a time may train.
+    ``weight.grad`` is a coalesced sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's
+    SparseAdam, SGD and Adagrad. `vectors`, `assign` and `items` read, write and list vectors by
+    key.
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum), ``"sqrtn"`` or

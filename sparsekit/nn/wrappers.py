@@ -231,7 +231,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
         return None
 
     def looked_at() -> Any:
-        # The keys and gradients of this step do not exist before the closure.
+        # The keys and gradients of this step exist only after the closure has run.
         loss = closure()
         _look_at(optimizer)
         return loss

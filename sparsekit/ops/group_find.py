@@ -92,7 +92,7 @@ def group_find_or_insert_(
             table is left unchanged; keys of tables that are not full have been inserted.
     """
     # The tensors' versions are not incremented: no backward saves a hash table, and for many tables
-    # this would take a tenth of the call.
+    # this would take a tenth of the call's time.
     return _find_or_insert(
         buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features
     )

@@ -65,7 +65,7 @@ class Adagrad(RowOptimizer):
 
 
 class RowWiseAdagrad(Adagrad):
-    r"""Adagrad with one sum of squares, and so one number of state, for each row.
+    r"""Adagrad with a single sum of squares, and so a single state value, for each row.
 
     .. math::
         s = s + \frac{1}{dim} \sum_j g_j^2

@@ -83,8 +83,7 @@ def clip_grad_norm_(
         norm = torch.linalg.vector_norm(values, norm_type, dtype=accumulate).to(none)
         norms.append(norm)
         gradients.append(values)
-    # Compute norms of norms, since sums of p-th powers may overflow even if their p-th root does
-    # not.
+    # Compute norms of norms, since a sum of p-th powers may overflow even if the norm does not.
     shard = torch.linalg.vector_norm(torch.stack(sharded), norm_type)
     for groups, norms in of_groups.items():
         part = torch.linalg.vector_norm(torch.stack(norms), norm_type)

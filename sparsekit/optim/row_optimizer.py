@@ -197,7 +197,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return False. GradScaler calls this before a step, so it can be refused here.
+        """Return False. GradScaler calls this before a step, so GradScaler can be refused here.
 
         Raises:
             RuntimeError: a layer has been updated in backward, with a scaled gradient.

@@ -305,8 +305,7 @@ class HashTable(torch.nn.Module):
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
         entries = saved.entries(state_dict, prefix, self._buffers)
-        # A layer that has loaded its table itself passes on the table's own tensors, which are
-        # skipped.
+        # If a layer has loaded its table itself, it passes on the table's own tensors; skip them.
         if entries and any(entries.get(name) is not own for name, own in self._buffers.items()):
             buffers = cast(dict[str, torch.Tensor], self._buffers)
             assign = local_metadata.get("assign_to_params_buffers", False)

@@ -142,8 +142,8 @@ class EmbeddingWeight(torch.nn.Parameter):
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
     """Return whether a sample of rows without a key has nonzeros; such rows start as zeros.
 
-    The sample has the next free rows and some of the others. Checking all rows after each write
-    would slow down code that writes row by row.
+    The sample has the next free rows and some of the other free rows. Checking all rows after each
+    write would slow down code that writes row by row.
     """
     free = weight.detach()[keys:]
     step = max(1, len(free) // SEEN_ROWS)
@@ -177,7 +177,7 @@ def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
 
 
 def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
-    """Return the function that updates these weights in backward; None unless they share it."""
+    """Return the function that updates all these weights in backward; None if they share none."""
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None
@@ -239,8 +239,8 @@ def _watch_gradient(weight: torch.Tensor) -> None:
     """Register the hook that marks the weight's gradient once autograd has set it."""
     hooks = weight._post_accumulate_grad_hooks or {}
     if weight.is_leaf and weight.requires_grad and _mark not in hooks.values():
-        # Here instead of in a layer's __init__, since a copied layer has a new weight without
-        # hooks.
+        # Registered here rather than in a layer's __init__, since a copied layer has a new weight
+        # without hooks.
         weight.register_post_accumulate_grad_hook(_mark)
 
 
