@@ -58,7 +58,7 @@ class PlainItems {
   PlainItems(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes), hasher_(seed, codes) {}
 
   // Hashes the items in [begin, end) up to the first that it cannot hash, and returns the index of
-  // that item, or `end`. codes[i] may not be written before the next flush.
+  // that item, or `end`. codes[i] may be written only at the next flush.
   Py_ssize_t add_all(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end) {
     // Objects are scattered over the heap, so prefetch them.
     const auto ask_for = [=](Py_ssize_t i) {

@@ -24,7 +24,8 @@ constexpr const char* kCompiler = "unknown";
 
 constexpr const char* kTorchMinimum = "2.11";
 
-// Makes an array of n codes, and calls fill(codes), which must set an error to return false.
+// Makes an array of n codes, and calls fill(codes), which must set a Python error if it returns
+// false.
 template <class Fill>
 py::buffer codes_of(Py_ssize_t n, int num_threads, const Fill& fill) {
   if (num_threads < 1) throw py::value_error("num_threads must be positive");

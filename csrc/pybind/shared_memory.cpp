@@ -28,7 +28,7 @@ class SharedMemoryCommunicator {
                       seconds) {}
 
   // `keep` owns the memory of the collective. It is kept alive until the collective is completed,
-  // even without a call of wait.
+  // even if wait is not called.
   uint64_t begin(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
                  const std::vector<int64_t>& receive_bytes, py::object keep) {
     let_go();

@@ -41,8 +41,8 @@ char* put_utf8(const Point* text, size_t size, char* out) {
   return out;
 }
 
-// Stores a word in little-endian order, like xxh64_steps::load64(). Written byte by byte, it would
-// not become a single store with gcc.
+// Stores a word in little-endian order, like xxh64_steps::load64(). gcc would not turn writes of
+// single bytes into a single store.
 inline void store64(uint64_t word, char* out) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
   word = __builtin_bswap64(word);

@@ -37,8 +37,8 @@ inline ParallelFor torch_parallel_for() {
       static_cast<int>(torch::stable::get_num_threads()));
 }
 
-// Like scalar_type(), but faster: that compares with one dtype after another, calling torch each
-// time.
+// Like scalar_type(), but faster: scalar_type() compares with one dtype after another, and calls
+// torch each time.
 inline ScalarType dtype_of(const Tensor& tensor) {
   static const int32_t codes[] = {aoti_torch_dtype_int64(), aoti_torch_dtype_float32(),
                                   aoti_torch_dtype_int32(), aoti_torch_dtype_bfloat16(),

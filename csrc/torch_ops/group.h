@@ -251,7 +251,7 @@ class GroupInput : public GroupFeatures {
     source_bags = std::min(source_bags + source.bags, kMostElements + 1);
   }
 
-  // Checks that features have no bags in common, since there could be more entries than keys.
+  // Checks that features have no bags in common; otherwise there could be more entries than keys.
   void check_apart() {
     by_source_.resize(features.size());
     std::iota(by_source_.begin(), by_source_.end(), 0);

@@ -117,7 +117,7 @@ class MarkedTable:
 
 @dataclass
 class Marks:
-    """Fingerprints of a saved checkpoint's tables, kept so that the next can be incremental.
+    """Fingerprints of a checkpoint's tables, kept so that the next checkpoint can be incremental.
 
     Marks are valid for that one checkpoint only: check that it is on disk before using them.
 

@@ -11,7 +11,7 @@ from .files import FileRecord
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# Name of the file with the manifest's CRC-32 in hexadecimal, which detects a changed digit.
+# Name of the file with the manifest's CRC-32 in hexadecimal; it detects a changed digit.
 CHECKSUM = "manifest.crc32"
 DENSE = "dense.safetensors"
 

@@ -39,7 +39,7 @@ _OWN_COLUMNS = {"keys", "vectors", "scores", "removed"}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its checksum, which makes a folder of files a checkpoint.
+    """Write the manifest and its checksum; this makes a folder of files a checkpoint.
 
     Raises:
         CheckpointError: the files cannot be written, or `read_manifest` would refuse them.

@@ -1,4 +1,4 @@
-"""Saves a checkpoint: each rank writes its part, then the whole appears in one step."""
+"""Saves a checkpoint: each rank writes its part, then the whole checkpoint appears in one step."""
 
 from __future__ import annotations
 

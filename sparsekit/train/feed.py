@@ -50,8 +50,8 @@ def of_loader(
     The ranks count the samples of a batch while they compute the previous batch.
 
     Raises:
-        RuntimeError: on all ranks, if one has run out of batches before the others, or cannot read
-            one.
+        RuntimeError: on all ranks, if a rank has run out of batches before the others, or cannot
+            read a batch.
     """
     # For a list, which is in memory already, another thread would gain nothing.
     if not (isinstance(loader, Prefetcher) or (isinstance(loader, list) and device.type == "cpu")):

@@ -17,7 +17,7 @@ CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class Spinning:
-    """Compares the process's involuntary context switches with those on an idle machine.
+    """Compares the process's involuntary context switches with the number on an idle machine.
 
     OpenMP's threads spin for each other at the end of every parallel loop, and a training step has
     dozens of such loops. On a core shared with another process, the thread that the others wait for
