@@ -17,7 +17,7 @@ _library.sparsekit_prefer_huge_pages.restype = None
 
 
 class PoolBytes(NamedTuple):
-    """Sizes of the pool that serves CPU outputs and workspace of 2 MiB and more, in bytes.
+    """Sizes of the pool that serves CPU outputs and workspace of 2 MiB or more, in bytes.
 
     Attributes:
         in_use: bytes of blocks that tensors use.
@@ -40,7 +40,7 @@ def pool_bytes() -> PoolBytes:
 def empty_cache() -> int:
     """Release the memory that sparsekit's ops keep for reuse.
 
-    CPU outputs and workspace of 2 MiB and more are not freed with their tensor but reused for a
+    CPU outputs and workspace of 2 MiB or more are not freed with their tensor but reused for a
     later one, since new memory can cost more time than the op itself. Without this call, a block is
     released once 128 such tensors have not used it; the oldest blocks are also released when idle
     blocks exceed the recent peak by more than 64 MiB (`pool_bytes`). Such an output cannot grow:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Cuda:
-    """The functions of torch.cuda used here; tests replace them to run without a device."""
+    """The torch.cuda functions used here; tests replace them to run without a device."""
 
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event

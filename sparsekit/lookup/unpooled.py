@@ -1,7 +1,7 @@
 """Finishes requests that the ops on many tables cannot pool.
 
 The ops look up single vectors for such a request. These vectors become a jagged output, or are
-pooled by ops that autograd differentiates: maxima, and sums whose weights need a gradient.
+pooled by differentiable ops: maxima, and sums whose weights need a gradient.
 """
 
 from __future__ import annotations

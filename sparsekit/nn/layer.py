@@ -28,9 +28,9 @@ class EmbeddingLayer(EmbeddingTable):
     def vectors(self, keys: torch.Tensor) -> torch.Tensor:
         """Return copies of the vectors of keys, without gradient; insert nothing, even in training.
 
-        The result is what a lookup in evaluation reads: an absent key has its initial vector, a
-        padding key zeros. With several ranks this is a collective, in which each rank passes keys
-        of its own, or none; vectors are not rounded, whatever wire_dtype is.
+        The result is what a lookup in evaluation reads: an absent key reads its initial vector, a
+        padding key reads zeros. With several ranks this is a collective, in which each rank passes
+        keys of its own, or none; vectors are not rounded, whatever wire_dtype is.
 
         Args:
             keys: int64 or int32 of any shape; repeats allowed.

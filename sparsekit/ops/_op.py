@@ -21,11 +21,11 @@ class Of(NamedTuple):
 
 
 class Op:
-    """An op of the namespace sparsekit that runs before Python checks its arguments.
+    """An op in the namespace sparsekit that runs before Python checks its arguments.
 
     The op refuses everything that the checks refuse, with shorter messages, before it changes
     anything; checking first would take longer than a small op itself. The checks come first where
-    no kernel runs: while torch.compile traces, and in the op's fake.
+    no kernel runs: while torch.compile traces, and in the op's fake kernel.
 
     Args:
         name: name of the op.
@@ -92,7 +92,7 @@ class Op:
     def fake(self, results: Callable[..., Any]) -> None:
         """Register `results` as the fake kernel; it gets the arguments that its parameters name.
 
-        torch also calls the fake for real tensors if one argument is on the meta device.
+        torch also calls the fake kernel for real tensors if one argument is on the meta device.
         """
         names = list(inspect.signature(results).parameters)
 

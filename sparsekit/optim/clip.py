@@ -41,8 +41,8 @@ def clip_grad_norm_(
         norm_type: the p of the p-norm, > 0; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN; this check waits for the device.
             Without it, gradients are scaled by the resulting factor.
-        process_group: the group over which tables are sharded; None means that of `sparsekit.init`,
-            or torch.distributed's default group.
+        process_group: the group over which tables are sharded; None means the group of
+            `sparsekit.init`, or torch.distributed's default group.
 
     Returns:
         The norm before clipping, the same on all ranks: a 0-dim tensor, float32, or float64 if a

@@ -49,8 +49,8 @@ def check_finite_gradients(
     Args:
         module: any module, with or without sparsekit layers. For a DTensor each rank checks its own
             shard, and the message gives the index within the shard.
-        process_group: the group over which tables are sharded; None means that of `sparsekit.init`,
-            or torch.distributed's default group.
+        process_group: the group over which tables are sharded; None means the group of
+            `sparsekit.init`, or torch.distributed's default group.
 
     Raises:
         NonFiniteGradientError: a gradient is not finite.

@@ -34,8 +34,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
 
     Otherwise an error is raised, as it is for everything that needs the gradients in between:
     accumulation, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`, and torch's
-    GradScaler (noticed only at its first step). Learning rates are those at the time of backward.
-    An optimizer that is deleted is detached, and copies of layer and optimizer are not attached.
+    GradScaler (noticed only at its first step). Learning rates are read during backward. An
+    optimizer that is deleted is detached, and copies of layer and optimizer are not attached.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.

@@ -21,8 +21,8 @@ class LazyAdam(RowOptimizer):
     do not decay. This differs from dense Adam (`sparsekit.optim.Adam`): a row that is rarely seen
     keeps its momentum until it is seen again. TensorFlow Addons' LazyAdam and
     torch.optim.SparseAdam do the same; source of the formula: Kingma and Ba, "Adam", ICLR 2015, end
-    of section 2. With ``eps_convention="torch"`` the last term is that of `Adam`'s formula, as in
-    FBGEMM's Adam.
+    of section 2. With ``eps_convention="torch"`` the last term is the one in `Adam`'s formula, as
+    in FBGEMM's Adam.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

@@ -67,7 +67,7 @@ def given(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_values(constructor: Callable[..., None]) -> dict[str, Allowed]:
-    """Return the allowed values of each argument annotated as `Allowed`, or that ``| None``."""
+    """Return the allowed values of each argument whose annotation has an `Allowed`."""
     found = {}
     for name, annotation in constructor.__annotations__.items():
         or_none = types.NoneType in get_args(annotation)
