@@ -86,7 +86,7 @@ def full_table(keys):
 
 
 def bags(weight, rows, offsets, combiner, sample_weights):
-    """Return the pooled bags and all their gradients."""
+    """Return the pooled bags and the gradients of all inputs."""
     weight = weight.clone().requires_grad_()
     inputs = [weight]
     if sample_weights is not None:

@@ -1,4 +1,4 @@
-"""Counts how often the host would wait for a device, where there is none.
+"""Counts how often the host would wait for a device, on a machine without one.
 
     waits = waits_of(step, layer, keys)
     assert waits.total() == 0, waits
@@ -202,7 +202,7 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
         for tensor in [*thing.parameters(), *thing.buffers()] if module else _tensors(thing):
             device.add(tensor)
     checked = library.sparsekit_set_checked(0)
-    _kept_offsets.cache_clear()  # these were made before tensors were tracked
+    _kept_offsets.cache_clear()  # the cached offsets were made before tensors were tracked
     try:
         with _Functions(device, waits) as _following.mode, _Ops(device, waits):
             for _ in range(warm_ups):

@@ -2,7 +2,7 @@
 
 
 def forget_peak():
-    """Reset the peak to the bytes now in use, and return these."""
+    """Reset the peak to the number of bytes now in use; return this number."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return peak()

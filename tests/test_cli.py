@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_in_the_end():
 
 
 def test_no_option_abbreviates_one_of_torchruns():
-    """torchrun would take an ambiguous abbreviation as its own, even after the script's name."""
+    """torchrun would take an ambiguous abbreviation for its own option, even after the script."""
     models = Parser().add_subparsers()
     train.add_models(models)
     names = {name for model in models.choices.values() for name in model._names(True)}
@@ -358,8 +358,8 @@ def test_ctrl_c_in_training(data, ranks):
             seen = [process.stdout.readline() for _ in range(3)]
             assert seen[2].startswith("epoch 2/100000"), process.stderr.read()
             os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal does
-            # communicate() returns when the last process with these pipes has ended: no rank is
-            # left.
+            # communicate() returns when the last process that holds the pipes has ended, so no
+            # rank is left.
             output, errors = process.communicate()
         finally:
             process.kill()

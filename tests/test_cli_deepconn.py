@@ -48,7 +48,7 @@ SMALL = ["--length", "30", "--batch-size", "16"]
 
 
 def train_as_rank(rank, data, placement, trace=None, log=None):
-    """Run the command as one rank, without a launcher, which would take seconds."""
+    """Run the command as one rank, without a launcher: starting one takes seconds."""
     args = argparse.Namespace(
         data=str(data),
         placement=placement,

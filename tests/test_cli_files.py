@@ -162,7 +162,7 @@ PAIRS = [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in na
 
 @pytest.mark.parametrize(("layout", "name"), PAIRS)
 def test_layouts(layout, name, capfd, tmp_path):
-    """A layout gives the same figures if it is compressed or has other line ends."""
+    """Compression or other line ends do not change the figures of a layout."""
     content = LAYOUTS[layout][0].encode()
     variants = {"plain": content, "gzip": gzip.compress(content)}
     variants["BOM and CRLF"] = b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n")

@@ -201,7 +201,7 @@ for name in MODELS:
 
 
 def commands(parser, words=()):
-    """Yield (words of the command, names of its arguments) for each command without subcommands."""
+    """Yield (words, argument names) for each command without subcommands."""
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not below:
         names = {a.option_strings[0] if a.option_strings else a.dest for a in parser._actions}

@@ -12,7 +12,7 @@ from conftest import KEY_DTYPES, ROW_DTYPES
 from sparsekit import ops
 
 gpu = pytest.mark.cuda
-# No rows, one row, and more bytes than torch's allocator takes from its pool of small blocks.
+# No rows, one row, and a size beyond the pool of small blocks in torch's allocator.
 SIZES = ((0, 4), (1, 1), (3, 5), (5, 0), (20_000, 64))
 
 

@@ -1,6 +1,6 @@
 """Layers, optimizers, tables and models give the same results on a device as on the CPU.
 
-Most tests run on every backend, so that each of their lines has run before it meets a GPU.
+Most tests run on every backend, so that their code has run before it is used on a GPU.
 """
 
 import copy

@@ -121,7 +121,7 @@ def test_commands_on_files_run_as_printed(
         if command[0] == "train" and ("--data" in command or "--show-config" in command):
             command = [*command, *small]
         elif command[0] not in ("hash", "plot", "predict"):
-            continue  # needs other data or takes long; tested elsewhere
+            continue  # needs other data or takes long; other tests cover it
         assert cli.main(command) == 0, command
         ran += 1
     assert ran == 8

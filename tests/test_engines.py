@@ -230,7 +230,7 @@ def test_what_engines_need_is_what_they_are_compiled_with():
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
-    """Copy the compiled libraries to a folder, from which load() then takes them."""
+    """Copy the compiled libraries to a folder, and make load() use that folder."""
     ignored = shutil.ignore_patterns("simt", "libsparsekit_cuda.so")
     shutil.copytree(PACKAGE / "lib", tmp_path / "lib", ignore=ignored)
     monkeypatch.setattr(_load, "_LIB", tmp_path / "lib")

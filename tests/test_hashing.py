@@ -314,7 +314,7 @@ def test_errors_of_an_index_method_pass():
 
 
 def test_an_error_of_a_signal_handler_passes():
-    """A signal handler's error is raised unchanged; only errors of a value name the value."""
+    """A signal handler's error is raised unchanged; only an error about a value names the value."""
 
     class Interrupt(Exception):
         pass

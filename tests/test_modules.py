@@ -12,7 +12,7 @@ import sparsekit
 
 PACKAGE = Path(sparsekit.__file__).parent
 MOST_LINES = 400
-# How often one forward on one rank may enter a file.
+# Maximum number of times that a forward on one rank may enter a file.
 MOST_ENTRIES = 12
 
 

@@ -1,4 +1,4 @@
-"""Models of other projects learn as before with replaced embeddings. Skips missing projects."""
+"""Other projects' models learn as before with replaced embeddings. Skips missing projects."""
 
 import copy
 

@@ -13,7 +13,7 @@ NEW_NAMES = ("user_id", "asin", "rating", "text", "timestamp")
 
 
 def read(folder, rows, names=NAMES, pack=bytes):
-    """Write these rows as a file of reviews and read it; a value of ... leaves the field out."""
+    """Write the rows to a file of reviews and read it; a value of ... leaves the field out."""
     lines = [
         json.dumps({n: value for n, value in zip(names, row, strict=False) if value is not ...})
         for row in rows

@@ -1,4 +1,4 @@
-"""HashTable acts like a dict, and raises the right error when it is full."""
+"""HashTable acts like a dict, and raises the correct error when the table is full."""
 
 import copy
 import io
@@ -74,7 +74,7 @@ def test_takes_exactly_its_capacity(capacity, load_factor, at_a_time):
     assert len(table) == capacity
     assert torch.equal(table.keys(), keys[:-1])
     assert torch.equal(table.find(keys[:-1]), torch.arange(capacity))
-    # An absent key is not found even if no place is empty, where a probe could loop for ever.
+    # The search for an absent key ends even if no place is empty, where a probe could loop forever.
     assert table.find(keys[-1:]) == -1
     before = all_bytes(table)
     with pytest.raises(TableFullError):

@@ -1,4 +1,4 @@
-"""A test that hangs fails at its time limit; if no signal reaches it, its process ends.
+"""A test that hangs fails at its time limit; if no signal reaches the test, its process ends.
 
 The cases run pytest with this suite's conftest.
 """

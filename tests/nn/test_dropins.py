@@ -1,4 +1,4 @@
-"""Additions of the drop-ins to torch's layers: any id, and options of our other layers."""
+"""Features that drop-ins add to torch's layers: any id, and options of our other layers."""
 
 import copy
 import inspect
@@ -200,7 +200,7 @@ def test_max_norm_of_new_ids():
 
 
 def test_max_norm_in_a_group():
-    """Each table has its own max_norm, and late rows catch up before it is applied."""
+    """Each table has its own max_norm, and late rows catch up before max_norm is applied."""
     results = []
     for mode in ("catch_up", "sweep"):
         torch.manual_seed(0)

@@ -182,7 +182,7 @@ def test_layers_of_which_some_are_in_evaluation(device):
 
 
 def test_a_table_asked_twice(device):
-    """Features that share a table act like a single call with all their keys in order."""
+    """Features that share a table act like one call with the keys of all features in order."""
     shared = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 90, name="shared").to(device)
     other = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 5, name="other").to(device)
     twin = copy.deepcopy(shared)

@@ -377,7 +377,7 @@ def test_bad_input(case):
 
 
 def test_good_input_of_the_same_kind_is_taken():
-    """The same inputs without the fault are accepted, so each case fails for its fault alone."""
+    """The same inputs without the fault are accepted, so only the fault can cause the error."""
     for inputs in [
         [(VALUES, OFFSETS)],
         [(VALUES, OFFSETS), ONES],

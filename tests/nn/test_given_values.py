@@ -266,7 +266,7 @@ def test_a_state_without_keys_is_looked_at_again():
 
 @pytest.mark.parametrize("of", [lambda w: w, lambda w: w.data], ids=["", "data"])
 def test_averages_by_other_hands_are_refused_where_keys_come_late(of):
-    """Averaging by other libraries raises: it would average rows of later keys with zeros."""
+    """Averaging by other libraries raises: they would average rows of later keys with zeros."""
     model = single()
     vectors(model, [1])
     averaged = copy.deepcopy(model).eval()

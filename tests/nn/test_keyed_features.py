@@ -1,4 +1,4 @@
-"""A group's outputs for a KeyedJaggedTensor equal calls of its layers, bit for bit."""
+"""A group's outputs for a KeyedJaggedTensor equal its layers' outputs, bit for bit."""
 
 import copy
 import pickle
@@ -180,7 +180,7 @@ def test_vectors_that_are_not_pooled(padding, batch, device):
 
 
 def test_padding_and_samples_of_few_keys(device):
-    """Layers with padding or a key limit get copies of their bags; others read the batch's."""
+    """Layers with padding or a key limit get copies of bags; others read the batch in place."""
     apart = layers(device)
     apart["shared"] = DistributedEmbedding("sum", 90, 8, 1, 5, padding_key=7, name="p").to(device)
     apart["own"] = DistributedEmbedding("sqrtn", 90, 16, 2, 5, max_feature_num=4).to(device)
@@ -227,7 +227,7 @@ def test_a_dict_of_features(device):
 
 
 def test_layers_without_features(device):
-    """Without `features`, each layer is a feature of its own name, for any kind of output."""
+    """Without `features`, layers take the features of the same name, for any kind of output."""
     made = {name: layer for name, layer in layers(device).items() if name != "own"}
     keyed = random_keyed(("shared", "rows"), BATCH, 5, device)
     expected = {name: layer(keyed.of(name)[0]).squeeze(1) for name, layer in made.items()}

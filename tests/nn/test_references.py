@@ -32,7 +32,7 @@ def unset(weight):
     return read
 
 
-# How a model keeps a weight outside its modules, how to read it there, and its name in messages.
+# How a model keeps a weight outside its modules, how to read it from there, its name in messages.
 KEPT = {
     # deepctr-torch does this.
     "lists": (lambda m: [([m.tags.weight], 0.0, 1e-5)], lambda k: k[0][0][0], "[0][0][0]"),

@@ -152,7 +152,7 @@ def test_what_is_refused(keys, world_size, error, message):
         ops.bucketize(keys, world_size)
 
 
-# The hash must never change: saved tables depend on it. The values are those of fmix64 in Appleby's
+# The hash must never change: saved tables depend on it. The values are from fmix64 in Appleby's
 # MurmurHash3.cpp, shifted right by 48.
 SHARDS = {
     0: 0x0000,

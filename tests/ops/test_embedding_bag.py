@@ -426,8 +426,8 @@ def test_the_error_of_a_long_sum_is_bounded(device, n, dtype, combiner):
     pooled = ops.embedding_bag(
         *(t.to(device) for t in (weight, rows, offsets)), combiner, samples.to(device)
     )
-    # Roundings that affect a term: its additions, its product with the weight, and the rounding
-    # of exact products.
+    # Roundings that affect a term: in its additions, in its product with the weight, and when the
+    # exact product is rounded.
     factors = 256 + n / 256 + 1
     if combiner == "mean":
         exact, factors = exact / math.fsum(samples.tolist()), 2 * factors + 1

@@ -76,7 +76,7 @@ def test_larger_tables_take_a_launch_for_64_times_the_entries():
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_of_routing(tables, distinct):
-    """Count the launches that sort keys by owner, and those that locate received vectors."""
+    """Count the launches that sort keys by owner, and the launches that locate received vectors."""
     group, world_size = batch_of(tables, 4, 3), 4
     with counted() as counts:
         results = group.bucketize(world_size, distinct)

@@ -99,7 +99,7 @@ class Model:
 
 
 class Side:
-    """Table with its optimizer, and the model of what they should hold."""
+    """Table with its optimizer, and the model of their expected contents."""
 
     def __init__(self, name, capacity=CAPACITY, fused=False):
         self.name, self.fused = name, fused

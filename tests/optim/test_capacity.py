@@ -150,7 +150,7 @@ def test_states_of_different_lengths():
 
 @pytest.mark.parametrize("name", ["LazyAdam per row", "Adam"])
 def test_without_the_steps_of_rows(name):
-    """If a state has no row_step, as in torch's Adam, its rows count as having taken all steps."""
+    """If a state has no row_step, as in torch's Adam, all rows count as having taken every step."""
     layer, large = table(70), table(90)
     optimizer, of_large = (make(name, one.parameters()) for one in (layer, large))
     train(layer, optimizer, 0, 3)

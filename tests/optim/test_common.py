@@ -401,7 +401,7 @@ def test_a_seed_is_an_int_of_64_bits():
 def test_a_learning_rate_of_zero_moves_nothing(name):
     weight = start()
     optimizer = make(name, [weight])
-    # A schedule may begin with a rate of 0; DCP also asks for states this way.
+    # A schedule may begin with a rate of 0; DCP also creates states with a step at rate 0.
     optimizer.param_groups[0]["lr"] = 0.0
     run(optimizer, weight, gradients(steps=3))
     assert same_bits(caught_up(optimizer, weight), start())

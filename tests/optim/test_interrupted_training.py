@@ -222,7 +222,7 @@ def test_an_update_that_is_interrupted_as_it_returns_is_not_made_again(monkeypat
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_after_an_interrupted_sweep(monkeypatch, way):
-    """Late rows of a parameter outside any layer can only be updated by its optimizer."""
+    """If a parameter is outside any layer, only its optimizer can update late rows."""
     weight = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = optim.Adam([weight], lr=0.1, mode="sweep")
     weight.grad = torch.ones(4, 2).to_sparse(1)

@@ -1,4 +1,4 @@
-"""Late rows catch up even if only the layer or only the optimizer is copied or saved."""
+"""Late rows catch up even if only the layer, or only the optimizer, is copied or saved."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""torch optimizers without sparse gradients raise before any change and name one of ours."""
+"""torch optimizers without sparse gradients raise before any change and name one of sparsekit's."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A step of several parameters is one call of the op, and equals separate steps."""
+"""A step of several parameters is one call of the op, with the results of separate steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pools of ranks for tests: processes in a gloo group, all of which run the same function.
+"""Pools of ranks for tests: processes in a gloo group that all run the same function.
 
 The processes are forked from one that has already imported torch, since the import takes
 seconds. A pool serves a whole module; after a call that left a rank dead or in a collective, the

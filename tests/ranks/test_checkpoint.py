@@ -227,7 +227,7 @@ def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
 
 
 def too_small(rank, world, folder):
-    """Load a chain whose total rows exceed rank 1's capacity, although no single part's do."""
+    """Load a chain whose total rows exceed rank 1's capacity, although no single part does."""
     model, optimizers = made(capacity=30, placement="modulo", rows=ROWS // world)
     train_first_rows(model, optimizers)
     before = contents(model, optimizers)
@@ -378,7 +378,7 @@ def test_ranks_with_other_tables(pools, tmp_path):
 
 
 def layers_of_other_names(rank, world, folder):
-    """Layers without a given name get other names on a rank that has made more layers before."""
+    """Unnamed layers get other names on a rank that has already made more layers."""
     layers = {"t": sparsekit.Embedding(9, 2, name=f"of {rank}", seed=3)}
     checkpoint.save(torch.nn.ModuleDict(layers), folder / "a")
     DcpState(torch.nn.ModuleDict(layers)).state_dict()

@@ -1,4 +1,4 @@
-"""The trainer with data loaders, one per rank, each of which reads that rank's samples."""
+"""The trainer with one data loader per rank, which reads that rank's samples."""
 
 import io
 
@@ -154,7 +154,7 @@ def test_an_error_of_one_loader_is_an_error_on_all_ranks(two_ranks):
 
 
 def stop_early(rank):
-    """Early stopping follows the values of rank 0, although those of other ranks differ."""
+    """Early stopping follows the values of rank 0, although other ranks have different values."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO())

@@ -1,4 +1,4 @@
-"""Ranks that share memory notice when one of them dies, stops, leaves or does harm."""
+"""Ranks that share memory notice when a rank dies, stops, leaves or damages the memory."""
 
 import contextlib
 import ctypes
@@ -59,7 +59,7 @@ def seconds_to_raise(function):
 
 
 def files():
-    """Return the number of this process's open files, except the one that lists them."""
+    """Return the number of this process's open files, without the listing's own file."""
     return len(os.listdir("/proc/self/fd")) - 1
 
 
@@ -186,7 +186,7 @@ def stop(rank, seconds):
         return
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        wait = all_to_all(transport, LARGE)  # needs both ranks
+        wait = all_to_all(transport, LARGE)  # needs a second rank
         if seconds == 2:
             assert "timed out" in seconds_to_raise(wait)[1]
     finally:

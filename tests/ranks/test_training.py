@@ -99,7 +99,7 @@ def any_ranks(request):
     pool.close()
 
 
-# Four of the eight combinations, in which each pair of values occurs.
+# Four of the eight combinations: each pair of values occurs in one of them.
 SETTINGS = [
     (use_hashtable, optimizer, dtype)
     for i, use_hashtable in enumerate([True, False])
