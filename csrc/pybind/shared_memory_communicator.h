@@ -19,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 // Runs the collectives of one rank.
 //
 // Each rank sends to each other rank a stream of messages, one per collective, in order. A message
-// is a word with its size, then its bytes. So a rank finds by counting which collective a byte
+// is a word with its size, then its bytes. So a rank counts bytes to find which collective a byte
 // belongs to. Each call makes progress on all collectives that have begun: a rank that waits for
 // the second one also reads the bytes of the first, so there can be no deadlock.
 //

@@ -1,5 +1,5 @@
 // Checks the arguments of an op, and refuses outputs that share memory with another argument: a
-// kernel that has checked a size, a key or a row index relies on it while it writes.
+// kernel that has checked a size, a key or a row index relies on that value while it writes.
 #pragma once
 
 #include <algorithm>
@@ -242,7 +242,7 @@ class Arguments {
           " elements on a device, got ", dim);
   }
 
-  // Checks the numbers of entries and targets of an op that sorts. On the CPU, the limit is beyond
+  // Checks the numbers of entries and targets of an op that sorts. On the CPU, the limit exceeds
   // any memory and keeps workspace sizes far from overflow; on a device, sort keys have 32 bits.
   void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
     constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;

@@ -55,8 +55,8 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Returns the tensor itself if it is contiguous, or else a contiguous copy. A contiguous tensor
-// does not go through torch's dispatcher.
+// Returns the tensor itself if it is contiguous, or else a contiguous copy. For a contiguous
+// tensor, this does not call torch's dispatcher.
 inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   try {
@@ -69,8 +69,8 @@ inline Tensor packed(const Tensor& tensor) {
 }
 
 // Returns an uninitialised tensor on the device of `like`, with the dtype of `like` unless another
-// is given. On the CPU, memory of at least kept_bytes is kept for later tensors when this tensor is
-// freed.
+// dtype is given. On the CPU, if the tensor takes at least kept_bytes, its memory is kept for later
+// tensors when the tensor is freed.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt,
                          [[maybe_unused]] size_t kept_bytes = kLargeBytes) {

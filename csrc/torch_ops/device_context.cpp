@@ -162,7 +162,7 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
 
 // Each stream has its own copies. A copy is made before the first kernel that reads it, and once it
 // is dropped, its memory is reused only after the last such kernel; the order of the stream ensures
-// both without a wait. A graph is captured on another stream than the step before it, but runs
+// both without a wait. A graph is captured on a different stream from the step before it, but runs
 // after that step; it keeps the copies that it uses.
 Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   struct Copy {

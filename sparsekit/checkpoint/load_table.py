@@ -129,8 +129,8 @@ class TablePlan:
             if number == 0 and found != count:
                 raise self._wrong_count(at, count, found, "a key is there twice")
         if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
-            # With too many keys, changed rows are missing from the base; with too few, new rows are
-            # in it.
+            # There are too many keys if changed rows are missing from the base, and too few if new
+            # rows are already in it.
             why = "keys are missing in its base"
             if found < size:
                 why += ", or one is there twice"

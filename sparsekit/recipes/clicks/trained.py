@@ -29,8 +29,8 @@ from .dlrm import DLRM
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 FORMAT = "sparsekit clicks 1"
 _MODEL = "model"
-# Name of the file, in the model's folder, with the entries below. It must not be run.json, which
-# in a folder of checkpoints has the options of the run.
+# Name of the file, in the model's folder, with the entries below. It must not be run.json: in a
+# folder of checkpoints, that file has the options of the run.
 _NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
