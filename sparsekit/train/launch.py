@@ -119,7 +119,7 @@ def _interrupts_held_back() -> Iterator[None]:
     print a traceback. This process still receives the signal: another thread accepts it, and Python
     handles it in the main thread.
     """
-    # Start the tracker now: the first process would start it, and unblock SIGINT.
+    # Start the tracker now: otherwise the first start of a process starts it, and unblocks SIGINT.
     resource_tracker.ensure_running()
     done = threading.Event()
     thread = threading.Thread(target=done.wait, daemon=True)
