@@ -56,9 +56,9 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 has() { "$python" -c "import $1" 2>/dev/null; }
 left() { echo $((limit - SECONDS)); }
-# chosen PART: succeeds if PART, or the part that contains it, has been asked for.
+# chosen PART: succeeds if PART, or the part that contains it, was requested.
 chosen() { [[ " ${wanted[*]} " == *" $1 "* || " ${wanted[*]} " == *" ${1%%:*} "* ]]; }
-# any_of PART: succeeds if PART, or a part of it, has been asked for.
+# any_of PART: succeeds if PART, or a part of it, was requested.
 any_of() { [[ " ${wanted[*]}" == *" $1"* ]]; }
 
 # Exit status of a step that cannot run here; its last line of output says why.
@@ -154,7 +154,7 @@ runpy.run_path("setup.py", run_name="__main__")
 END
 }
 
-# Check that the build has kernels and sees the GPU: otherwise its tests would silently be skipped.
+# Check that the build has kernels and sees the GPU: otherwise GPU tests would silently be skipped.
 usable() {
   "$python" - "$device" <<'END'
 import sys, torch, sparsekit
@@ -167,7 +167,7 @@ print("kernels for", info.get("cuda_archs", "?"), "under torch", torch.__version
 END
 }
 
-# tests NAME ARGUMENT...: run pytest, with xdist on half as many processes as cores, at most 8.
+# tests NAME ARGUMENT...: run pytest; xdist uses half as many processes as cores, but at most 8.
 tests() {
   local name=$1 workers=$(($(nproc) / 2))
   shift
@@ -178,7 +178,7 @@ tests() {
   # Each process starts up to four ranks, and each rank has a context on the GPU.
   [ "$name" != ranks ] || [ "$workers" -le 4 ] || workers=4
   [ "$workers" -lt 2 ] || ! has xdist || options+=(-p xdist -n "$workers")
-  # Other plugins may be installed whose warnings would be errors in these tests.
+  # Other installed plugins may give warnings; these tests would turn the warnings into errors.
   export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
   has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins:$PYTHONPATH"
   [ "$name" != ranks ] || export SPARSEKIT_RANKS_DEVICE=$device
@@ -263,10 +263,10 @@ else
   first=(-m cuda tests/test_cuda_first.py)
   of_ops=(-m cuda tests/ops)
   nccl=(-m cuda tests/nccl)
-  # Not all of tests: a file that needs a package, or warns as it is imported, would end the part.
+  # Not the whole folder: a file that needs a missing package or warns on import would end the part.
   layers=(-m cuda tests/nn tests/test_cuda.py tests/test_cuda_layers.py)
 fi
-# Only worlds of two and four, and two of three combiners: starting the processes takes most time.
+# Only two and four ranks, and two of three combiners: starting processes takes most of the time.
 ranks=(-k "not sqrtn and not 3-" tests/ranks/test_lookup.py tests/ranks/test_group.py
   tests/ranks/test_training.py)
 of_tests() { # NAME MOST ARGUMENT...

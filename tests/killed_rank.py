@@ -1,7 +1,7 @@
 """Runs sparsekit's command line, and kills one rank once.
 
-killed_rank.py MARKER RANK STEP ARGUMENTS...: RANK dies before its step number STEP, unless the file
-MARKER exists; it creates the file first.
+killed_rank.py MARKER RANK STEP ARGUMENTS...: RANK creates the file MARKER and dies before its step
+number STEP; if MARKER exists already, RANK survives.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A mistyped command gives a one-line error, exit code 2 and the word probably meant."""
+"""A mistyped command gives exit code 2 and a one-line error that suggests the intended word."""
 
 import re
 from types import SimpleNamespace
@@ -43,8 +43,8 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        # Misspelt options and words: the message names the command they belong to and suggests only
-        # its options.
+        # Misspelt options and words: the message names their command and suggests only this
+        # command's options.
         ("--verison", r"^sparsekit: unrecognized arguments: --verison; did you mean --version\?"),
         ("train dlrm --confg x", r"^sparsekit train dlrm: .*; did you mean --config\? .*dlrm -"),
         ("profile dlrm --trce x", r"^sparsekit profile dlrm: .*; did you mean --trace\?"),

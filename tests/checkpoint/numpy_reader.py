@@ -39,7 +39,7 @@ def read_manifest(folder):
 
 
 def read_table(folder, name):
-    """Return a dict of key to dict of name to vector or state, read from a whole chain."""
+    """Read a whole chain; return a dict of each key to its vector and states by name."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     table, rows = manifest["tables"][name], {}

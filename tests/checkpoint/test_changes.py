@@ -94,7 +94,7 @@ def test_other_keys_with_the_same_bytes(tmp_path):
 
 
 def test_a_copy_through_the_same_checkpoints(tmp_path):
-    """The copy may be an average or the best model so far; its rows belong to other keys."""
+    """The copy may be an average or the best model so far; the copy's rows belong to other keys."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     train(model, optimizers, 0, 1)

@@ -106,7 +106,7 @@ def test_names_in_words(tmp_path, capsys):
 
 @pytest.mark.parametrize("odd", [0, 3, 5])
 def test_a_difference_that_is_nan_stays_so(tmp_path, monkeypatch, odd):
-    """A NaN in any piece is reported; without a NaN, the largest difference is."""
+    """A NaN in any piece is reported; without a NaN, the largest difference is reported."""
     monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 16)  # two rows per piece
     values = torch.zeros(6, 2)
     for number in (0, 1):

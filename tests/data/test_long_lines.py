@@ -1,4 +1,4 @@
-"""Lines longer than a block, or than the limit on lines."""
+"""Lines longer than a block, or longer than the limit for a line."""
 
 import tracemalloc
 

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 
-# Seconds after which a case counts as hanging; the slowest take seconds, under a sanitizer.
+# Seconds after which a case counts as hanging; under a sanitizer the slowest cases take seconds.
 PATIENCE = 120
 REPORTED = 3  # exit status of a child that has printed its report; a sanitizer exits with 1
 

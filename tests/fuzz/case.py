@@ -180,8 +180,7 @@ class Case:
         """Check that two tensors are equal up to rounding.
 
         `expected` is in float64. `magnitude` is the sum of the absolute values of an element's
-        terms, and `terms` their number: added one after another, they are off by up to that many
-        units in the last place.
+        terms, and `terms` is the number of terms: a sequential sum may be off by as many roundings.
         """
         wide = torch.float32 if actual.dtype == torch.bfloat16 else actual.dtype
         per_term = torch.finfo(wide).eps / 2

@@ -36,7 +36,7 @@ def group_bucketize(case: Case) -> None:
 
 
 def group_embedding_bag(case: Case) -> None:
-    """Check pooling before and after insertion, and both forms of the gradient."""
+    """Check pooling before and after insertion, and the two forms of the gradient."""
     group = _group(case)
     with case._threads():
         bags.check_all(group)

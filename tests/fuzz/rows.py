@@ -1,4 +1,4 @@
-"""The ops on rows: gathering, segment sums, bags with both gradients, initial vectors."""
+"""The ops on rows: gathering, segment sums, bags and their two gradients, initial vectors."""
 
 from contextlib import contextmanager
 

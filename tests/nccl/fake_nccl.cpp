@@ -1,7 +1,7 @@
 // A libnccl whose ranks are threads of one process and whose tensors are in host memory, with the
-// few functions that sparsekit calls. Communicators block: making one waits for all ranks. The end
-// of a group waits for the messages to receive, as in the real NCCL while it connects, until a
-// thread revokes or aborts the communicator.
+// few functions that sparsekit calls. Communicators block: making one waits for all ranks.
+// ncclGroupEnd waits until all messages for this rank have arrived, as the real NCCL does while it
+// connects, or until a thread revokes or aborts the communicator.
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>

@@ -439,7 +439,7 @@ def with_counts(table, counts):
 
 
 def balanced(counts):
-    """Add 1 to a count of zero and subtract 1 from another, which leaves the total unchanged."""
+    """Change two counts of zero to 1 and -1, so that the total is unchanged."""
     none = (counts == 0).nonzero().squeeze(1)
     return counts.index_put((none[:2],), counts.new_tensor([1, -1]))
 

@@ -107,7 +107,7 @@ def test_row_wise_adagrad_by_hand(device):
 
 
 def test_late_steps(device):
-    # The bias corrections approach 1 and must not overflow before.
+    # The bias corrections approach 1 and must not overflow on the way.
     for step in (10**3, 10**9, 2**62):
         for case in ("lazy adam", "exact adam", "adagrad"):
             rule, settings, _ = CASES[case]

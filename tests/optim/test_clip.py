@@ -239,7 +239,7 @@ def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
 
 
 def test_torch_cannot_clip_values_of_sparse_gradients():
-    """Once torch can clip these values, our function is no longer needed."""
+    """If torch can clip these values, our function is no longer needed."""
     with pytest.raises(NotImplementedError):
         torch.nn.utils.clip_grad_value_(every_kind(torch.float32), 1.0)
 

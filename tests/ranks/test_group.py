@@ -173,7 +173,7 @@ def test_an_error_shows_where_many_tables_differ(two_ranks):
 
 
 def prefetched(rank):
-    """Compare steps with and without prefetch; one step gets another batch than the prefetched."""
+    """Compare steps with and without prefetch; one step gets a batch that was not prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
     optimizers = [sparsekit.optim.LazyAdam(g.parameters(), lr=0.1) for g in (plain, ahead)]
     batches = [inputs(plain.layers, rank, seed) for seed in range(5)]

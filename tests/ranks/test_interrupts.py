@@ -154,7 +154,7 @@ def in_call(rank, way, *arguments):
     return trial(rank, way, InCall(*arguments))
 
 
-# Calls around each collective of a step, in which other ranks already wait or soon will.
+# Calls around each collective of a step; other ranks already wait in the collective or soon will.
 BETWEEN = [
     *(("all_to_all", "distributed.Exchange.send", number) for number in (1, 2, 3)),
     *(

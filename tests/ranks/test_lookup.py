@@ -184,7 +184,7 @@ def weights_without_a_sum(rank):
             layer = sparsekit.DistributedEmbedding(
                 combiner, 40, 4, 1, 3, name="w", strategy=strategy, dtype=torch.float64
             )
-            layer(torch.arange(8).view(-1, 1, 1))  # so that both layers give a key the same row
+            layer(torch.arange(8).view(-1, 1, 1))  # so that the two layers give a key the same row
             outputs.append(layer((keys + rank, offsets), weights))
             outputs[-1].sum().backward()
             gradients.append(layer.weight.grad.to_dense())

@@ -83,7 +83,7 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
 
 
 def gathered(results):
-    """Return the rows of all ranks, sorted by key, and the head, which is the same on all."""
+    """Return the rows of all ranks, sorted by key, and the head, which is equal on all ranks."""
     keys, rows, heads = zip(*results, strict=True)
     assert all(torch.equal(head, heads[0]) for head in heads)
     keys, rows = torch.cat(keys), torch.cat(rows)

@@ -207,7 +207,7 @@ def test_a_group_of_several_dtypes(ranks):
 
 
 def way_of_auto(rank, wire_dtype, keys_of_a_bag):
-    """Return the route of auto, read from the first collective after the handshake."""
+    """Return the route that auto takes, read from the first collective after the handshake."""
     layer = sparsekit.DistributedEmbedding(
         "sum", 4000, 64, 1, keys_of_a_bag, name="auto", wire_dtype=wire_dtype
     )

@@ -198,7 +198,7 @@ def test_a_checkpoint_of_one_rank_is_refused(two_ranks, tmp_path):
 
 
 def average(rank, use_hashtable, lazy):
-    """A vector's average includes the value looked up after each step, even before it has a row."""
+    """A vector's average includes the value looked up after each step, even before a row exists."""
     made = model(use_hashtable=use_hashtable)
     averaged = AveragedModel(made)
     kind = sparsekit.optim.Adam if lazy else sparsekit.optim.SGD

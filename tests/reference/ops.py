@@ -207,8 +207,8 @@ def init_rows_(
 ) -> None:
     """Set ``out[rows[i]]`` to the initial vector of ``keys[i]``.
 
-    Rows below 0 or below ``status[0]`` are left unchanged. Without `rows`, row i is that of
-    ``keys[i]``.
+    Rows below 0 or below ``status[0]`` are left unchanged. Without `rows`, row i gets the
+    vector of ``keys[i]``.
     """
     rows = torch.arange(len(keys), device=keys.device) if rows is None else rows
     written = rows >= max(0, 0 if status is None else int(status[0]))

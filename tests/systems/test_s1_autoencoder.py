@@ -320,7 +320,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("arguments", [[], ["--original"]])
 def test_the_command_writes_recs_tsv(data, tmp_path, capsys, arguments):
-    """Lines hold user, item and score, sorted by user and falling score, without rated items."""
+    """Lines hold user, item and score, sorted by user and descending score, without rated items."""
     model, recs, same = (tmp_path / name for name in ("model.pt", "recs.tsv", "same.tsv"))
     train = ["train", "autoencoder", "--data", str(data), "--ranks", "1", "--epochs", "3"]
     train += ["--save", str(model), "--recs", str(same), *arguments]

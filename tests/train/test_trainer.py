@@ -90,7 +90,7 @@ def test_seed_decides_and_nothing_else():
 def test_the_default_device_plays_no_part():
     trainer, other = make(), make()
     trainer.fit((torch.arange(10.0),), epochs=1, batch_size=3)
-    with torch.device("meta"):  # stands in for cuda: no tensor of a CPU generator can be made on it
+    with torch.device("meta"):  # stands in for cuda: a CPU generator cannot make tensors on meta
         again = Trainer(other.model, squared, other.optimizers, stream=io.StringIO())
         again.fit((torch.arange(10.0, device="cpu"),), epochs=1, batch_size=3)
     assert again.model.seen == trainer.model.seen
