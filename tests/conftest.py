@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def time_limit(test: pytest.Item) -> float:
-    """Return a test's limit in seconds: that of its `time_limit` mark, or the default."""
+    """Return a test's limit in seconds: the limit in its `time_limit` mark, or the default."""
     mark = test.get_closest_marker("time_limit")
     return (mark.args[0] if mark else LIMIT_S) * test.config.getoption("--time-factor")
 

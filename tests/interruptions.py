@@ -11,7 +11,7 @@ PACKAGE = os.path.dirname(sparsekit.__file__)
 
 
 class Interrupted(BaseException):
-    """Stand-in for KeyboardInterrupt, which pytest would handle itself."""
+    """Stand-in for KeyboardInterrupt: pytest would handle the real one itself."""
 
 
 def interrupt(call, moment):

@@ -29,7 +29,7 @@ run() {
   under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 "$@"
 }
 
-# Tests ask for more memory than there is; that must fail as it does without a sanitizer.
+# Tests ask for more memory than the machine has; this must fail as without a sanitizer.
 refuse=allocator_may_return_null=1
 export ASAN_OPTIONS=detect_leaks=0:$refuse UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 # The preloaded engine's functions are found first, before those that sparsekit loads.

@@ -1,4 +1,4 @@
-"""The cases of gpu_check_ops launch every kernel, so a sanitizer on a GPU sees all of them."""
+"""The cases of gpu_check_ops launch every kernel, so a sanitizer on a GPU sees all kernels."""
 
 import contextlib
 import re

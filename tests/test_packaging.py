@@ -24,7 +24,7 @@ def test_the_source_distribution_can_be_built(tmp_path):
         names = {name.partition("/")[2] for name in files.getnames()}
     needed = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     cmake = (ROOT / "CMakeLists.txt").read_text()
-    # Files that CMakeLists.txt needs as well.
+    # Files that CMakeLists.txt also needs.
     needed |= set(re.findall(r"\b(?:tools|sparsekit)/[\w/]+\.py\b", cmake))
     needed |= {"CMakeLists.txt", "setup.py", "pyproject.toml", "version.txt", "README.md"}
     assert len(needed) > 50

@@ -42,7 +42,7 @@ def test_broken_rules_are_errors(outcome, case, message):
     assert message in outcome[case]
 
 
-# 64 threads: each reads 4 bytes of its own and 4 common ones, writes 8, and adds atomically to 4. A
+# 64 threads: each reads 4 own bytes and 4 common bytes, writes 8, and adds atomically to 4. A
 # launch moves whole sectors of 32 bytes.
 KERNEL = "64 atomics, 1536 accessed, 320 read, 544 written"
 

@@ -140,7 +140,7 @@ def mutate_page(draw, content):
 
 
 def mutated(draw, content):
-    """Return a copy with some faults in its footer, in the header of a page, or in both."""
+    """Return a copy with faults in the footer, in the header of a page, or in both places."""
     if draw.random() < 0.5:
         content = mutate_page(draw, content)
     footer, end = footer_of(content)
@@ -176,7 +176,7 @@ def test_structured_faults(tmp_path):
 
 
 def test_no_memory_for_what_a_footer_only_claims(tmp_path):
-    """A tiny file whose footer claims a list of a million columns takes no memory for them."""
+    """A tiny file whose footer claims a million columns takes no memory for the columns."""
     footer = b"\x15\x02\x19\xfc\xbf\x84\x3d" + bytes(100)
     path = tmp_path / "x.parquet"
     path.write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")

@@ -137,7 +137,7 @@ def test_numbers_and_labels(tmp_path):
     assert batch.label.tolist() == [1, 0, 1]
     assert batch.dense.tolist() == [[-1, 1.5], [-3, -1], [2**40, -1]]
     assert batch.dense.dtype == batch.label.dtype == torch.float32
-    batch.dense[0] = 5  # writes to memory of its own
+    batch.dense[0] = 5  # does not write to Arrow's memory
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -104,7 +104,7 @@ def watch(child: int, options: argparse.Namespace, progress: Progress) -> int:
 
 def main() -> int:
     options, progress = parse(), Progress()
-    # On a busy machine, threads that spin while they wait take time from those that work.
+    # On a busy machine, threads that spin while they wait take time from threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.stdout.flush()
     child = os.fork()

@@ -196,7 +196,7 @@ int ncclCommRevoke(ncclComm* communicator, int) {
 int ncclCommAbort(ncclComm* communicator) {
   const int result = called("ncclCommAbort");
   std::unique_lock<std::mutex> lock(mutex);
-  // The real ncclCommAbort would free memory that such a call still uses.
+  // The real ncclCommAbort would free memory that a running call still uses.
   if (communicator->groups > 0) calls += "ncclCommAbort during a call\n";
   communicator->stopped = true;
   changed.notify_all();

@@ -90,7 +90,7 @@ class TestDevice:
         assert ahead.sum().item() == 3000
 
     def test_prefetch_beside_a_busy_stream(self, on_device, monkeypatch):
-        """Prefetch is correct even if keys are computed late and freed memory is reused early."""
+        """Prefetch works even if keys are computed late and freed memory is reused immediately."""
         exchange = Exchange(None, on_device.device, on_device)
         monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: exchange)
         group, twin = (

@@ -300,7 +300,7 @@ def test_waits_of_a_step_on_two_ranks(fake, tables, ahead):
 
 
 def waits_of_ops(rank, tables):
-    """Return the waits of both ranks in two steps, as counted by the host runner."""
+    """Return each rank's waits in two steps, as counted by the host runner."""
     simt.load()
     library = ctypes.CDLL(str(simt.LIBRARY))
     library.sparsekit_num_waits.restype = ctypes.c_int64

@@ -48,7 +48,7 @@ class Keyed:
 
 
 def random_keyed(keys, batch, seed, device="cpu", weighted=False, most=4, dtype=torch.int64):
-    """Return a batch of random bags of 0 to `most` keys, which are below 40."""
+    """Return a batch of random bags with 0 to `most` keys; keys are below 40."""
     draw = random.Random(seed)
     lengths = [draw.randrange(most + 1) for _ in range(len(keys) * batch)]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(dtype)

@@ -113,7 +113,7 @@ def test_gradients_in_evaluation(device):
     call(together, inputs, weights, group)
     apart.eval()
     group.eval()
-    inputs, weights = batch(4, device)  # keys both seen and unseen
+    inputs, weights = batch(4, device)  # some keys are new
     one, other = call(apart, inputs, weights), call(together, inputs, weights, group)
     assert_same(one, other)
     torch.autograd.backward(list(other.values()), upstream(other.values(), 0))

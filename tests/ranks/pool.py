@@ -45,8 +45,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Making a first optimizer imports torch._dynamo, which would take seconds in each
-        # rank.
+        # The first optimizer imports torch._dynamo; this would take seconds in each rank.
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "sparsekit"])
         self.usable = True
         self.folder = tempfile.TemporaryDirectory()

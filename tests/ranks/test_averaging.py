@@ -1,4 +1,4 @@
-"""Averages of dense gradients over shared memory equal those computed through gloo."""
+"""Dense gradients averaged over shared memory equal gradients averaged through gloo."""
 
 import time
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Dense(torch.nn.Module):
-    """Model with parameters of many sizes, one of them with fewer elements than ranks."""
+    """Model with parameters of many sizes; one has fewer elements than there are ranks."""
 
     def __init__(self, dtype):
         super().__init__()

@@ -129,7 +129,7 @@ def test_ignored_parameters(two_ranks):
 
 
 def accumulate(rank, group=None):
-    """Return the gradients accumulated over two half batches, the first of them under no_sync."""
+    """Return the gradients accumulated over two half batches, the first half under no_sync."""
     made = model(group)
     keys = torch.randint(0, 30, (8, 3), generator=torch.Generator().manual_seed(0))
     if group is not None:

@@ -290,7 +290,7 @@ def test_finite_gradients_of_ranks(two_ranks):
 
 
 def check_alone(rank):
-    """Check the gradients of each rank in a group of its own; rank 1 has a NaN."""
+    """Check each rank's gradients in a separate group; rank 1 has a NaN."""
     groups = [dist.new_group([one]) for one in range(2)]
     model, layer, _ = backward(rank, SHARES["even"], "all", torch.float32)
     if rank == 1:

@@ -42,7 +42,7 @@ def strike(kind):
 
 
 class Lines:
-    """Context that counts the executed lines of sparsekit and causes a fault at one of them."""
+    """Context that counts the executed lines of sparsekit and causes a fault at one line."""
 
     def __init__(self, kind=None, number=None):
         self.kind, self.number, self.count = kind, number, 0
@@ -168,6 +168,6 @@ def test_a_fault(pools, seed):
     if isinstance(outcomes[victim], Died):
         assert kind in ("kill", "stop")
         assert all(raised for raised, _ in others), others
-    else:  # no fault happened if there were fewer lines than in the first step
+    else:  # no fault happened if fewer lines ran than in the first step
         assert not isinstance(outcomes[victim], Raised), outcomes[victim]
         assert kind in ("raise", "delay") or outcomes[victim][0] is None

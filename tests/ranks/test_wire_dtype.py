@@ -27,7 +27,7 @@ def by_default(wire_dtype):
 
 
 def bags(rank):
-    """Return bags of three keys, most of them shared with other ranks; one bag is all padding."""
+    """Return bags of three keys, mostly shared with other ranks; one bag is all padding."""
     generator = torch.Generator().manual_seed(rank)
     keys = torch.randint(0, 40, (30, 2, 3), generator=generator)
     keys[rank] = -1
@@ -129,7 +129,7 @@ def test_a_vector_is_rounded_once_and_those_of_own_rows_are_not(ranks):
 
 
 def sums_in_float32(rank):
-    """Small gradients of one rank are not lost beside a large one of another rank."""
+    """One rank's small gradients are not lost when added to another rank's large gradient."""
     layer = sparsekit.All2AllDenseEmbedding(
         8, 4, 1, 1, dynamic_input=True, name="sums", wire_dtype=BFLOAT16, gradient_reduction="sum"
     )

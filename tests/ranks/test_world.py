@@ -253,7 +253,7 @@ def test_a_state_of_another_rank_is_refused(two_ranks):
 
 
 class Projected(sparsekit.DistributedEmbedding):
-    """Layer with a dense part of its own."""
+    """Layer that also contains a dense part."""
 
     def __init__(self):
         super().__init__("sum", 40, 3, 1, 1, name="projected")

@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFF
 
 
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the distinct keys in order of first occurrence, each key's index there, and counts."""
+    """Return the distinct keys by first occurrence, each key's index among them, and the counts."""
     position: dict[int, int] = {}
     inverse = [position.setdefault(key, len(position)) for key in keys.tolist()]
     as_tensor = torch.tensor(inverse, dtype=torch.int64, device=keys.device)
