@@ -30,7 +30,7 @@ def _torch_version() -> tuple[int, int]:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's instruction sets, as far as the operating system enables them."""
+    """Return the CPU flags that the operating system reports; none if it reports none."""
     try:
         with open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.startswith("flags")), "")

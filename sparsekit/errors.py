@@ -52,7 +52,7 @@ class ResumeError(ValueError):
 
 
 class DivergedError(ArithmeticError):
-    """Raised when training has overflowed floating point, so that the weights are useless."""
+    """Raised when training has diverged: a loss or prediction is not finite."""
 
 
 def check_choice(name: str, argument: str, value: object, choices: Sequence[object]) -> None:

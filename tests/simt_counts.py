@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Count:
-    """Work that an op gives to a GPU."""
+    """Work that an op causes on a GPU."""
 
     calls: int = 0
     """Calls of the op itself."""

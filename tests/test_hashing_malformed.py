@@ -46,8 +46,8 @@ def from_views(views, text=LONG * 3, valid=None):
         ([0, 12, 11], 0),
         ([0, 5, 4, 11], 1),
         ([0, 5, -4, 11], 1),
+        # As int32, the difference of the two middle offsets wraps around to -1.
         ([0, -(2**31), 2**31 - 1, 11], 0),
-        # The difference of the offsets wraps around in 32 bits to a small number.
         ([0, 3, -10, 20, 11], 1),
     ],
 )

@@ -164,7 +164,7 @@ def export(
     becomes float32, since NumPy lacks it; safetensors keeps it.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints, whose latest one is used; it is verified.
+        path: a checkpoint, or a folder of checkpoints to take the latest of; it is verified first.
         out: folder to make for the files, ``<table>.<format>``. In a file's name, characters that
             some file systems refuse become ``_``; a long name is cut to 100 characters, and gets
             a number if it is taken. The table's full name is in the file: in the metadata of

@@ -257,7 +257,8 @@ def _remove_if_abandoned(draft: Path) -> None:
     except OSError:
         return  # a live process is writing it
     try:
-        # The writer may have locked it meanwhile: it notices, and makes a new draft.
+        # The draft's writer may be about to lock it: it then notices that the draft is gone, and
+        # makes another one.
         discard(draft)
     finally:
         lock.close()

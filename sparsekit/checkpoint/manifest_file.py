@@ -146,7 +146,7 @@ class _Value:
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:
-        """Return the member of an object with this name."""
+        """Return the member called name; the value must be an object."""
         where = f"{self.where}.{name}" if self.where else name
         return _Value(self.path, where, self.object().get(name))
 

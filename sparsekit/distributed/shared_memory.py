@@ -164,7 +164,7 @@ class _Meeting:
         return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
 
     def call(self, offers: Sequence[_Offer]) -> None:
-        """Connect to all lower ranks; return even if they have not accepted the connection yet."""
+        """Connect to all lower ranks, without waiting for them to accept."""
         for other in range(self.rank):
             self._sockets[other] = connection = self._socket(socket.socket(socket.AF_UNIX))
             connection.settimeout(self._patience)

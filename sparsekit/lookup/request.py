@@ -263,7 +263,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 
 def vectors_of_bags(request: Request) -> Request:
-    """Return a request for the unpooled vectors of bags, jagged; a padding key gives zeros."""
+    """Request each key's vector, unpooled, with jagged output; padding keys give zeros."""
     made = one_by_one(request.table, request.keys)
     made.jagged = request.offsets
     leave_padding_out(made)

@@ -65,7 +65,7 @@ class RowsOf:
 
 
 class HashTable(torch.nn.Module):
-    """A map of any int64 keys to dense row numbers in order of first occurrence.
+    """A map from int64 keys to dense row numbers, in order of first occurrence.
 
     The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
     ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with places for 5 keys),

@@ -36,7 +36,7 @@ def same_state(one, other):
 
 
 def refused(layer, state, *parts, **how):
-    """Check that loading the state raises an error with these parts and changes nothing."""
+    """Check that loading the state raises an error that contains all parts, and changes nothing."""
     before = state_of(layer)
     given = dict(state)
     with pytest.raises(RuntimeError) as caught:

@@ -104,7 +104,7 @@ CASES = [
     ("update(whole, s, row_step=whole.view(torch.int32).view(-1)[-8:])", "row_step", "weight"),
     ("t = torch.arange(8); update(whole, s, rows=t[4:6], row_step=t.view(torch.int32)[8:])",
      "rows", "row_step"),
-    # The rows of these states are adjacent, but the states share one column.
+    # The states lie side by side in p, but both include column 3.
     ("p = torch.zeros(8, 7); update(whole, [p[:, :4], p[:, 3:]])", "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[:64].view(8, 8)[:, :4], p[6:70].view(8, 8)[:, :4]])",
      "states[1]", "states[0]"),

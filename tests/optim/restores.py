@@ -192,7 +192,9 @@ def restore(rng, side, saved, way):
             load()
     side.model.load(saved.model, vectors=True, states=both)
     if of_torch and both:
-        side.train(rng, list(saved.model.vectors))  # now the states belong to these keys
+        # torch's states contain no keys: at the first step after a load they become those of the
+        # table's current keys.
+        side.train(rng, list(saved.model.vectors))
 
 
 def run(name, seed, operations=14):

@@ -1,4 +1,4 @@
-"""Drop-ins on several ranks give the results of one process that has all samples."""
+"""Drop-ins on several ranks give the same results as one process with all samples."""
 
 import pytest
 import torch

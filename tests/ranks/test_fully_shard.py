@@ -1,4 +1,4 @@
-"""A dense part under torch's fully_shard, in a model with tables, trains as on one rank."""
+"""A model with tables and a fully_shard dense part trains the same on two ranks as on one."""
 
 import copy
 import math
