@@ -110,3 +110,13 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def save_two(folder):
+    """Save a complete checkpoint at step 0 and an incremental one at step 1."""
+    model, optimizers = made()
+    keep = Checkpoints(folder, complete_every=2)
+    for step in range(2):
+        train(model, optimizers, step, step + 1)
+        keep.save(step, model, optimizers)
+    keep.close()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from sparsekit import checkpoint
-from sparsekit.checkpoint import CheckpointError, Checkpoints
+from sparsekit.checkpoint import CheckpointError
 from sparsekit.checkpoint.manifest_file import read_manifest
 from sparsekit.checkpoint.tensor_file import TensorFile
 
-from .models import assert_equal, contents, made, train
+from .models import assert_equal, contents, made, save_two, train
 
 CORRUPTIONS = 300
 
@@ -24,12 +24,7 @@ CORRUPTIONS = 300
 def saved(tmp_path_factory):
     """Save a complete and an incremental checkpoint; return the folder."""
     folder = tmp_path_factory.mktemp("saved")
-    model, optimizers = made()
-    keep = Checkpoints(folder, complete_every=2)
-    for step in range(2):
-        train(model, optimizers, step, step + 1)
-        keep.save(step, model, optimizers)
-    keep.close()
+    save_two(folder)
     return folder
 
 

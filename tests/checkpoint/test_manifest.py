@@ -6,10 +6,10 @@ import zlib
 
 import pytest
 
-from sparsekit.checkpoint import CheckpointError, Checkpoints, manifest_file
+from sparsekit.checkpoint import CheckpointError, manifest_file
 from sparsekit.checkpoint.manifest_file import read_manifest
 
-from .models import made, train
+from .models import save_two
 from .test_damage import rewritten
 
 TABLE = ("tables", "users")
@@ -86,12 +86,7 @@ PLACES = {
 def folder(tmp_path_factory):
     """Save an incremental checkpoint; return its folder."""
     folder = tmp_path_factory.mktemp("manifests")
-    model, optimizers = made()
-    keep = Checkpoints(folder, complete_every=2)
-    for step in range(2):
-        train(model, optimizers, step, step + 1)
-        keep.save(step, model, optimizers)
-    keep.close()
+    save_two(folder)
     return folder / "step-000000000001"
 
 
