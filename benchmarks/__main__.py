@@ -112,9 +112,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare)
     compare.add_argument("before", type=Path, metavar="A.json")
     compare.add_argument("after", type=Path, metavar="B.json")
-    compare.add_argument(
-        "--threshold", type=float, default=0.15, help="least change that counts (default: 0.15)"
-    )
+    compare.add_argument("--threshold", type=float, default=0.15, help="least change that counts")
 
     table = commands.add_parser("table", help="a table of the targets, of one or several runs")
     table.set_defaults(run=_table)

@@ -10,8 +10,19 @@ from typing import Any, NoReturn
 from ._nearest import did_you_mean
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends defaults to the help, except those that say nothing: None, and False of a switch."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False
+        return action.help if silent else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors; argparse would print the whole usage."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""

@@ -61,11 +61,11 @@ def _import_options(part: argparse.ArgumentParser) -> None:
         help="which library; npz: arrays vectors and perhaps keys; torchrec: a state dict",
     )  # fmt: skip
     part.add_argument(
-        "--dim", action="append", default=[], metavar="[TABLE=]N", type=_dim,
+        "--dim", action="append", metavar="[TABLE=]N", type=_dim,
         help="elements of a vector, of all tables or of one; for sok1, whose files do not tell",
     )  # fmt: skip
     part.add_argument(
-        "--rename", action="append", default=[], metavar="TABLE=LAYER", type=_rename,
+        "--rename", action="append", metavar="TABLE=LAYER", type=_rename,
         help="the layer's name in the module, where it is another than the table's",
     )  # fmt: skip
 
@@ -153,10 +153,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    sources = sources_of(args.kind, args.path, dict(args.dim))
+    sources = sources_of(args.kind, args.path, dict(args.dim or ()))
     total = sum(source.rows * source.dim * source.dtype.itemsize for source in sources)
     with Progress("import", total, sys.stderr, "bytes") as progress:
-        made = import_tables(sources, args.out, dict(args.rename), progress.update)
+        made = import_tables(sources, args.out, dict(args.rename or ()), progress.update)
     for source in sources:
         left = f"; left behind: {source.left}" if source.left else ""
         print(f"{source.name}: {source.rows:,} rows, dim {source.dim}{left}")

@@ -32,11 +32,9 @@ _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 def add_options(parser: Parser | argparse.ArgumentParser) -> None:
     """Add the options for checkpoints to a parser."""
-    parser.set_defaults(checkpoint=None, resume=False)
     parser.add_argument(
         "--checkpoint",
         metavar="FOLDER",
-        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="where to save the run after each epoch and every few steps",
     )
     count = number(int, 1, 2**31 - 1)
@@ -48,7 +46,6 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="go on from the latest checkpoint in --checkpoint, or begin if there is none",
     )
 

@@ -29,9 +29,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     sample.add_argument(
         "--out", metavar="FILE", required=True, help="where to write; gzip if it ends in .gz"
     )
-    sample.add_argument(
-        "--seed", type=number(int, 0, 2**63 - 1), default=0, help="which file (default: 0)"
-    )
+    sample.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="which file")
     sample.add_argument(
         "--multi-hot",
         action="store_true",

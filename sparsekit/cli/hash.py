@@ -54,7 +54,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--separator", metavar="CHARACTER", help="between several values in a field of text"
     )
-    parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), default=0, help="of the hash (0)")
+    parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), default=0, help="of the hash")
     parser.add_argument(
         "--skip-malformed", action="store_true", help="leave out malformed lines, and count them"
     )

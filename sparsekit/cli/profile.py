@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         model.description = (
             f"Profile some steps of `sparsekit train {name}`, which has the same options."
         )
-        model.set_defaults(train=model.get_default("run"), run=_profile, trace=None)
+        model.set_defaults(train=model.get_default("run"), run=_profile)
         _add_options(model)
 
 
@@ -43,7 +43,6 @@ def _add_options(model: argparse.ArgumentParser) -> None:
     of_profile.add_argument(
         "--trace",
         metavar="FILE",
-        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="where to write a Chrome trace, for chrome://tracing or ui.perfetto.dev; rank 1 "
         "writes FILE with .rank1 in front of its suffix",
     )

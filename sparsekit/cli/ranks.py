@@ -40,18 +40,16 @@ Fit = Callable[[Any, argparse.Namespace], int]
 
 def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
     """Add the options for the number of processes and for the number of threads of each."""
-    parser.set_defaults(threads=None, ranks=ranks)
     parser.add_argument(
         "--ranks",
         type=number(int, 1, 1024),
-        default=argparse.SUPPRESS if ranks is None else ranks,
+        default=ranks,
         help="processes that share the tables and the batches; under torchrun there are as many "
         "as it has started" + (" (default: 1 or as needed)" if ranks is None else ""),
     )
     parser.add_argument(
         "--threads",
         type=number(int, 1, 1024),
-        default=argparse.SUPPRESS,
         help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
     )
 

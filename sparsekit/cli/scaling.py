@@ -29,9 +29,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Train a DLRM on generated keys on 1, 2, … ranks of this machine with the same "
         "batch, and print samples a second, speed-up and efficiency, and a prediction for more "
         "ranks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    scaling.set_defaults(run=_scaling, json=None, plot=None)
+    scaling.set_defaults(run=_scaling)
     count = number(int, 1, 2**31 - 1)
     scaling.add_argument("--ranks", type=_numbers, default="1,2", metavar="N,N", help="worlds")
     scaling.add_argument("--threads", type=count, default=1, help="CPU threads of each rank")
@@ -43,7 +42,6 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         scaling.add_argument(
             f"--{name}",
             metavar="FILE",
-            default=argparse.SUPPRESS,
             help="where to write the figures as " + ("JSON" if name == "json" else "PNG"),
         )
 

@@ -114,38 +114,29 @@ def add(
         name,
         help=help,
         description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    # SUPPRESS keeps the help from saying "default: None".
-    hidden = argparse.SUPPRESS
-    parser.set_defaults(run=run, data=None, save=None)
+    parser.set_defaults(run=run, save=None)
     parser.flags_are_settings = True
-    parser.add_argument("--data", metavar="FILE", default=hidden, help=data)
+    parser.add_argument("--data", metavar="FILE", help=data)
     if save is not None:
-        parser.add_argument("--save", metavar="FILE", default=hidden, help=save)
+        parser.add_argument("--save", metavar="FILE", help=save)
     add_settings(parser, "epochs=3")
     return parser
 
 
 def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
     """Add the options that set and print settings."""
-    hidden = argparse.SUPPRESS
-    parser.set_defaults(config=None, settings=None, show_config=False)
-    parser.add_argument(
-        "--config", metavar="FILE", default=hidden, help="settings in YAML; see --show-config"
-    )
+    parser.add_argument("--config", metavar="FILE", help="settings in YAML; see --show-config")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
-        default=hidden,
         dest="settings",
         help=f"one setting, such as {example}; may be repeated",
     )
     parser.add_argument(
         "--show-config",
         action="store_true",
-        default=hidden,
         help="print the settings, each that has a value, as YAML, and end",
     )
 
@@ -163,13 +154,11 @@ def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | Non
 
     ``num_ranks`` is the default of ``args.ranks``, and may be None.
     """
-    parser.set_defaults(log=None)
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
     parser.add_argument(
         "--log-to",  # torchrun would read --log as an abbreviation of its own options
         dest="log",
         metavar="FOLDER",
-        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
     )
     ranks.add_ranks(parser, num_ranks)

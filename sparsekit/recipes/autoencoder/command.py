@@ -56,27 +56,23 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
         "them",
         save="where to write the trained model, for `sparsekit recommend`",
     )
-    train.set_defaults(recs=None, epochs=None, batch_size=None, dim=None)
     count = number(int, 1, 2**31 - 1)
     train.add_argument(
         "--recs",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help=f"where to write the {K} best items of each user, as `sparsekit recommend` does",
     )
     train.add_argument(
         "--epochs",
         type=count,
-        default=argparse.SUPPRESS,
         help=f"passes over the users (default: {DEFAULT_EPOCHS}; {ORIGINAL_EPOCHS} with "
         f"--original)",
     )
     shown = f" (default: {DEFAULT_BATCH}; all with --original)"
-    training.add_batch_size(train, "users", default=argparse.SUPPRESS, shown=shown)
+    training.add_batch_size(train, "users", default=None, shown=shown)
     train.add_argument(
         "--dim",
         type=number(int, 1, 2**16),
-        default=argparse.SUPPRESS,
         help=f"elements of an item's vector (default: {DEFAULT_DIM}); not of --original",
     )
     train.add_argument(

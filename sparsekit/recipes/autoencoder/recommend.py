@@ -32,7 +32,6 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--save`, to a file with a line for each: user, item and score, with tabs between them and "
         "no header; users rising, scores falling. Items that the user has rated in training, or "
         "nobody has, are not among them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(run=_recommend)
     parser.add_argument("model", metavar="MODEL", help="file of the trained model")

@@ -46,40 +46,28 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
             description=f"Train {title} on files of clicks, which are read as a stream; without "
             "any, on the Adult census data, from raw text.",
             epilog=f"Settings, each of them an option too: {', '.join(settings)}.",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        train.set_defaults(
-            run=_train,
-            model=name,
-            save=None,
-            run_folder=None,
-            data=None,
-            epochs=None,
-        )
-        hidden = argparse.SUPPRESS  # keeps "default: None" out of the help
+        train.set_defaults(run=_train, model=name, save=None)
         training.add_settings(train, "optimizer.lr=0.01 or model.top=64,32")
         for setting in settings:
             train.add_argument(
                 f"--{setting}", type=f"{setting}={{}}".format, action="append", dest="settings",
-                help=hidden,
+                help=argparse.SUPPRESS,
             )  # fmt: skip
         train.add_argument(
             "--data",
             metavar="FILE",
             nargs="+",
-            default=hidden,
             help="files to train on: data.train in short",
         )
         train.add_argument(
             "--epochs",
             type=number(int, 1, 2**31 - 1),
-            default=hidden,
             help=f"passes over the data: trainer.epochs in short (default: {TrainerConfig.epochs})",
         )
         train.add_argument(
             "--save",
             metavar="RUN",
-            default=hidden,
             dest="run_folder",
             help="folder to make for the trained model, for `sparsekit predict`",
         )

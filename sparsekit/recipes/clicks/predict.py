@@ -37,16 +37,14 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Write the probability of a click for each row of a file, by a model of "
         "`sparsekit train dlrm --save` or deepfm's, to a file with a line for each row, in their "
         "order. Rows are read as in training, and need no label.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.set_defaults(run=_run, threads=None)
+    parser.set_defaults(run=_run)
     parser.add_argument("folder", metavar="RUN", help="folder of the trained model")
     parser.add_argument(
         "--data",
         metavar="FILE",
         nargs="+",
         required=True,
-        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="files with the columns that the model was trained on",
     )
     parser.add_argument("--out", metavar="FILE", default="predictions.txt", help="where to write")
