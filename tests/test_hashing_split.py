@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from split_hash import columns_of, expected_columns
 from xxh64_oracle import unsigned
 
-from sparsekit.hashing import SplitHashEncoder
+from sparsekit.hashing import SplitHashEncoder, split_hash
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 
@@ -32,6 +32,44 @@ def test_any_value_has_the_columns_of_the_formula(value, length, splits, salt):
     encoder = SplitHashEncoder({"a": length}, splits, salts={"a": salt})
     found = columns_of(encoder, {"a": [value]}).tolist()
     assert found == [expected_columns(value, length, splits, salt)]
+
+
+HASHES = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF, -0x0123456789ABCDEF]
+
+
+@pytest.mark.parametrize("splits", [4, 1])
+def test_hashes_at_the_ends_of_their_range(monkeypatch, splits):
+    monkeypatch.setattr(split_hash, "xxh64", lambda *_: torch.tensor(HASHES))
+    encoder = SplitHashEncoder({"a": 50_000}, splits, signed=True)
+    matrix, w = encoder.encode({"a": HASHES}), encoder.width // splits
+    for h, columns, signs in zip(
+        [h % 2**64 for h in HASHES],
+        matrix.col_indices().view(-1, splits).tolist(),
+        matrix.values().view(-1, splits).tolist(),
+        strict=True,
+    ):
+        shifts = (48, 32, 16, 0)
+        of_blocks = [k * w + (h >> shift & 0xFFFF) % w for k, shift in enumerate(shifts)]
+        assert columns == ([h % w] if splits == 1 else of_blocks)
+        mixed = (h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64
+        assert signs == [1 - 2 * (mixed >> (63 - k) & 1) for k in range(splits)]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_torch_and_scipy_get_the_same_matrix(signed):
+    encoder, data = SplitHashEncoder({"a": 7, "b": 99}, signed=signed), {"a": "xyz", "b": [1, 2, 3]}
+    data["a"] = list(data["a"])
+    tensor, matrix = encoder.encode(data), encoder.encode(data, to="scipy")
+    assert (tensor.dtype, matrix.dtype) == (torch.float32, np.float32)
+    assert tensor.to_dense().tolist() == matrix.toarray().tolist()
+    assert matrix.has_canonical_format
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(2**31 - 1, np.int32), (2**31, np.int64)])
+def test_scipy_gets_the_indices_that_it_would_choose(width, dtype):
+    one = torch.ones(1)
+    matrix = split_hash._scipy_csr(one, one.long(), torch.tensor([0, 1]), (1, width))
+    assert (matrix.indices.dtype, matrix.indptr.dtype) == (dtype, dtype)
 
 
 def test_widths():
@@ -89,6 +127,27 @@ def test_collisions_of_a_narrow_code_are_as_many_as_expected():
     assert (found.values, found.codes, found.expected) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("splits", [4, 1])
+@pytest.mark.parametrize("signed", [False, True])
+def test_save_and_load_keep_all_settings(tmp_path, splits, signed):
+    encoder = SplitHashEncoder({"b": 5, "a": 7}, splits, salts={"a": 2**64 - 1}, signed=signed)
+    encoder.save(tmp_path / "x")
+    loaded = SplitHashEncoder.load(tmp_path / "x")
+    assert vars(loaded) == vars(encoder)
+    assert list(loaded.starts) == ["b", "a"]
+    text = f"SplitHashEncoder({{'b': 5, 'a': 7}}, splits={splits}, signed={signed})"
+    assert repr(loaded) == text
+    assert (tmp_path / "x").read_text().endswith("}\n")
+
+
+def test_a_file_of_another_version_is_refused(tmp_path):
+    SplitHashEncoder({"a": 5}).save(tmp_path / "x")
+    text = (tmp_path / "x").read_text()
+    (tmp_path / "x").write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(ValueError, match="another format or version"):
+        SplitHashEncoder.load(tmp_path / "x")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "other", "version": 1}'])
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "x").write_text(content)
@@ -102,6 +161,9 @@ def test_a_file_of_other_lengths_is_refused(tmp_path):
     assert loaded.feature_lengths == {"a": 5, "b": 7}
     with pytest.raises(ValueError, match=r"feature 'b' was saved with length 7, but .* has 8"):
         SplitHashEncoder.load(tmp_path / "x", {"a": 5, "b": 8})
+    for others in ({}, {"a": 5}, {"b": 7, "a": 5}, {"a": 5, "c": 7}):
+        with pytest.raises(ValueError, match=r"features \['a', 'b'\], in this order, but"):
+            SplitHashEncoder.load(tmp_path / "x", others)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +176,7 @@ def test_a_file_of_other_lengths_is_refused(tmp_path):
         ({"a": 1.5}, {}, TypeError, r"feature_lengths\['a'\] must be an int, got 1.5"),
         ({"a": 5}, {"splits": 2}, ValueError, "splits must be 4, or 1 for one-hot; got 2"),
         ({"a": 5}, {"salts": {"b": 1}}, ValueError, r"salts names \['b'\]"),
+        ({"a": 5}, {"salts": {"a": 0.5}}, TypeError, r"salts\['a'\]: seed must be an int"),
         ({"a": 5}, {"salts": {"a": -1}}, ValueError, r"salts\['a'\]: seed must be in"),
     ],
 )
@@ -128,6 +191,7 @@ def test_bad_settings_are_refused(lengths, options, error, message):
         ({"a": [1]}, ValueError, "columns has no column 'b'"),
         (pa.table({"a": [1]}), ValueError, "columns has no column 'b'"),
         ({"a": [1, 2], "b": [1]}, ValueError, "feature 'b' has 1 values, but 'a' has 2"),
+        ({"a": [1], "b": [1, 2]}, ValueError, "feature 'b' has 2 values, but 'a' has 1"),
         ({"a": [1], "b": [0.5]}, TypeError, r"feature 'b': values\[0\] is of type float"),
         ({"a": ["\ud800"], "b": [1]}, ValueError, r"feature 'a': values\[0\] is a str with a"),
     ],

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import math
 
 import pytest
+import torch
 
-from sparsekit.datasets.reviews import read_reviews, split_reviews
+from sparsekit.datasets.reviews import read_reviews, split_reviews, words_of
 from sparsekit.errors import DataFormatError
 
 NAMES = ("reviewerID", "asin", "overall", "reviewText", "unixReviewTime")
@@ -23,6 +25,12 @@ def read(folder, rows, names=NAMES, pack=bytes):
     return read_reviews(path)
 
 
+def test_words():
+    text = "Don't shout: it's_a 3D-film, 'Ça va' rock'n'roll."
+    expected = ["don't", "shout", "it's", "a", "3d", "film", "ça", "va", "rock'n'roll"]
+    assert words_of(text) == expected
+
+
 @pytest.mark.parametrize("names", [NAMES, NEW_NAMES])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_each_field_is_in_its_place(tmp_path, names, pack):
@@ -34,6 +42,8 @@ def test_each_field_is_in_its_place(tmp_path, names, pack):
     assert reviews.ratings.items.tolist() == [1, 2, 0]
     assert reviews.ratings.ratings.tolist() == [4, 2.5, 1]
     assert reviews.ratings.timestamps.tolist() == [7, 5, 6]
+    assert reviews.ratings.ratings.dtype == torch.float32
+    assert reviews.ratings.timestamps.dtype == torch.float64
     assert reviews.texts == [["good", "good", "film's"], [], ["é", "2"]]
 
 
@@ -68,6 +78,13 @@ def test_a_record_without_a_text_has_no_words(tmp_path, none):
         ([("a", ..., 3)], r"reviews\.json:1: asin is None"),
         ([(..., "b", 3)], r"reviews\.json:1: reviewerID is None"),
         ([("a", "b", 3, 7)], r"reviews\.json:1: reviewText is 7"),
+        ([("a", "b", 3, 0)], r"reviews\.json:1: reviewText is 0"),
+        ([("a", "b", 3, "", False)], r"reviews\.json:1: unixReviewTime is False"),
+        ([("a", "b", math.nan)], r"reviews\.json:1: overall is nan"),
+        ([("a", "b", -1e6)], r"reviews\.json:1: overall is -1000000\.0"),
+        ([("a", "b", 3, "", -1e300)], r"reviews\.json:1: .* unixReviewTime is -1e\+300"),
+        ([("a", "b", 10**400)], r"reviews\.json:1: int too large"),
+        ([("a", "b", 3, [8] * 99)], r"reviews\.json:1: reviewText is \[8(, 8){12}, $"),
         ([("a", "b", 3, "", "7")], r"reviews\.json:1: unixReviewTime is '7'"),
         ([("a", "b", 1e6)], r"reviews\.json:1: overall is 1000000\.0"),
         (
@@ -89,3 +106,22 @@ def test_blank_lines_are_counted_but_no_reviews(tmp_path):
     path.write_text(f"\n{line}\n \n[]\n")
     with pytest.raises(DataFormatError, match=r"reviews\.json:4: must be an object"):
         read_reviews(path)
+
+
+def test_the_largest_numbers_of_a_review(tmp_path):
+    reviews = read(tmp_path, [("a", "b", 999_999, "", -9e299), ("a", "c", -999_999, "", 9e299)])
+    assert reviews.ratings.ratings.tolist() == [999_999, -999_999]
+    assert reviews.ratings.timestamps.tolist() == [-9e299, 9e299]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "recursion"),
+        (json.dumps("x" * 99), f"must be an object, is '\"{'x' * 39}'$"),
+    ],
+)
+def test_lines_that_are_no_objects(tmp_path, line, message):
+    (tmp_path / "reviews.json").write_text(line)
+    with pytest.raises(DataFormatError, match=rf"reviews\.json:1: .*{message}"):
+        read_reviews(tmp_path / "reviews.json")

@@ -163,7 +163,7 @@ class SplitHashEncoder:
             block = self.buckets[name] // self.splits
             # Combines the columns of a value into one integer, which wraps around if it needs all
             # 64 bits.
-            places = [block**k for k in reversed(range(self.splits))]
+            places = [block**k for k in range(self.splits)]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
             values, sets = len(distinct), block**self.splits
             # This is values - sets * (1 - (1 - 1 / sets) ** values), accurate to all digits.
@@ -291,7 +291,7 @@ def _scipy_csr(
 ) -> Any:
     sparse = needed("scipy.sparse", f"{_NAME}: to='scipy'")
     # Use 32-bit indices if they are large enough, as scipy itself does.
-    small = max(*shape, len(keys)) < 2**31
+    small = max(shape[1], len(keys)) < 2**31
     index = torch.int32 if small else torch.int64
     parts = (part.cpu().numpy() for part in (entries, keys.to(index), offsets.to(index)))
     matrix = sparse.csr_array(tuple(parts), shape)
