@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__all__ = ["needed"]
+__all__ = ["MissingPackageError", "needed"]
 
 # The extra that installs each package, and the package's name on PyPI if the module's name differs.
 _EXTRAS = {
@@ -16,17 +16,21 @@ _EXTRAS = {
 _NAMES = {"yaml": "pyyaml"}
 
 
+class MissingPackageError(ImportError):
+    """A package is missing; the message says what needs it and how to install it."""
+
+
 def needed(module: str, user: str) -> Any:
     """Import a module that only some functions need.
 
     Raises:
-        ImportError: the module is missing; the message says what needs it and how to install it.
+        MissingPackageError: the module is missing.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(
+        raise MissingPackageError(
             f"{user} needs {_NAMES.get(package, package)}: "
             f"pip install 'sparsekit-torch[{_EXTRAS[package]}]'"
         ) from error

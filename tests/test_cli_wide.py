@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparsekit import cli
+from sparsekit._extras import MissingPackageError
 from sparsekit.datasets import DatasetUnavailableError, adult, read_adult
 from sparsekit.models import WideModel
 from sparsekit.recipes.wide import command as train_wide
@@ -121,7 +122,7 @@ def test_files_that_are_no_use(tmp_path, capsys, text, message):
     assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [DatasetUnavailableError, ImportError])
+@pytest.mark.parametrize("error", [DatasetUnavailableError, MissingPackageError])
 def test_data_that_cannot_be_had(monkeypatch, capsys, error):
     def unavailable(data):
         raise error("cannot be had; do this")

@@ -14,7 +14,7 @@ from ..checkpoint.diff import diff, lines
 from ..checkpoint.folder import chain, resolved
 from ..checkpoint.reshard import OnProgress, reshard, verify
 from ..train.progress import Progress
-from .common import UsageError, number
+from .common import number
 
 T = TypeVar("T")
 
@@ -139,14 +139,11 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    try:
-        made = _with_bar(
-            args.path,
-            "verify",
-            lambda bar: export(args.path, args.out, args.format, bar),
-        )
-    except ImportError as error:
-        raise UsageError(str(error)) from error
+    made = _with_bar(
+        args.path,
+        "verify",
+        lambda bar: export(args.path, args.out, args.format, bar),
+    )
     for file in sorted(made.iterdir()):
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0

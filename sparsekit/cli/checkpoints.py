@@ -11,7 +11,7 @@ from typing import Any
 
 from .._arguments import Parser
 from ..checkpoint import CheckpointError, Checkpoints, latest
-from .common import UsageError, number, rank
+from .common import UsageError, count, rank
 
 DEFAULT_EVERY = 1000
 DEFAULT_KEEP = 3
@@ -37,7 +37,6 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where to save the run after each epoch and every few steps",
     )
-    count = number(int, 1, 2**31 - 1)
     parser.add_argument(
         "--checkpoint-every", type=count, default=DEFAULT_EVERY, metavar="STEPS",
         help="steps between two checkpoints",

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .._extras import MissingPackageError
 from .._nearest import did_you_mean_file
 from ..datasets import DatasetUnavailableError, RatingsFormatError
 from ..errors import CheckpointError, DataFormatError, ResumeError
+from ..train.config import ConfigError
 
 
 class UsageError(Exception):
@@ -28,6 +30,8 @@ EXPECTED = (
     DataFormatError,
     CheckpointError,
     ResumeError,
+    MissingPackageError,
+    ConfigError,
 )
 
 
@@ -47,6 +51,9 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
 
     parse.__name__ = kind.__name__  # argparse quotes the name: "invalid int value"
     return parse
+
+
+count = number(int, 1, 2**31 - 1)
 
 
 def check_folder(file: str | None, option: str = "--save", *, folder: bool = False) -> None:
@@ -85,11 +92,13 @@ def why(error: OSError, path: str) -> str:
 
 
 @contextlib.contextmanager
-def writing(option: str, file: str) -> Iterator[None]:
-    """Raise an OSError from writing a file in this context as a UsageError."""
+def writing(option: str, file: str | None) -> Iterator[None]:
+    """Raise an OSError from writing a file in this context, if there is one, as a UsageError."""
     try:
         yield
     except OSError as error:
+        if file is None:
+            raise
         raise UsageError(f"{option} {file}: {error.strerror or error}") from error
 
 

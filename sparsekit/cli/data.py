@@ -8,7 +8,7 @@ import sys
 from .._arguments import Parser
 from ..data import write_criteo_sample
 from ..train.progress import Progress
-from .common import UsageError, check_folder, number
+from .common import check_folder, number, writing
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -40,12 +40,10 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def _criteo_sample(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
     with Progress(args.out, args.rows, sys.stdout, unit="rows") as progress:
-        try:
+        with writing("--out", args.out):
             write_criteo_sample(
                 args.out, args.rows, args.seed, args.multi_hot, on_rows=progress.update
             )
-        except OSError as error:
-            raise UsageError(f"--out {args.out}: {error.strerror or error}") from error
         rate = args.rows / progress.seconds
         progress.finish(f"{args.rows:,} rows in {progress.seconds:.1f} s, {rate:,.0f} rows/s")
     return 0

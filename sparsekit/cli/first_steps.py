@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..train.profile import Profile, profiled
-from .common import UsageError, rank
+from .common import UsageError, rank, writing
 
 WARM_UP = 3  # number of steps before the profile, in which memory is allocated and ranks connect
 
@@ -51,14 +51,10 @@ def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: 
 
         hook = register_optimizer_step_post_hook(count)
         try:
-            with contextlib.suppress(_Enough):
+            with writing("--trace", args.trace), contextlib.suppress(_Enough):
                 status = fit(data, args)
                 if status:
                     return status
-        except OSError as error:
-            if args.trace is None:
-                raise
-            raise UsageError(f"--trace {args.trace}: {error.strerror or error}") from error
         finally:
             hook.remove()
     if not ended:

@@ -61,10 +61,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _hash(args: argparse.Namespace) -> int:
-    try:
-        pyarrow, parquet = needed("pyarrow", "hash"), needed("pyarrow.parquet", "hash")
-    except ImportError as error:
-        raise UsageError(str(error)) from error
+    pyarrow, parquet = needed("pyarrow", "hash"), needed("pyarrow.parquet", "hash")
     check_folder(args.out, "--out")
     check_other_file("--out", args.out, args.file)
     try:

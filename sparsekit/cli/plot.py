@@ -31,7 +31,7 @@ def _plot(args: argparse.Namespace) -> int:
         plot_run(args.folder, out)
     except OSError as error:
         raise UsageError(f"{error.filename or args.folder}: {why(error, args.folder)}") from error
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
     print(out)
     return 0

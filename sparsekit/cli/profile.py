@@ -6,7 +6,7 @@ import argparse
 
 from .._arguments import Parser
 from . import train
-from .common import check_folder, number
+from .common import check_folder, count
 from .training import TrainingParser
 
 
@@ -32,7 +32,6 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_options(model: argparse.ArgumentParser) -> None:
-    count = number(int, 1, 2**31 - 1)
     of_profile = model.add_argument_group("profile")
     of_profile.add_argument(
         "--steps", type=count, default=10, help="training steps to profile, after 3 of warm-up"

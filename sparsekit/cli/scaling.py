@@ -16,7 +16,7 @@ from .._arguments import Parser
 from ..train.launch import run_on_ranks, start_rank
 from ..train.plots import plot_scaling
 from ..train.scaling import Case, predicted, samples_per_second
-from .common import UsageError, check_apart, check_folder, number, rank, writing
+from .common import check_apart, check_folder, count, rank, writing
 
 WORLDS = (8, 64, 512)  # numbers of ranks for which to predict the speed-up
 
@@ -31,7 +31,6 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "ranks.",
     )
     scaling.set_defaults(run=_scaling)
-    count = number(int, 1, 2**31 - 1)
     scaling.add_argument("--ranks", type=_numbers, default="1,2", metavar="N,N", help="worlds")
     scaling.add_argument("--threads", type=count, default=1, help="CPU threads of each rank")
     for option in dataclasses.fields(Case):
@@ -90,15 +89,12 @@ def _scaling(args: argparse.Namespace) -> int:
         "samples_per_second": measured,
         "predicted_speed_up": forecast,
     }
-    try:
-        if args.json is not None:
-            with writing("--json", args.json):
-                Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
-        if args.plot is not None:
-            with writing("--plot", args.plot):
-                plot_scaling(measured, forecast, args.plot)
-    except ImportError as error:
-        raise UsageError(str(error)) from error
+    if args.json is not None:
+        with writing("--json", args.json):
+            Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    if args.plot is not None:
+        with writing("--plot", args.plot):
+            plot_scaling(measured, forecast, args.plot)
     return 0
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from .._arguments import Parser
+from .._extras import MissingPackageError
 from .._nearest import did_you_mean
 from ..train import Trainer
 from ..train.config import ConfigError, read_yaml, to_yaml
 from . import checkpoints, ranks
-from .common import UsageError, number, why, writing
+from .common import UsageError, count, number, why, writing
 
 # Options that are not settings: they give the source of settings or change the command's action.
 _NO_SETTINGS = {"config", "set", "show-config", "resume"}
@@ -39,7 +40,7 @@ class TrainingParser(Parser):
         if found.show_config:
             values = {name: getattr(found, each.dest, None) for name, each in self._flags().items()}
             given = {name: value for name, value in values.items() if value is not None}
-            print(as_yaml(given), end="")
+            print(to_yaml(given), end="")
             self.exit()
         return found, unknown
 
@@ -68,7 +69,7 @@ class TrainingParser(Parser):
                 settings = read_yaml(value)
             except OSError as error:
                 self.error(f"--config {value}: {why(error, value)}")
-            except (ConfigError, ImportError) as error:
+            except (ConfigError, MissingPackageError) as error:
                 self.error(f"--config {error}")
             for name, setting in settings.items():
                 of_file += self._flag(f"--config {value}", name, setting)
@@ -141,14 +142,6 @@ def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
     )
 
 
-def as_yaml(settings: Any) -> str:
-    """Return settings as YAML; raise UsageError if pyyaml is not installed."""
-    try:
-        return to_yaml(settings)
-    except ImportError as error:
-        raise UsageError(str(error)) from error
-
-
 def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | None = 2) -> None:
     """Add the options that all models share; `seed` is the help for ``--seed``.
 
@@ -174,7 +167,7 @@ def add_batch_size(
         "--batch-size",
         dest="batch_size",
         metavar="N",
-        type=number(int, 1, 2**31 - 1),
+        type=count,
         default=default,
         help=f"{samples} in a step, of all ranks together{shown}",
     )
@@ -182,13 +175,11 @@ def add_batch_size(
 
 @contextlib.contextmanager
 def reading(option: str, file: str | None) -> Iterator[None]:
-    """Raise an OSError from reading a file, or the lack of a package for it, as a UsageError."""
+    """Raise an OSError from reading a file in this context as a UsageError."""
     try:
         yield
     except OSError as error:
         raise UsageError(f"{option} {file}: {why(error, str(file))}") from error
-    except ImportError as error:
-        raise UsageError(str(error)) from error
 
 
 def make_trainer(

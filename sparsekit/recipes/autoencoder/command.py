@@ -14,6 +14,7 @@ from ...cli.common import (
     check_apart,
     check_folder,
     check_other_file,
+    count,
     number,
     rank,
     set_threads,
@@ -56,7 +57,6 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
         "them",
         save="where to write the trained model, for `sparsekit recommend`",
     )
-    count = number(int, 1, 2**31 - 1)
     train.add_argument(
         "--recs",
         metavar="FILE",

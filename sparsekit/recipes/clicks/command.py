@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, number, rank, set_threads, why, world_size
+from ...cli.common import UsageError, count, rank, set_threads, world_size
 from ...data import Batch, Keys, Prefetcher
 from ...data.formats import FORMATS
 from ...data.reader import Reader
@@ -24,7 +24,7 @@ from ...datasets.adult import CATEGORIES, LABEL, NUMBERS
 from ...errors import DivergedError, TableFullError
 from ...optim import split_embedding_variable_from_others
 from ...train import EarlyStopping, TensorBoard, Trainer, linear_warmup
-from ...train.config import ConfigError, names, read_yaml, updated, with_setting
+from ...train.config import names, read_yaml, to_yaml, updated, with_setting
 from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from . import trained
@@ -62,7 +62,7 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
         )
         train.add_argument(
             "--epochs",
-            type=number(int, 1, 2**31 - 1),
+            type=count,
             help=f"passes over the data: trainer.epochs in short (default: {TrainerConfig.epochs})",
         )
         train.add_argument(
@@ -77,7 +77,7 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
 def _train(args: argparse.Namespace) -> int:
     config = _config(args)
     if args.show_config:
-        print(training.as_yaml(config), end="")
+        print(to_yaml(config), end="")
         return 0
     trained.check_new(args)
     # Store settings by name, so that a resumed run fails if the config file has changed.
@@ -89,15 +89,11 @@ def _train(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> RunConfig:
     """Return the default settings, overridden by the config file and then by flags."""
     config = RunConfig(MODELS[args.model][1]())
-    try:
-        if args.config is not None:
+    if args.config is not None:
+        with training.reading("--config", args.config):
             config = updated(config, read_yaml(args.config), args.config)
-        for setting in args.settings or ():
-            config = with_setting(config, setting)
-    except (ConfigError, ImportError) as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
-        raise UsageError(f"--config {args.config}: {why(error, args.config)}") from error
+    for setting in args.settings or ():
+        config = with_setting(config, setting)
     if args.data is not None:
         config = replace(config, data=replace(config.data, train=tuple(args.data)))
     if args.epochs is not None:
@@ -208,7 +204,7 @@ def _fit(config: RunConfig, args: argparse.Namespace, buckets: QuantileBuckets |
         if config.trainer.patience is not None:
             patience = config.trainer.patience
             stop = EarlyStopping("validation AUC", patience, larger_is_better=True)
-    except (OSError, TypeError, ValueError, ImportError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     trainer.fit(
         reader,
@@ -249,7 +245,7 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
     logs = ranks.logs(args)
     if logs:
         folder = Path(args.log)
-        (folder / "config.yaml").write_text(training.as_yaml(config))
+        (folder / "config.yaml").write_text(to_yaml(config))
         if settings.tensorboard:
             logs.append(TensorBoard(folder))
     return training.make_trainer(

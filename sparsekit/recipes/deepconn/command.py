@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
+from ...cli.common import UsageError, count, number, rank, set_threads, sum_over_ranks, world_size
 from ...datasets import Ratings, movielens_100k
 from ...datasets.films import movielens_100k_films
 from ...datasets.reviews import Corpus, read_reviews, reviews_of_films, split_reviews, words_of
@@ -49,7 +49,6 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
         data="reviews of your own (default: MovieLens-100K): JSON lines with reviewerID, asin, "
         "overall, reviewText and perhaps unixReviewTime, as Amazon's",
     )
-    count = number(int, 1, 2**31 - 1)
     train.add_argument(
         "--placement",
         choices=PLACEMENTS,

@@ -8,7 +8,7 @@ import math
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
+from ...cli.common import UsageError, count, number, rank, set_threads, sum_over_ranks, world_size
 from ...datasets import Ratings, movielens_100k
 from ...distributed import init
 from ...errors import DivergedError, TableFullError
@@ -39,7 +39,6 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
         "ids are integers or any text",
         save="where to write the trained model, for sparsekit.models.RatingModel.load",
     )
-    count = number(int, 1, 2**31 - 1)
     train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
     training.add_batch_size(train, "ratings", default=1024)
     train.add_argument("--dim", type=count, default=32, help="elements of an embedding vector")

@@ -9,7 +9,7 @@ import warnings
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, number, rank, set_threads, world_size
+from ...cli.common import UsageError, count, rank, set_threads, world_size
 from ...datasets import Adult, adult
 from ...datasets.adult import NUMBERS
 from ...errors import DivergedError
@@ -45,7 +45,6 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
         "its first line or in the order of the UCI repository's adult.data",
         save="where to write the trained model, for sparsekit.models.WideModel.load",
     )
-    count = number(int, 1, 2**31 - 1)
     train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
     training.add_batch_size(train, "people", default=DEFAULT_BATCH)
     train.add_argument(
