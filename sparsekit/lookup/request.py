@@ -241,7 +241,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
     name = table.name
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)
-        request = Request(table, replace(bags, slot_major=False), "sum", NO_LIMIT, (bags.count,))
+        request = Request(table, bags, "sum", NO_LIMIT, (bags.count,))
         request.check()
         return vectors_of_bags(request)
     if not isinstance(keys, torch.Tensor):
