@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from sparsekit import cli
+from sparsekit.cli import training
 from sparsekit.cli.dispatch import make_parser
 
 FLAGS_ALONE = ("ratings", "wide", "autoencoder", "deepconn")
@@ -61,7 +62,8 @@ def test_switches_are_true_or_false(tmp_path, capsys):
     for text, on in (("original: true", True), ("original: false", False)):
         file.write_text(text)
         assert parsed("autoencoder", "--config", str(file))["original"] is on
-    assert parsed("autoencoder", "--set", "original=true")["original"] is True
+    for text in ("true", "TRUE"):
+        assert parsed("autoencoder", "--set", f"original={text}")["original"] is True
     message = refused(capsys, "autoencoder", "--set", "original=1")
     assert "--set: original must be true or false, got '1'" in message
 
@@ -72,9 +74,19 @@ def test_switches_are_true_or_false(tmp_path, capsys):
         (("--set", "epoch=3"), "--set: no setting 'epoch'; did you mean epochs?"),
         (("--set", "epochs"), "--set epochs: must be KEY=VALUE, such as epochs=3"),
         (("--set", "epochs=0"), "--epochs: 0 is not in [1, 2147483647]"),
+        (("--set", "zzzz=3"), "--set: no setting 'zzzz'; there are data, save, "),
+        (("--set",), "--set : must be KEY=VALUE, such as epochs=3"),
+        (("--set=", "epochs=3"), "--set : must be KEY=VALUE, such as epochs=3"),
         (("--set", "config=a"), "--set: no setting 'config'"),
+        (("--set", "set=a"), "--set: no setting 'set'"),
+        (("--set", "resume=true"), "--set: no setting 'resume'"),
+        (("--set", "show-config=true"), "--set: no setting 'show-config'"),
+        (("--set", "help=true"), "--set: no setting 'help'"),
         (("--set", "run=a"), "--set: no setting 'run'"),
         (("--config", "{there}/none.yaml"), "none.yaml: No such file or directory"),
+        (("--config", "{there}/wrnog.yaml"), "wrong.yaml?"),
+        (("--config", "{there}/number.yaml"), "number.yaml: no setting '1'"),
+        (("--config",), "--config : No such file or directory"),
         (("--config", "{there}/wrong.yaml"), "wrong.yaml: no setting 'dims'; did you mean dim?"),
         (("--config", "{there}/list.yaml"), "list.yaml: settings must be a mapping, got [1, 2]"),
         (("--conf", "{there}/list.yaml"), "--config and --set cannot be abbreviated"),
@@ -83,7 +95,25 @@ def test_switches_are_true_or_false(tmp_path, capsys):
 def test_wrong_settings_are_one_line(arguments, said, tmp_path, capsys):
     (tmp_path / "wrong.yaml").write_text("dims: 3")
     (tmp_path / "list.yaml").write_text("[1, 2]")
+    (tmp_path / "number.yaml").write_text("1: 2")
     assert said in refused(capsys, "ratings", *(word.format(there=tmp_path) for word in arguments))
+
+
+def test_blanks_around_a_name_and_the_largest_seed():
+    assert parsed("ratings", "--set", " epochs =4", "--set=lr=1")["epochs"] == 4
+    assert parsed("ratings", "--seed", str(2**63 - 1))["seed"] == 2**63 - 1
+
+
+def test_without_pyyaml(monkeypatch, capsys):
+    def missing(*_):
+        raise ImportError("settings need pyyaml")
+
+    monkeypatch.setattr(training, "read_yaml", missing)
+    monkeypatch.setattr(training, "to_yaml", missing)
+    assert "--config settings need pyyaml" in refused(capsys, "ratings", "--config", "x.yaml")
+    for model in ("ratings", "dlrm"):
+        assert cli.main(["train", model, "--show-config"]) == 2
+        assert capsys.readouterr().err == "sparsekit: settings need pyyaml\n"
 
 
 OF_RUN = {"seed": 0, "ranks": 2, "checkpoint-every": 1000, "keep": 3}

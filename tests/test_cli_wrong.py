@@ -78,8 +78,8 @@ def test_one_line(command, message, folder, capsys):
     assert re.search(message, error_of(capsys, command))
 
 
-COMMON = "--ranks 0|--ranks 1025|--threads 0|--threads 1025|--seed -1|--epochs 0"
-COMMON += "|--checkpoint-every 0|--keep 0"
+COMMON = f"--ranks 0|--ranks 1025|--threads 0|--threads 1025|--seed -1|--seed {2**63}|--epochs 0"
+COMMON += f"|--epochs {2**31}|--checkpoint-every 0|--keep 0"
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,11 @@ def test_torch_and_scipy_get_the_same_matrix(signed):
     assert matrix.has_canonical_format
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(2**31 - 1, np.int32), (2**31, np.int64)])
+@pytest.mark.parametrize(("width", "dtype"), [(2**31 - 1, np.int32), (2**32, np.int64)])
 def test_scipy_gets_the_indices_that_it_would_choose(width, dtype):
-    one = torch.ones(1)
-    matrix = split_hash._scipy_csr(one, one.long(), torch.tensor([0, 1]), (1, width))
+    keys, offsets = torch.tensor([width - 1]), torch.tensor([0, 1])
+    matrix = split_hash._scipy_csr(torch.ones(1), keys, offsets, (1, width))
+    assert matrix.indices.tolist() == [width - 1]
     assert (matrix.indices.dtype, matrix.indptr.dtype) == (dtype, dtype)
 
 

@@ -56,8 +56,8 @@ def test_words_are_numbered_by_count_and_then_by_code_point():
 
 
 def test_documents_are_cut_padded_and_without_one_author():
-    pieces = {7: [(1, [10, 11]), (2, [12]), (1, [13])], 3: [(5, [20])], 8: []}
-    owners, without = torch.tensor([[7, 7, 7, 3, 3, 8, 4, 9], [1, 2, 0, 5, 0, 0, 0, 0]])
+    pieces = {7: [(1, [10, 11]), (2, [12]), (1, [13])], 3: [(5, [20])], 5: []}
+    owners, without = torch.tensor([[7, 7, 7, 3, 3, 5, 4, 9], [1, 2, 0, 5, 0, 0, 0, 0]])
     documents = Documents(pieces, 3)
     assert documents(owners, without).tolist() == [
         [12, 0, 0], [10, 11, 13], [10, 11, 12], [0, 0, 0], [20, 0, 0],
@@ -82,6 +82,7 @@ def test_a_corpus_has_the_latest_first_after_descriptions():
     texts, of_items = [["a"], ["b"], ["c"]], [["d"], ["a"], ["b"]]
     corpus = Corpus(Reviews(train, texts, of_items, {10: ["c", "c"]}), 4, min_count=1)
     a, b, c = corpus.vocabulary(["a", "b", "c"])
+    assert (a, b, c) == (2, 3, 4)
     nobody = torch.tensor([-5, -5])
     assert corpus.users(torch.tensor([0, 1]), nobody).tolist() == [[b, a, 0, 0], [c, 0, 0, 0]]
     of_item = [[c, c, b, 1], [a, 0, 0, 0]]
@@ -102,7 +103,7 @@ def test_reviews_serve_both_documents_unless_items_have_words_of_their_own():
 
 def test_films_stand_for_reviews():
     films = {1: ["one"], 2: ["two"], 3: ["three"]}
-    train = ratings_of((0, 1, 3), (0, 2, 1), (0, 3, 2), (5, 1, 0), (6, 9, 0), (6, 2, 1))
+    train = ratings_of((0, 1, 3), (0, 2, 1), (0, 3, 2), (5, 1, 0), (6, 9, 1), (6, 2, 0))
     written = reviews_of_films(train, films)
     assert written.texts == [["one"], ["two"], ["three"], ["one"], [], ["two"]]
     # The first film of a user has the words of the second one, if any.

@@ -19,7 +19,7 @@ from . import checkpoints, ranks
 from .common import UsageError, count, number, why, writing
 
 # Options that are not settings: they give the source of settings or change the command's action.
-_NO_SETTINGS = {"config", "set", "show-config", "resume"}
+_NO_SETTINGS = {"help", "config", "set", "show-config", "resume"}
 
 
 class TrainingParser(Parser):

@@ -162,7 +162,7 @@ class Documents:
             without: author to leave out of each document, int64 ``[n]``.
         """
         result = torch.full((len(owners), self.length), PADDING)
-        if len(self.owners) == 0 or len(owners) == 0:
+        if len(self.owners) == 0:
             return result
         at = torch.searchsorted(self.owners, owners).clamp(max=len(self.owners) - 1)
         counts = torch.where(self.owners[at] == owners, self.starts[at + 1] - self.starts[at], 0)
@@ -225,7 +225,7 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     others: list[list[str]] = [[]] * len(train)
     places, ends = order.tolist(), from_end.tolist()
     for k, i in enumerate(places):
-        first = k == 0 or ends[k - 1] == 1
+        first = ends[k - 1] == 1  # for k = 0 as well: the last rating ends its user's ratings
         if not first or ends[k] > 1:
             others[i] = texts[places[k + 1 if first else k - 1]]
     return Reviews(train, texts, others, films)
