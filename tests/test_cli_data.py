@@ -1,6 +1,5 @@
 """``sparsekit hash`` and ``sparsekit data``."""
 
-import errno
 import gzip
 import re
 
@@ -8,8 +7,11 @@ import pytest
 
 from sparsekit import cli
 from sparsekit.cli import data
+from sparsekit.cli import hash as hash_command
+from sparsekit.cli.common import UsageError
 from sparsekit.data import CriteoReader, ParquetReader
 from sparsekit.hashing import xxh64
+from sparsekit.train.progress import Progress
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -53,16 +55,6 @@ def test_hash_of_named_columns_only(tmp_path):
 def test_names_of_columns_may_be_quoted_and_have_newlines(tmp_path, delimiter, name):
     text = delimiter.join(('"a\nb"', "c")) + "\n" + delimiter.join("xy") + "\n"
     assert hashed(tmp_path, text, name=name) == {"a\nb": [code("x")], "c": [code("y")]}
-
-
-def test_a_sample_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(data, "write_criteo_sample", full)
-    out = tmp_path / "day"
-    assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", str(out)]) == 2
-    assert f"sparsekit: --out {out}: No space left on device\n" in capsys.readouterr().err
 
 
 def test_several_values_in_a_field_are_a_list(tmp_path):
@@ -130,6 +122,76 @@ def test_what_the_user_can_put_right(tmp_path, capsys, arguments, message):
     assert re.match(f"sparsekit: .*{message}", output.err), output.err
     assert output.err.count("\n") == 1
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ""])
+def test_the_format_is_that_of_the_name(suffix):
+    found = [hash_command._format_of(f"a.b/x{form}{suffix}") for form in (".csv", ".tsv")]
+    assert found == ["csv", "tsv"]
+    for name in (f"x{suffix}", f"x.txt{suffix}", f"x.csv.old{suffix}", f"x.csv{suffix}.zip"):
+        with pytest.raises(UsageError, match="--format says what it is"):
+            hash_command._format_of(name)
+
+
+def test_an_empty_list_of_columns_is_empty(tmp_path):
+    assert hashed(tmp_path, "a,b\nx,1\n", "--hash", "", "--int", "b") == {"b": [1]}
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """Record the arguments and the counts of progress bars."""
+    made = []
+
+    class Bar(Progress):
+        def __init__(self, title, total, stream, unit):
+            super().__init__(title, total, stream, unit)
+            made.append((title, total, unit, []))
+
+        def update(self, samples):
+            made[-1][-1].append(samples)
+
+    monkeypatch.setattr(hash_command, "Progress", Bar)
+    monkeypatch.setattr(data, "Progress", Bar)
+    return made
+
+
+def test_bars_count_rows(tmp_path, monkeypatch, bars):
+    monkeypatch.setattr(hash_command, "_BATCH", 3)
+    out = str(tmp_path / "out")
+    # The rows of a compressed file cannot be counted without reading it.
+    for name, total in (("day", 5), ("day.gz", 0)):
+        path = str(tmp_path / name)
+        assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", path]) == 0
+        assert bars.pop() == (path, 5, "rows", [5])
+        assert cli.main(["hash", path, "--format", "criteo", "--out", out]) == 0
+        assert bars.pop() == (out, total, "rows", [3, 2])
+
+
+def test_hash_without_pyarrow(monkeypatch, capsys):
+    def missing(module, user):
+        raise ImportError(f"{user} needs {module}")
+
+    monkeypatch.setattr(hash_command, "needed", missing)
+    assert cli.main(["hash", "x.csv", "--out", "y"]) == 2
+    assert capsys.readouterr().err == "sparsekit: hash needs pyarrow\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError(28, "full"), "full"), (OSError("odd"), "odd")]
+)
+def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys, error, said):
+    def fail(*_):
+        raise error
+
+    path, out = tmp_path / "x.csv", tmp_path / "out"
+    path.write_text("a\nx\n")
+    monkeypatch.setattr(parquet.ParquetWriter, "write_table", fail)
+    assert cli.main(["hash", str(path), "--out", str(out)]) == 2
+    assert capsys.readouterr().err.endswith(f"sparsekit: {path} to {out}: {said}\n")
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(data, "write_criteo_sample", lambda *_, **__: fail())
+    assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.endswith(f"sparsekit: --out {out}: {said}\n")
 
 
 @pytest.mark.parametrize("name", ["day", "day.gz"])

@@ -12,7 +12,6 @@ from ranks.pool import Ranks
 from sparsekit import cli
 from sparsekit.cli import ranks
 from sparsekit.cli.common import UsageError
-from sparsekit.cli.first_steps import profile_fit
 from sparsekit.datasets.reviews import generated_reviews
 from sparsekit.recipes.deepconn import command as train_deepconn
 from sparsekit.train.plots import read_run
@@ -130,11 +129,6 @@ def test_what_the_user_can_put_right(capfd, arguments, message):
     error = capfd.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_training_that_is_interrupted_under_the_profiler_says_so():
-    args = argparse.Namespace(trace=None, steps=2, lines=3)
-    assert profile_fit(lambda data, args: 130, None, args) == 130
 
 
 def test_profile_of_more_steps_than_there_are(capfd, data):

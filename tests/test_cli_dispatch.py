@@ -45,6 +45,11 @@ def test_errors_have_an_exit_code_and_a_line(monkeypatch, capsys, error, code, s
     assert discarded == [True] * (code == 141)
 
 
+def test_a_command_decides_on_the_exit_code(monkeypatch):
+    monkeypatch.setattr(info, "_info", lambda args: 7)
+    assert cli.main(["info"]) == 7
+
+
 def test_other_errors_pass(monkeypatch):
     monkeypatch.setattr(info, "build_info", failing(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):

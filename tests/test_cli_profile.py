@@ -43,6 +43,10 @@ def test_the_steps_after_the_warm_up_are_profiled(capsys):
     assert "Trace" not in capsys.readouterr().out
 
 
+def test_the_exit_code_of_training_that_was_interrupted():
+    assert profile_fit(lambda data, args: 130, None, ARGS) == 130
+
+
 @pytest.fixture
 def profile(monkeypatch):
     """Stand in for the profile; return the files of traces that were asked for."""
@@ -95,3 +99,15 @@ def test_traces_that_cannot_be_written(profile, error, said):
     training.error = None
     training(None, None)
     training(None, None)  # more steps than are profiled, and nothing ends training
+
+
+def test_a_trace_that_cannot_be_written_in_the_end(monkeypatch):
+    @contextlib.contextmanager
+    def profiled(trace):
+        yield
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(first_steps, "profiled", profiled)
+    args = argparse.Namespace(**{**vars(ARGS), "trace": "x.json"})
+    with pytest.raises(UsageError, match=r"^--trace x\.json: full$"):
+        profile_fit(Training(5), None, args)

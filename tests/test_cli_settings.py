@@ -89,7 +89,8 @@ def test_switches_are_true_or_false(tmp_path, capsys):
         (("--config",), "--config : No such file or directory"),
         (("--config", "{there}/wrong.yaml"), "wrong.yaml: no setting 'dims'; did you mean dim?"),
         (("--config", "{there}/list.yaml"), "list.yaml: settings must be a mapping, got [1, 2]"),
-        (("--conf", "{there}/list.yaml"), "--config and --set cannot be abbreviated"),
+        (("--se", "epochs=3"), "ambiguous option: --se could match --set, --seed"),
+        (("--conf", "{there}/list.yaml"), "--config cannot be abbreviated"),
     ],
 )
 def test_wrong_settings_are_one_line(arguments, said, tmp_path, capsys):

@@ -35,8 +35,8 @@ class TrainingParser(Parser):
         if not self.flags_are_settings:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args(self._as_flags(args), namespace)
-        if found.config is not None or found.settings is not None:
-            self.error("--config and --set cannot be abbreviated")
+        if found.config is not None:  # abbreviations of --set could also mean --seed
+            self.error("--config cannot be abbreviated")
         if found.show_config:
             values = {name: getattr(found, each.dest, None) for name, each in self._flags().items()}
             given = {name: value for name, value in values.items() if value is not None}
