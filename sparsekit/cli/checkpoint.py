@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from .._arguments import Parser
@@ -106,17 +105,13 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folders = _with_bar(args.path, "verify", lambda bar: verify(args.path, bar))
+    folders = _verifying(lambda bar: verify(args.path, bar), args.path)
     print(f"{folders[-1]}: whole" + f", with {len(folders) - 1} before it" * (len(folders) > 1))
     return 0
 
 
 def _reshard(args: argparse.Namespace) -> int:
-    made = _with_bar(
-        args.path,
-        "verify",
-        lambda bar: reshard(args.path, args.out, args.world, bar),
-    )
+    made = _verifying(lambda bar: reshard(args.path, args.out, args.world, bar), args.path)
     print(f"{made}: for {args.world} rank(s)")
     return 0
 
@@ -127,23 +122,14 @@ def _compact(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    found = _with_bar(
-        args.path,
-        "verify",
-        lambda bar: diff(args.path, args.other, bar),
-        args.other,
-    )
+    found = _verifying(lambda bar: diff(args.path, args.other, bar), args.path, args.other)
     for line in lines(found, {"a": args.path, "b": args.other}):
         print(line)
     return int(bool(found))
 
 
 def _export(args: argparse.Namespace) -> int:
-    made = _with_bar(
-        args.path,
-        "verify",
-        lambda bar: export(args.path, args.out, args.format, bar),
-    )
+    made = _verifying(lambda bar: export(args.path, args.out, args.format, bar), args.path)
     for file in sorted(made.iterdir()):
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
@@ -161,10 +147,11 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_bar(path: str, title: str, work: Callable[[OnProgress], T], *others: str) -> T:
-    folders = [chain(resolved(Path(each))) for each in (path, *others)]
+def _verifying(work: Callable[[OnProgress], T], *paths: str) -> T:
+    """Call a function that verifies these checkpoints first, and show its progress."""
+    folders = [chain(resolved(path)) for path in paths]
     total = sum(
         file.bytes for links in folders for _, manifest in links for file in manifest.files.values()
     )
-    with Progress(title, total, sys.stderr, "bytes") as progress:
+    with Progress("verify", total, sys.stderr, "bytes") as progress:
         return work(progress.update)

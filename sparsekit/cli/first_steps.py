@@ -29,15 +29,12 @@ def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: 
         UsageError: training ends before the last of these steps, or ``args.trace`` cannot be
             written.
     """
-    profile = Profile()
-    steps = 0
+    profile, steps = Profile(), 0
     first: torch.optim.Optimizer | None = None
-    ended = False
-
     with contextlib.ExitStack() as window:
 
         def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            nonlocal steps, first, profile, ended
+            nonlocal steps, first, profile
             first = first or optimizer
             if optimizer is not first:
                 return
@@ -46,18 +43,19 @@ def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: 
                 profile = window.enter_context(profiled(args.trace))
             elif steps == WARM_UP + args.steps:
                 window.close()
-                ended = True
                 raise _Enough
 
         hook = register_optimizer_step_post_hook(count)
         try:
-            with writing("--trace", args.trace), contextlib.suppress(_Enough):
-                status = fit(data, args)
-                if status:
-                    return status
+            with writing("--trace", args.trace):
+                status: int | None = fit(data, args)
+        except _Enough:
+            status = None
         finally:
             hook.remove()
-    if not ended:
+    if status:
+        return status
+    if status is not None:
         raise UsageError(
             f"training ended after {steps} steps, before the {WARM_UP + args.steps} of which "
             f"--steps {args.steps} are profiled: use fewer, or more epochs"

@@ -28,6 +28,7 @@ from .common import (
     discard_output,
     number,
     rank,
+    set_threads,
     writing,
 )
 from .first_steps import profile_fit
@@ -123,6 +124,7 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
 
 def _fit(fit: Fit, data: Any, args: argparse.Namespace) -> int:
     """Call fit, or for `sparsekit profile` only profile its first steps."""
+    set_threads(args.threads)
     return profile_fit(fit, data, args) if hasattr(args, "trace") else fit(data, args)
 
 

@@ -18,6 +18,7 @@ from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.recipes.clicks import command as train_clicks
 from sparsekit.recipes.clicks import predict, trained
+from sparsekit.recipes.wide import command as train_wide
 from sparsekit.train.metrics import log_loss
 
 ROWS = 301
@@ -127,7 +128,7 @@ def test_buckets_of_the_census_come_with_the_model(tmp_path, capsys, monkeypatch
     }
     labels = torch.tensor([int(number) > 9 for number in columns["age"]]).float()
     people = Adult({name: np.array(column) for name, column in columns.items()}, labels)
-    monkeypatch.setattr(train_clicks, "adult", lambda: people)
+    monkeypatch.setattr(train_wide, "adult", lambda _: people)
     run, out, file = str(tmp_path / "run"), tmp_path / "out", tmp_path / "people.csv"
     printed = here(capsys, ["train", "deepfm", "--ranks", "1", "--epochs", "1", "--save", run])
     _, test = people.split(train_clicks.TEST_FRACTION, train_clicks.SPLIT_SEED)

@@ -17,7 +17,6 @@ from ...cli.common import (
     count,
     number,
     rank,
-    set_threads,
     writing,
 )
 from ...datasets import Ratings
@@ -94,7 +93,6 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> int:
-    set_threads(args.threads)
     train, test = data
     history = RatedItems(train)
     source = args.data or MOVIELENS

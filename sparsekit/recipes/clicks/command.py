@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, count, rank, set_threads, world_size
+from ...cli.common import UsageError, count, rank, world_size
 from ...data import Batch, Keys, Prefetcher
 from ...data.formats import FORMATS
 from ...data.reader import Reader
-from ...datasets import Adult, adult
+from ...datasets import Adult
 from ...datasets.adult import CATEGORIES, LABEL, NUMBERS
 from ...errors import DivergedError, TableFullError
 from ...optim import split_embedding_variable_from_others
@@ -27,13 +27,11 @@ from ...train import EarlyStopping, TensorBoard, Trainer, linear_warmup
 from ...train.config import names, read_yaml, to_yaml, updated, with_setting
 from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
+from ..wide.command import NUMBER_BUCKETS, SPLIT_SEED, TEST_FRACTION, load_people
 from . import trained
 from .check import check_files
 from .config import OPTIMIZERS, DataConfig, RunConfig, TrainerConfig, check
 from .trained import MODELS, scores
-
-TEST_FRACTION, SPLIT_SEED = 0.2, 0
-NUMBER_BUCKETS = 32  # number of buckets for each numeric column of the census
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
@@ -109,19 +107,10 @@ def _load(args: argparse.Namespace) -> tuple[Adult, Adult] | None:
             raise UsageError(f"{file}: is a pipe, but each epoch reads anew; write it to a file")
     if config.data.train:
         return None
-    with training.reading("--data", None):
-        people = adult()
-    train, test = people.split(TEST_FRACTION, SPLIT_SEED)
-    print(
-        f"The Adult census data: {len(people):,} people; {len(train):,} are trained on, a random "
-        f"fifth, {len(test):,}, are tested on",
-        flush=True,
-    )
-    return train, test
+    return load_people(args)
 
 
 def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) -> int:
-    set_threads(args.threads)
     config, buckets = _config(args), None
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:

@@ -13,15 +13,7 @@ from ..._arguments import Parser
 from ..._replacing import replacing
 from ...cli import ranks
 from ...cli.checkpoints import RUN
-from ...cli.common import (
-    UsageError,
-    check_folder,
-    check_other_file,
-    rank,
-    set_threads,
-    why,
-    writing,
-)
+from ...cli.common import UsageError, check_folder, check_other_file, rank, why, writing
 from ...data import Prefetcher
 from ...train.metrics import gather
 from . import trained
@@ -63,7 +55,6 @@ def _load(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _predict(run: dict[str, Any], args: argparse.Namespace) -> int:
-    set_threads(args.threads)
     files = args.data
     with tempfile.TemporaryDirectory() as folder:
         try:

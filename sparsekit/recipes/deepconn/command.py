@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, count, number, rank, set_threads, sum_over_ranks, world_size
+from ...cli.common import UsageError, count, number, rank, sum_over_ranks, world_size
 from ...datasets import Ratings, movielens_100k
 from ...datasets.films import movielens_100k_films
 from ...datasets.reviews import Corpus, read_reviews, reviews_of_films, split_reviews, words_of
@@ -111,7 +111,6 @@ def _load(args: argparse.Namespace) -> Data:
 
 
 def _fit_and_report(data: Data, args: argparse.Namespace) -> int:
-    set_threads(args.threads)
     if args.placement != "single" and world_size() != 2:
         raise UsageError(f"--placement {args.placement} needs 2 ranks, there are {world_size()}")
     model = DeepCoNN(

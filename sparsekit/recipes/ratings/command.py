@@ -8,7 +8,7 @@ import math
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, count, number, rank, set_threads, sum_over_ranks, world_size
+from ...cli.common import UsageError, count, number, rank, sum_over_ranks, world_size
 from ...datasets import Ratings, movielens_100k
 from ...distributed import init
 from ...errors import DivergedError, TableFullError
@@ -66,7 +66,6 @@ def _train(args: argparse.Namespace) -> int:
 
 def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> int:
     train, test = data
-    set_threads(args.threads)
     init(wire_dtype=torch.bfloat16 if args.wire_dtype == "bfloat16" else None)
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)

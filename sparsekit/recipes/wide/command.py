@@ -9,7 +9,7 @@ import warnings
 import torch
 
 from ...cli import ranks, training
-from ...cli.common import UsageError, count, rank, set_threads, world_size
+from ...cli.common import UsageError, count, rank, world_size
 from ...datasets import Adult, adult
 from ...datasets.adult import NUMBERS
 from ...errors import DivergedError
@@ -61,10 +61,11 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    return ranks.train(args, _load, _fit_and_report)
+    return ranks.train(args, load_people, _fit_and_report)
 
 
-def _load(args: argparse.Namespace) -> tuple[Adult, Adult]:
+def load_people(args: argparse.Namespace) -> tuple[Adult, Adult]:
+    """Read the people in ``--data``, or the Adult data, and split them into train and test part."""
     with training.reading("--data", args.data):
         people = adult(args.data)
     train, test = people.split(TEST_FRACTION, SPLIT_SEED)
@@ -82,7 +83,6 @@ def _load(args: argparse.Namespace) -> tuple[Adult, Adult]:
 
 
 def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
-    set_threads(args.threads)
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
     train, test = data
     begin = time.perf_counter()
