@@ -24,7 +24,6 @@ from .files import PIECE, naming, plain_file, size_of
 
 _SOK2_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
 _SOK2_HEAD = 296
-_MOST_TABLES = 1 << 16
 MOST_DIM = 2**24
 _VECTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -156,7 +155,7 @@ def sok2(path: Path) -> list[ForeignTable]:
     meta = path / "meta_info"
     with plain_file(meta) as file:
         (count,) = struct.unpack(">I", exactly(file, 4, meta))
-        if count > _MOST_TABLES or os.fstat(file.fileno()).st_size != 4 + count * 308:
+        if os.fstat(file.fileno()).st_size != 4 + count * 308:
             raise CheckpointError(f"{meta}: is damaged: its size is not that of {count} tables")
         key_types, value_types, dims = (
             struct.unpack(f">{count}I", exactly(file, 4 * count, meta)) for _ in range(3)
