@@ -41,7 +41,7 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
         raise ValueError(f"auc needs samples of both labels, got {positives} of {len(labels)}")
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
     # Ranks count from 1 in ascending order; tied scores share their mean rank.
-    ranks = counts.cumsum(0).double() - (counts.double() - 1) / 2
+    ranks = (2 * counts.cumsum(0) - counts + 1).double() / 2
     above = ranks[place[labels > 0]].sum().item() - positives * (positives + 1) / 2
     return above / pairs
 

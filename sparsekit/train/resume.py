@@ -91,17 +91,14 @@ class Position:
                 fit.data.load_state_dict({**self.reader, "step": self._batches_there(fit)})
             except ValueError as error:
                 raise ResumeError(f"Trainer: the checkpoint is of other data: {error}") from error
-        if not self.data:
-            return
-        now = fit.facts
         compared = ["samples", "checksum"] if "checksum" in self.data else []
         if self._batches_there(fit):
             compared = list(self.data)
         for name in compared:
-            if self.data[name] != now.get(name):
+            if self.data[name] != (now := fit.facts.get(name)):
                 raise ResumeError(
                     f"Trainer: the checkpoint is of a run on data with {name}={self.data[name]}, "
-                    f"and these have {now.get(name)}. Pass the same, or load only model and "
+                    f"and these have {now}. Pass the same, or load only model and "
                     f"optimizers (Checkpoints.load) and call fit without resume"
                 )
 

@@ -1,6 +1,7 @@
 """Settings of a run are dataclasses, which YAML files and key=value arguments change."""
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import pytest
 
@@ -36,6 +37,7 @@ class Outer:
     [
         ("inner.lr=0.1", "lr", 0.1),
         ("inner.lr=1", "lr", 1.0),
+        (" inner.lr =1", "lr", 1.0),
         ("inner.steps=7", "steps", 7),
         ("inner.widths=8,4,2", "widths", (8, 4, 2)),
         ("inner.widths=", "widths", ()),
@@ -127,6 +129,7 @@ def test_yaml_keeps_the_order_and_reads_well():
         to_yaml({"b": (1, 2), "a": {"d": (), "c": None}})
         == "b:\n- 1\n- 2\na:\n  d: []\n  c: null\n"
     )
+    assert to_yaml(MappingProxyType({"a": 1})) == "a: 1\n"
     lines = to_yaml(Outer()).splitlines()
     assert lines[:5] == ["inner:", "  lr: 0.5", "  steps: 3", "  widths: [4, 2]", "  files: []"]
     assert lines[-1] == "seed: 0"

@@ -13,6 +13,7 @@ from sparsekit.data import CsvReader, Keys, Prefetcher
 from sparsekit.errors import CheckpointError
 from sparsekit.optim import Adam, Ftrl, LazyAdam
 from sparsekit.train import DivergedError, JsonLines, ResumeError, Trainer, progress, resume
+from sparsekit.train.fit_data import FitData
 from sparsekit.train.stopping import EarlyStopping
 
 SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps per epoch
@@ -447,3 +448,40 @@ def test_other_data_may_follow_a_run_that_was_finished(tmp_path):
     other.checkpoints.close()
     again.load_state_dict(other.state_dict())
     assert again.steps == 8
+
+
+class Stateful:
+    """A loader whose state is empty at the start of an epoch."""
+
+    def __init__(self):
+        self.loaded = []
+
+    def __iter__(self):
+        return iter(batches(SAMPLES))
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.loaded.append(state)
+
+
+def test_a_reader_may_have_an_empty_state():
+    generator, data = torch.Generator(), Stateful()
+    place = resume.Position.begin(generator, FitData(data, None, None, 1), {})
+    assert place.reader == {}
+    place.batches = 4
+    place.check(FitData(data, None, None, 1))
+    place.find(generator, FitData(data, None, None, 1), None)
+    place.reach(None)  # the reader is there already
+    assert data.loaded == [{"step": 4}] * 2
+    for other, named in ((batches(SAMPLES), "list"), (tensors(), "a tuple")):
+        with pytest.raises(ResumeError, match=f"run on a reader, and now there is {named}$"):
+            place.check(FitData(other, None, None, 1))
+
+
+def test_a_place_without_facts_of_its_data_fits_any_data():
+    place = resume.Position(torch.Generator().get_state(), torch.get_rng_state(), batches=3)
+    data = FitData(tensors(), BATCH, None, 1)
+    place.check(data)
+    assert "facts" not in vars(data)  # no checksum has been computed
