@@ -112,11 +112,6 @@ def test_files_that_fail_name_their_option(error, said):
         raise ZeroDivisionError
 
 
-def test_a_package_that_is_missing_is_named():
-    with pytest.raises(UsageError, match=r"^needs pyarrow$"), training.reading("--data", None):
-        raise ImportError("needs pyarrow")
-
-
 def test_a_model_is_saved_only_where_it_is_asked_for():
     class Model:
         def save(self, path):

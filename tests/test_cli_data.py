@@ -6,6 +6,7 @@ import re
 import pytest
 
 from sparsekit import cli
+from sparsekit._extras import MissingPackageError
 from sparsekit.cli import data
 from sparsekit.cli import hash as hash_command
 from sparsekit.cli.common import UsageError
@@ -169,7 +170,7 @@ def test_bars_count_rows(tmp_path, monkeypatch, bars):
 
 def test_hash_without_pyarrow(monkeypatch, capsys):
     def missing(module, user):
-        raise ImportError(f"{user} needs {module}")
+        raise MissingPackageError(f"{user} needs {module}")
 
     monkeypatch.setattr(hash_command, "needed", missing)
     assert cli.main(["hash", "x.csv", "--out", "y"]) == 2

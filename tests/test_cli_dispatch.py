@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsekit import cli
+from sparsekit._extras import MissingPackageError
 from sparsekit.cli import bench, dispatch, info, plot
 from sparsekit.cli.common import UsageError
 from sparsekit.datasets import DatasetUnavailableError, RatingsFormatError
@@ -86,7 +87,7 @@ def test_plot(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ImportError("plot needs matplotlib"), "plot needs matplotlib"),
+        (MissingPackageError("plot needs matplotlib"), "plot needs matplotlib"),
         (ValueError("x:1: no record"), "x:1: no record"),
         (OSError(28, "No space left on device", "run/x.png"), "run/x.png: No space left on device"),
         (OSError("odd"), "run: odd"),

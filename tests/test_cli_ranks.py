@@ -15,7 +15,9 @@ from sparsekit.train.launch import RankError
 
 
 def arguments(**others):
-    return argparse.Namespace(**{"save": None, "data": None, "log": None, "ranks": 1, **others})
+    return argparse.Namespace(
+        **{"save": None, "data": None, "log": None, "ranks": 1, "threads": None, **others}
+    )
 
 
 @pytest.fixture

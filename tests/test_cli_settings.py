@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from sparsekit import cli
-from sparsekit.cli import training
+from sparsekit._extras import MissingPackageError
 from sparsekit.cli.dispatch import make_parser
+from sparsekit.train import config
 
 FLAGS_ALONE = ("ratings", "wide", "autoencoder", "deepconn")
 
@@ -107,10 +108,9 @@ def test_blanks_around_a_name_and_the_largest_seed():
 
 def test_without_pyyaml(monkeypatch, capsys):
     def missing(*_):
-        raise ImportError("settings need pyyaml")
+        raise MissingPackageError("settings need pyyaml")
 
-    monkeypatch.setattr(training, "read_yaml", missing)
-    monkeypatch.setattr(training, "to_yaml", missing)
+    monkeypatch.setattr(config, "needed", missing)
     assert "--config settings need pyyaml" in refused(capsys, "ratings", "--config", "x.yaml")
     for model in ("ratings", "dlrm"):
         assert cli.main(["train", model, "--show-config"]) == 2
