@@ -142,7 +142,7 @@ def _checked_pairs(
             f"{layer.name}: vectors must have shape {shape}, got {tuple(vectors.shape)}"
         )
     padding = layer.padding_key
-    if layer.table is None and padding is not None and len(keys):
+    if layer.table is None and padding is not None:
         rows = layer.capacity * layer.world_size
         if not 0 <= padding < rows and bool((found := is_padding(keys, padding)).any()):
             raise IndexError(
@@ -170,7 +170,7 @@ def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
 def _read(layer: EmbeddingTable, rows: torch.Tensor) -> torch.Tensor:
     """Return the vectors of the given rows; a negative row gives zeros."""
     if getattr(layer.weight, "before_read", None) is not None:
-        layer.catch_up(ops.unique(rows[rows >= 0])[0])
+        layer.catch_up(ops.unique(rows)[0])  # catching up ignores negative rows
     return ops.gather_rows(layer.weight.detach(), rows)
 
 

@@ -397,7 +397,9 @@ def test_numpy_sizes_are_ints():
     assert (type(layer.capacity), layer.weight.shape, layer.slot_num) == (int, (3, 3), 3)
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(2, 2), torch.zeros(4, 100).t()])
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(2, 2), torch.zeros(100, 3), torch.zeros(4, 100).t()]
+)
 def test_a_weight_that_does_not_fit_is_refused_before_keys_are_inserted(weight):
     layer = pooled()
     layer.weight = sparsekit.nn.EmbeddingWeight(weight)

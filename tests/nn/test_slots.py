@@ -207,3 +207,31 @@ def test_combiners_are_kept_short():
         make_layer(["sum"])
     with pytest.raises(ValueError, match="layer: strategy='reduce_scatter' adds up"):
         make_layer(MIXED, strategy="reduce_scatter")
+
+
+def test_a_tuple_has_a_setting_for_each_slot_too():
+    layer = make_layer(tuple(MIXED), max_nnz=(2, 1, None))
+    assert layer.combiner == tuple(MIXED)
+    assert layer.max_nnz == (2, 1, None)
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_limits_of_slots_without_samples(truncate):
+    layer = make_layer("sum", max_nnz=[2, 1, 3], truncate=truncate)
+    assert layer((T([], dtype=torch.int64), T([0]))).shape == (0, 3, 5)
+
+
+def test_a_bag_beyond_its_slots_limit_is_named_in_either_order():
+    layer = make_layer("sum", max_nnz=[3, 1, 2])
+    keys = torch.arange(8)
+    with pytest.raises(ValueError, match=r"^layer: bag 4 has 3 keys, more than max_nnz\[1\]=1$"):
+        layer((keys, T([0, 1, 2, 3, 4, 7, 8])))
+    with pytest.raises(ValueError, match=r"^layer: bag 5 has 3 keys, more than max_nnz\[2\]=2$"):
+        layer(Keyed(["a", "b", "c"], keys, T([0, 1, 2, 3, 4, 5, 8])))
+
+
+def test_padding_is_not_found_among_keys_that_wrap_around_to_it():
+    layer = make_layer("sum", slot_num=1, padding_key=2**32)
+    keys = T([0, 1], dtype=torch.int32)
+    assert torch.equal(layer((keys, T([0, 1, 2])))[:, 0], layer.vectors(keys))
+    assert layer.table.keys().tolist() == [0, 1]

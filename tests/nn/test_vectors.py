@@ -6,6 +6,7 @@ from conftest import INT64_MAX, INT64_MIN, same_bits
 
 import sparsekit
 from sparsekit import TableFullError, optim
+from sparsekit.lookup.access import _checked_pairs
 
 DIM = 3
 KEYS = [7, INT64_MIN, 0, INT64_MAX, -1]
@@ -82,12 +83,15 @@ def test_the_last_of_equal_keys_counts():
     assert same_bits(vectors, numbers(6)[[4, 5, 3]])
 
 
+@pytest.mark.parametrize("padding", [0, 2, 8])
 @pytest.mark.parametrize("use_hashtable", [True, False])
-def test_what_is_assigned_to_padding_is_never_read(use_hashtable):
-    layer = like_embedding(padding_idx=2, use_hashtable=use_hashtable)
-    layer.assign(torch.tensor([3, 2]), numbers(2))
-    assert layer.vectors(torch.tensor([2, 3])).tolist() == [[0, 0, 0], [1, 2, 3]]
-    assert same_bits(layer(torch.tensor([2, 3])).detach(), layer.vectors(torch.tensor([2, 3])))
+def test_what_is_assigned_to_padding_is_never_read(use_hashtable, padding):
+    layer = like_embedding(padding_idx=padding, use_hashtable=use_hashtable)
+    keys = torch.tensor([3, padding])
+    layer.assign(keys, numbers(2))
+    layer.assign(keys[:0], numbers(0))
+    assert layer.vectors(keys).tolist() == [[1, 2, 3], [0, 0, 0]]
+    assert same_bits(layer(keys).detach(), layer.vectors(keys))
 
 
 def test_items_come_in_the_order_of_rows():
@@ -169,6 +173,8 @@ def test_what_is_refused():
         (two.long(), ones, TypeError, "n: keys must be torch.int32"),
         (two.view(1, 2), ones, ValueError, r"n: keys must have 1 dimension\(s\), got shape \(1, 2"),
         (two, ones[:1], ValueError, r"n: vectors must have shape \(2, 3\), got \(1, 3\)"),
+        (two, ones[:, :2], ValueError, r"n: vectors must have shape \(2, 3\), got \(2, 2\)"),
+        (two, ones[0], ValueError, r"n: vectors must have 2 dimension\(s\), got shape \(3,"),
         (two, ones.int(), TypeError, "n: vectors must be"),
         (two, ones.to("meta"), ValueError, "vectors on meta"),
         (two, ones, TableFullError, "n: the table .* 8 of 9 .* 2 new keys"),
@@ -177,8 +183,13 @@ def test_what_is_refused():
             layer.assign(keys, vectors)
         for now, then in zip(held(layer), before, strict=True):
             assert same_bits(now, then)
-    for keys in (two.float(), two.long(), "12", two.to("meta")):
-        with pytest.raises((TypeError, ValueError), match="keys"):
+    for keys, error, message in [
+        (two.float(), TypeError, "n: keys must be int64 or int32, got torch.float32"),
+        (two.long(), TypeError, "n: keys must be torch.int32, got torch.int64"),
+        ("12", TypeError, "n: keys must be a tensor, got str"),
+        (two.to("meta"), ValueError, "n: .*weight on cpu.*keys on meta"),
+    ]:
+        with pytest.raises(error, match=f"^{message}"):
             layer.vectors(keys)
 
 
@@ -197,3 +208,63 @@ def test_a_padding_key_that_is_no_row_is_looked_up(padding):
     layer = sparsekit.Embedding(5, 2, use_hashtable=False, padding_key=padding)
     vectors = layer(torch.tensor([4, padding]))
     assert torch.equal(vectors, torch.stack([layer.weight[4], torch.zeros(2)]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer, keys: layer.vectors(keys),
+        lambda layer, keys: layer.assign(keys, numbers(1)),
+        lambda layer, keys: layer(keys),
+    ],
+)
+def test_one_rank_cannot_use_its_part_of_a_table_alone(call):
+    layer = dense()
+    layer.world_size = 2
+    with pytest.raises(RuntimeError, match=r"^n: made on rank 0 of 2, .* this is rank 0 of 1"):
+        call(layer, torch.tensor([1]))
+    assert len(layer.table) == 0
+
+
+def test_a_layer_on_meta_has_no_vectors():
+    layer, keys = dense(device="meta"), torch.tensor([1])
+    for call in (
+        lambda: layer.vectors(keys),
+        lambda: layer.assign(keys, numbers(1)),
+        lambda: layer.items(),
+    ):
+        with pytest.raises(RuntimeError, match=r"^n: the layer is on meta, and has no vectors"):
+            call()
+
+
+def test_each_row_catches_up_once():
+    layer, caught_up = dense(), []
+    layer.assign(torch.tensor(KEYS), numbers(5))
+    layer.weight.before_read = lambda weight, rows: caught_up.append(sorted(rows.tolist()))
+    layer.vectors(torch.tensor([KEYS[4], KEYS[1], KEYS[4], KEYS[1]]))
+    assert caught_up == [[1, 4]]
+
+
+def test_vectors_that_new_keys_would_overwrite_are_not_read():
+    layer = dense()
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    with pytest.raises(RuntimeError, match=r"^n: weight was written to before any of its rows"):
+        layer.vectors(torch.tensor([1]))
+
+
+def test_rows_of_all_ranks_count_for_padding():
+    layer = like_embedding(use_hashtable=False, padding_key=9)
+    layer.world_size = 2
+    keys, _ = _checked_pairs(layer, torch.tensor([17, 9]), numbers(2))
+    assert keys.tolist() == [17, 9]
+    layer.padding_key = 18
+    with pytest.raises(IndexError, match=r"key 18 at position 0 .* in \[0, 18\)$"):
+        _checked_pairs(layer, torch.tensor([18, 9]), numbers(2))
+
+
+def test_zeros_may_be_assigned():
+    layer, keys = dense(), torch.tensor([1, 2])
+    layer.assign(keys, 0 * numbers(2))
+    assert not layer.weight.written()
+    assert not layer(keys).any()
