@@ -1,9 +1,19 @@
 """Recommendation of the best items to each user."""
 
+import pytest
 import torch
 
 from sparsekit.datasets import Ratings
-from sparsekit.models import Autoencoder, RatedItems, Recommendations, recommend
+from sparsekit.models import (
+    Autoencoder,
+    DenseAutoencoder,
+    RatedItems,
+    RatingModel,
+    Recommendations,
+    load_recommender,
+    popular,
+    recommend,
+)
 from sparsekit.recipes.autoencoder import recommendations
 
 
@@ -32,3 +42,96 @@ def test_pieces_of_users_and_items_make_no_difference(monkeypatch):
     rated = {(user, item) for user, item in zip(users.tolist(), items.tolist(), strict=True)}
     assert rated.isdisjoint((user, item) for user, item, _ in whole.rows())
     assert len(list(whole.rows())) == 3 * 7
+
+
+def test_places_without_an_item_are_not_counted_or_written(tmp_path):
+    scores = torch.tensor([[2.0, 0.1234567], [1.0, -torch.inf]])
+    best = Recommendations(torch.tensor([3, 8]), torch.tensor([[5, 6], [7, 0]]), scores)
+    assert len(best) == 3
+    assert [row[:2] for row in best.rows()] == [(3, 5), (3, 6), (8, 7)]
+    best.write(tmp_path / "recs.tsv")
+    text = "3\t5\t2.000000\n3\t6\t0.123457\n8\t7\t1.000000\n"
+    assert (tmp_path / "recs.tsv").read_text() == text
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def history_of(*pairs):
+    users, items = torch.tensor(pairs).T
+    count = len(pairs)
+    return RatedItems(Ratings(users, items, torch.ones(count), torch.arange(count).double()))
+
+
+HISTORY = history_of((1, 10), (1, 20), (2, 30), (3, 30), (3, 20), (4, 40))
+
+
+def test_what_is_popular_is_the_same_for_all_but_for_what_they_know():
+    best = popular(HISTORY, 3)
+    assert best.users.tolist() == [1, 2, 3, 4]
+    assert [row[:2] for row in best.rows()] == [
+        (1, 30), (1, 40), (2, 20), (2, 10), (2, 40), (3, 10), (3, 40), (4, 20), (4, 30), (4, 10)
+    ]  # fmt: skip
+    assert popular(HISTORY).items.shape == (4, 10)
+
+
+class Constant:
+    """A recommender that gives the same score to all items."""
+
+    history, source, training = HISTORY, "", True
+
+    def encode(self, rows):
+        assert not self.training
+        return torch.ones(len(rows), 1, requires_grad=True) * 1.0
+
+    def vectors(self, begin, end):
+        return torch.ones(end - begin, 1)
+
+    def score(self, codes, vectors):
+        return codes @ vectors.T
+
+    def train(self, mode=True):
+        self.training = mode
+
+
+def test_equal_scores_are_in_the_order_of_ids():
+    model = Constant()
+    best = recommend(model)
+    assert best.items.shape == (4, 10)
+    assert [row[:2] for row in best.rows()][:4] == [(1, 30), (1, 40), (2, 10), (2, 20)]
+    assert not best.scores.requires_grad
+    assert model.training
+
+
+def test_a_model_is_in_its_mode_again_after_an_error(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    for training in (True, False):
+        model = Constant()
+        model.train(training)
+        model.vectors = fail
+        with pytest.raises(ZeroDivisionError):
+            recommend(model, 1)
+        assert model.training == training
+
+
+@pytest.mark.parametrize("k", [0, 2**20 + 1, 1.0])
+def test_a_wrong_number_of_items_is_refused(k):
+    with pytest.raises((TypeError, ValueError), match="recommend: k must be"):
+        recommend(Constant(), k)
+
+
+def test_models_that_recommend_are_loaded(tmp_path):
+    for kind in (Autoencoder, DenseAutoencoder):
+        kind(HISTORY, seed=2, source="here").save(tmp_path / "model")
+        loaded = load_recommender(tmp_path / "model")
+        assert isinstance(loaded, kind)
+        assert loaded.source == "here"
+        best = recommend(kind(HISTORY, seed=2), 2)
+        assert recommend(loaded, 2).items.tolist() == best.items.tolist()
+        torch.testing.assert_close(recommend(loaded, 2).scores, best.scores)
+    RatingModel(Ratings(*torch.ones(3, 1).long(), torch.ones(1)), capacity=9).save(
+        tmp_path / "model"
+    )
+    message = "needed is 'sparsekit autoencoder 1' or 'sparsekit dense autoencoder 1'"
+    with pytest.raises(ValueError, match=message):
+        load_recommender(tmp_path / "model")
