@@ -108,6 +108,8 @@ def test_files_that_fail_name_their_option(error, said):
         raise error
     with pytest.raises(UsageError, match=f"^--data x: {said}$"), training.reading("--data", "x"):
         raise error
+    with pytest.raises(OSError, match=said), writing("--trace", None):
+        raise error
     with pytest.raises(ZeroDivisionError), writing("--save", "x"), training.reading("--data", "x"):
         raise ZeroDivisionError
 

@@ -13,6 +13,7 @@ from sparsekit.cli import bench, dispatch, info, plot
 from sparsekit.cli.common import UsageError
 from sparsekit.datasets import DatasetUnavailableError, RatingsFormatError
 from sparsekit.errors import CheckpointError, DataFormatError, DivergedError, ResumeError
+from sparsekit.train.config import ConfigError
 
 
 def failing(error):
@@ -29,7 +30,7 @@ def failing(error):
             (kind("why: x"), 2, "sparsekit: why: x\n")
             for kind in (
                 UsageError, DatasetUnavailableError, RatingsFormatError, DataFormatError,
-                CheckpointError, ResumeError,
+                CheckpointError, ResumeError, MissingPackageError, ConfigError,
             )
         ),
         (DivergedError("why: x"), 1, "sparsekit: why: x\n"),

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from sparsekit._extras import MissingPackageError
 from sparsekit.cli import ranks
 from sparsekit.cli.common import EXPECTED, UsageError
 from sparsekit.datasets import DatasetUnavailableError, RatingsFormatError
 from sparsekit.errors import CheckpointError, DataFormatError, DivergedError, ResumeError
+from sparsekit.train.config import ConfigError
 from sparsekit.train.launch import RankError
 
 
@@ -126,7 +128,7 @@ def test_several_ranks_get_the_data(calls, monkeypatch):
     [
         *((kind, UsageError) for kind in (
             UsageError, DatasetUnavailableError, RatingsFormatError, DataFormatError,
-            CheckpointError, ResumeError,
+            CheckpointError, ResumeError, MissingPackageError, ConfigError,
         )),
         (DivergedError, DivergedError),
         (BrokenPipeError, BrokenPipeError),

@@ -20,7 +20,7 @@ def parsed(*arguments: str) -> dict[str, object]:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["train", *arguments])
+        make_parser().parse_args(["train", *arguments])
     message = capsys.readouterr().err
     assert len(message.splitlines()) == 1
     return message
