@@ -14,6 +14,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._replacing import replacing
+
 PIP_TIMEOUT_S = 300
 # Limit on the bytes of a response, far above the size of any file that we fetch.
 MOST_BYTES = 64 << 20
@@ -56,7 +58,17 @@ class PackagedFile:
         content = self._read_verified(cached)
         if content is None:
             content = self._fetch()
-            _write_atomically(cached, content)
+            try:
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                if not cached.is_file():
+                    cached.unlink(missing_ok=True)  # `replacing` would write into a pipe
+                with replacing(cached) as part:
+                    part.write_bytes(content)
+            except OSError as error:
+                # The data can still be used; the next run has to download it again.
+                warnings.warn(
+                    f"{cached} cannot be written, so nothing is cached: {error}", stacklevel=3
+                )
         return content, cached
 
     def _read_verified(self, cached: Path) -> bytes | None:
@@ -114,20 +126,3 @@ class PackagedFile:
             f"Failed: {reason}\n"
             f"Way out: {self.way_out}"
         )
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename it to path, so that no reader sees half a file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        # The data can still be used; the next run has to download it again.
-        warnings.warn(f"{path} cannot be written, so nothing is cached: {error}", stacklevel=4)
