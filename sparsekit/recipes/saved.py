@@ -30,7 +30,10 @@ class SavedModel(torch.nn.Module):
         Raises:
             OSError: on rank 0, the file cannot be written; an existing file is left unchanged.
         """
-        write(path, {"format": self.FORMAT, **self.content()})
+        saved = {"format": self.FORMAT, **self.content()}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            with replacing(path) as part:
+                torch.save(saved, part)
 
     @classmethod
     def load(cls: type[_Model], path: str | os.PathLike[str]) -> _Model:
@@ -69,20 +72,8 @@ def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(keys), torch.cat(vectors)
 
 
-def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
-    """Write a model on rank 0, replacing an existing file at the end; other ranks do nothing.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
-    with replacing(path) as part:
-        torch.save(saved, part)
-
-
 def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
-    """Read a model that `write` has written.
+    """Read the content of a model that `SavedModel.save` has written.
 
     Args:
         path: path of the file.

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,24 +24,8 @@ USERS = 256
 ITEMS = 4096
 
 
-class Recommender(Protocol):
-    """A model that can recommend items: `Autoencoder` or `DenseAutoencoder`."""
-
-    history: RatedItems
-    source: str
-    training: bool
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the codes of users, ``[n, width]``."""
-
-    def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return the vectors of items ``[begin, end)``, ``[end - begin, width]``."""
-
-    def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Compute the scores ``[users, items]`` from codes and vectors."""
-
-    def train(self, mode: bool = True) -> torch.nn.Module:
-        """Switch between training and evaluation mode."""
+# A model that can recommend items.
+Recommender = Autoencoder | DenseAutoencoder
 
 
 @dataclass(frozen=True, eq=False)

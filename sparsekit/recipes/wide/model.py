@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ class WideModel(SavedModel):
             columns: name -> n values of each feature, in the form that `SplitHashEncoder.encode`
                 takes, or `QuantileBuckets` for a numeric feature.
         """
-        return self.encoder.encode(_Features(columns, self.buckets(columns)))
+        return self.encoder.encode(ChainMap(self.buckets(columns), columns))
 
     def forward(self, matrix: Any) -> torch.Tensor:
         """Compute scores, float32 ``[n]``, from a torch or scipy CSR matrix ``[n, width]``."""
@@ -186,17 +187,6 @@ class WideModel(SavedModel):
         model.embedding.assign(keys[columns], vectors[columns])
         model.head.load_state_dict(state["head"])
         return model
-
-
-class _Features:
-    """Columns of features, with numeric columns replaced by their buckets."""
-
-    def __init__(self, columns: Any, buckets: dict[str, torch.Tensor]) -> None:
-        self.columns = columns
-        self.buckets = buckets
-
-    def __getitem__(self, name: str) -> Any:
-        return self.buckets[name] if name in self.buckets else self.columns[name]
 
 
 def select_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
