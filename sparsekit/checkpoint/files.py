@@ -61,26 +61,12 @@ def size_of(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def check_size(path: Path, expected: FileRecord) -> None:
-    """Compare the size of a file with its record.
-
-    Raises:
-        CheckpointError: the file is missing, is not a plain file, or has another size.
-    """
-    size = size_of(path)
-    if size != expected.bytes:
-        raise CheckpointError(
-            f"{path}: is damaged: it has {size} bytes, and {expected.bytes} were written"
-        )
-
-
 def check_sum(path: Path, expected: FileRecord) -> None:
-    """Read a whole file, and compare its size and CRC-32 with its record.
+    """Read a whole file, and compare its CRC-32 with its record.
 
     Raises:
         CheckpointError: the file is missing, is not a plain file, or its content has changed.
     """
-    check_size(path, expected)
     crc32 = record_of(path).crc32
     if crc32 != expected.crc32:
         raise CheckpointError(

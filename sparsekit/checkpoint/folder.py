@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .draft import entries, recover, remove
-from .files import check_size
+from .files import size_of
 from .manifest import MANIFEST, Manifest
 from .manifest_file import read_manifest
 
@@ -109,7 +109,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         CheckpointError: a file is missing or has another size; the message names the first one.
     """
     for name, written in manifest.files.items():
-        check_size(folder / name, written)
+        if (size := size_of(folder / name)) != written.bytes:
+            raise CheckpointError(
+                f"{folder / name}: is damaged: it has {size} bytes, and {written.bytes} were "
+                f"written"
+            )
 
 
 def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
