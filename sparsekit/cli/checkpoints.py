@@ -13,8 +13,6 @@ from .._arguments import Parser
 from ..checkpoint import CheckpointError, Checkpoints, latest
 from .common import UsageError, count, rank
 
-DEFAULT_EVERY = 1000
-DEFAULT_KEEP = 3
 # Name of the file, in the folder of checkpoints, that lists the options of the run.
 RUN = "run.json"
 # Options that may change when a run is resumed.
@@ -38,10 +36,10 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
         help="where to save the run after each epoch and every few steps",
     )
     parser.add_argument(
-        "--checkpoint-every", type=count, default=DEFAULT_EVERY, metavar="STEPS",
+        "--checkpoint-every", type=count, default=1000, metavar="STEPS",
         help="steps between two checkpoints",
     )  # fmt: skip
-    parser.add_argument("--keep", type=count, default=DEFAULT_KEEP, help="checkpoints that stay")
+    parser.add_argument("--keep", type=count, default=3, help="checkpoints that stay")
     parser.add_argument(
         "--resume",
         action="store_true",

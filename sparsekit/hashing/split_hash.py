@@ -97,12 +97,16 @@ class SplitHashEncoder:
         salts = salts or {}
         if strangers := [name for name in salts if name not in feature_lengths]:
             raise ValueError(f"{_NAME}: salts names {strangers}, which feature_lengths lacks")
-        self.feature_lengths = {name: _length(name, n) for name, n in feature_lengths.items()}
+        self.feature_lengths = {
+            name: check_int(_NAME, f"feature_lengths[{name!r}]", n, 1, _MOST_VALUES)
+            for name, n in feature_lengths.items()
+        }
         self.splits = splits
         self.salts = {name: _salt(name, salts.get(name, 0)) for name in feature_lengths}
         self.signed = bool(signed)
-        # The number of columns of each feature, and its first column.
-        self.buckets = {name: _bucket(n) for name, n in self.feature_lengths.items()}
+        # The number of columns of each feature (square roots are rounded up), and its first column.
+        lengths = self.feature_lengths.items()
+        self.buckets = {name: max(32, 4 * (math.isqrt(n - 1) + 1)) for name, n in lengths}
         *starts, self.width = itertools.accumulate(self.buckets.values(), initial=0)
         self.starts = dict(zip(self.buckets, starts, strict=True))
 
@@ -256,19 +260,11 @@ class SplitHashEncoder:
         return 1.0 - 2.0 * (bits & 1)
 
 
-def _length(name: str, length: int) -> int:
-    return check_int(_NAME, f"feature_lengths[{name!r}]", length, 1, _MOST_VALUES)
-
-
 def _salt(name: str, salt: int) -> int:
     try:
         return checked_seed(salt)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_NAME}: salts[{name!r}]: {error}") from None
-
-
-def _bucket(length: int) -> int:
-    return max(32, 4 * (math.isqrt(length - 1) + 1))  # the square root rounded up, in integers
 
 
 def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:

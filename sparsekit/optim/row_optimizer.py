@@ -62,17 +62,13 @@ class RowOptimizer(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        maximize: bool = False,
     ) -> None:
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 f"{type(self).__name__}: params must be parameters, not a module; pass its "
                 f"parameters()"
             )
-        common = {"stochastic_rounding": stochastic_rounding, "seed": seed, "maximize": maximize}
-        defaults = common | defaults
+        defaults = {"stochastic_rounding": False, "seed": 0, "maximize": False, **defaults}
         defaults["seed"] = check_int(
             type(self).__name__, "seed", defaults["seed"], -(2**63), 2**64 - 1
         )
