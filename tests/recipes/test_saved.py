@@ -12,13 +12,20 @@ from sparsekit.recipes import saved
 FORMAT = "sparsekit ratings 1"
 
 
+class Model(saved.SavedModel):
+    FORMAT = FORMAT
+
+    def content(self):
+        return {"weight": torch.ones(2)}
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "model.pt"
 
 
 def test_what_is_written_is_read(path):
-    saved.write(path, {"format": FORMAT, "weight": torch.ones(2)})
+    Model().save(path)
     found = saved.read(path, "sparsekit other 1", FORMAT)
     assert found.keys() == {"format", "weight"}
     assert [file.name for file in path.parent.iterdir()] == ["model.pt"]
@@ -33,8 +40,8 @@ def test_other_contents_are_no_models(path, content):
 
 
 def test_a_model_of_another_kind_is_named(path):
-    saved.write(path, {"format": "sparsekit wide 1"})
-    message = rf"^{path}: holds a model of 'sparsekit wide 1'; needed is 'a' or 'b'$"
+    Model().save(path)
+    message = rf"^{path}: holds a model of '{FORMAT}'; needed is 'a' or 'b'$"
     with pytest.raises(ValueError, match=message):
         saved.read(path, "a", "b")
 
@@ -55,10 +62,10 @@ def test_errors_of_the_system_pass(tmp_path):
 def test_rank_0_alone_writes(path, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    saved.write(path, {})
+    Model().save(path)
     assert not path.exists()
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    saved.write(path, {})
+    Model().save(path)
     assert path.exists()
 
 
