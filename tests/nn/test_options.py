@@ -83,28 +83,36 @@ def test_defaults(kind):
 
 
 # Arguments that both layers refuse, that from_pretrained refuses, and that EmbeddingBag refuses.
+# Errors name the last one.
 WRONG = [
     *({word: True} for word in ("scale_grad_by_freq", "_weight")),
-    {"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"padding_idx": 9},
-    {"padding_idx": 1, "padding_key": 1}, {"dtype": torch.int64}, {"device": "mps"},
+    *({"num_embeddings": rows} for rows in (0, 2**31, 9.0)), {"embedding_dim": 0},
+    {"max_norm": -1.0}, {"max_norm": 0.0}, {"max_norm": "1"}, {"max_norm": 1.0, "norm_type": 0.0},
+    {"padding_idx": 9}, {"padding_idx": -10}, {"padding_idx": 1, "padding_key": 1},
+    {"padding_idx": 1, "padding_key": 0}, {"dtype": torch.int64}, {"device": "mps"},
     {"placement": "rank"}, {"embedding_initializer": 3}, {"num_embedding": 9},
+    {"max_keys_per_rank": 0}, {"insert": 1}, {"wire_dtype": torch.float16},
 ]  # fmt: skip
-WRONG_BESIDE_VECTORS = [{"num_embeddings": 2}, {"padding_idx": 3}, {"scale_grad_by_freq": True}]
+WRONG_BESIDE_VECTORS = [
+    {"num_embeddings": 2}, {"padding_idx": 3}, {"scale_grad_by_freq": True}, {"max_norm": -1.0},
+    {"max_norm": 1.0, "norm_type": 0.0},
+]  # fmt: skip
 OF_BAGS = [{"mode": "min"}, {"strategy": "rank"}, {"mode": "max", "strategy": "reduce_scatter"}]
+OF_VECTORS = [{"_freeze": True}]
 
 
 @pytest.mark.parametrize("name", ["movies", None])
 @pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
-def test_errors_begin_with_the_name_or_else_the_class(kind, name):
+def test_errors_name_the_layer_or_else_the_class_and_the_argument(kind, name):
     errors = (TypeError, ValueError, NotImplementedError)
     begin = f"^{name}: " if name else rf"^{kind.__name__}(_\d+ \(.*\))?: "
-    for wrong in WRONG + (OF_BAGS if kind is EmbeddingBag else [{"_freeze": True}]):
-        with pytest.raises(errors, match=begin):
-            kind(9, 4, name=name, **wrong)
+    for wrong in WRONG + (OF_BAGS if kind is EmbeddingBag else OF_VECTORS):
+        with pytest.raises(errors, match=rf"{begin}.*\b{[*wrong][-1]}\b"):
+            kind(**{"num_embeddings": 9, "embedding_dim": 4, "name": name, **wrong})
     for wrong in WRONG_BESIDE_VECTORS:
-        with pytest.raises(errors, match=begin):
+        with pytest.raises(errors, match=rf"{begin}.*\b{[*wrong][-1]}\b"):
             kind.from_pretrained(torch.ones(3, 4), name=name, **wrong)
-    with pytest.raises(errors, match=begin):
+    with pytest.raises(errors, match=rf"{begin}embeddings must be \[n, dim\]"):
         kind.from_pretrained(torch.ones(3), name=name)
 
 

@@ -113,7 +113,11 @@ def faults(rank, case):
             layer.assign(many, of_keys(many))
         elif case == "different calls":
             layer.vectors(keys) if odd else layer.assign(keys, vectors)
+        elif case == "another rank":
+            layer.rank = 7 if odd else rank
+            layer.vectors(keys)
     finally:
+        layer.rank = rank
         # The layer still works; only ranks with free capacity have new rows.
         everything = torch.arange(6)
         assert torch.equal(layer.vectors(everything), of_keys(everything))
@@ -129,6 +133,7 @@ def faults(rank, case):
         ("shape", "ValueError", "vectors must have shape (2, 3), got (2, 2)"),
         ("full", "TableFullError", "the table on rank 1 is full: 2 of 4"),
         ("different calls", "RuntimeError", "rank 0: assign vectors of n "),
+        ("another rank", "RuntimeError", "n: made on rank 7 of 3, whose part of the table"),
     ],
 )
 def test_faults_are_those_of_all_ranks(three_ranks, case, type, message):
