@@ -62,7 +62,7 @@ def loaded_states(
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
     # Groups are not checked here, since torch itself raises if they do not match.
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
-        settings = {**group, **optimizer.defaults, **saved}
+        settings = {**optimizer.defaults, **saved}
         for name in _OTHER_SETTINGS:
             if saved.get(name) and name not in optimizer.defaults:
                 raise ValueError(

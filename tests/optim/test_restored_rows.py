@@ -151,6 +151,17 @@ def test_a_state_without_keys_waits_for_the_model():
     assert of_other.state_dict()["state"][0]["keys"].tolist() == [5, -6]
 
 
+def test_a_parameter_whose_state_is_empty_starts_anew():
+    """Reading ``optimizer.state`` of a parameter without a step makes such an entry."""
+    layer, other = table(), table()
+    optimizer = optim.Adagrad(layer.parameters())
+    assert optimizer.state[layer.weight] == {}
+    of_other = optim.Adagrad(other.parameters())
+    of_other.load_state_dict(optimizer.state_dict())
+    train(other, of_other, [1])
+    assert of_other.state[other.weight]["step"] == 1
+
+
 def test_a_state_of_more_keys_than_there_are_rows_now():
     layer = table()
     optimizer = optim.Adagrad(layer.parameters(), lr=0.1)

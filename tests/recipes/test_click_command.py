@@ -1,0 +1,219 @@
+"""Parts of the commands of click models: settings, metrics, report, and saved runs."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsekit.cli.common import UsageError
+from sparsekit.errors import DivergedError, TableFullError
+from sparsekit.models import DLRM
+from sparsekit.recipes.clicks import command, predict, trained
+from sparsekit.recipes.clicks.config import DLRMConfig, RunConfig
+from sparsekit.train import TensorBoard
+
+
+def arguments(**others):
+    return argparse.Namespace(**{
+        "model": "dlrm", "config": None, "settings": None, "data": None, "epochs": None,
+        "log": None, "run_folder": None, "checkpoint": None, "resume": False, "seed": 0, **others,
+    })  # fmt: skip
+
+
+def test_flags_count_more_than_settings_and_these_more_than_the_file(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("model: {dim: 3, rows: 5}\ntrainer: {epochs: 7}\ndata: {sparse: [a]}\n")
+    given = {"config": str(file), "settings": ["model.dim=4", "data.train=x", "trainer.epochs=8"]}
+    config = command._config(arguments(**given))
+    assert (config.model.dim, config.model.rows, config.trainer.epochs) == (4, 5, 8)
+    assert config.data.train == ("x",)
+    config = command._config(arguments(**given, data=["y", "z"], epochs=9))
+    assert (config.data.train, config.trainer.epochs) == (("y", "z"), 9)
+    assert command._config(arguments()) == RunConfig(DLRMConfig())
+    file.write_text("model: {dims: 3}")
+    with pytest.raises(ValueError, match=rf"{file}: no setting model\.dims"):
+        command._config(arguments(config=str(file)))
+    with pytest.raises(UsageError, match=r"^--config .*y.yaml: No such file .*mean .*x.yaml"):
+        command._config(arguments(config=str(tmp_path / "y.yaml")))
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_pipe_cannot_be_read_in_each_epoch(tmp_path, monkeypatch, split):
+    monkeypatch.setattr(Path, "is_fifo", lambda path: path.name == "pipe")
+    settings = ["data.sparse=a", "data.train=x", f"data.{split}=x,pipe"]
+    with pytest.raises(UsageError, match=r"^pipe: is a pipe, but each epoch reads anew"):
+        command._load(arguments(settings=settings))
+    assert command._load(arguments(settings=settings[:2])) is None
+    monkeypatch.setattr(command, "load_people", lambda args: ("people", args))
+    args = arguments()
+    assert command._load(args) == ("people", args)
+
+
+def test_a_full_table_names_its_setting(monkeypatch):
+    def full(*_):
+        raise TableFullError("user", 0, 5, 5, 1)
+
+    monkeypatch.setattr(command, "_fit", full)
+    with pytest.raises(UsageError, match=r"^user: .* Here that is model\.rows\.$"):
+        command._fit_and_report(None, arguments())
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 10), (3, 4), (4, 3)])
+def test_the_batch_of_a_rank_is_rounded_up(monkeypatch, tmp_path, ranks, expected):
+    (tmp_path / "x").write_text("label,a\n1,x\n")
+    settings = ["data.sparse=a", f"data.train={tmp_path / 'x'}", "trainer.global_batch_size=10"]
+    config = command._config(arguments(settings=settings))
+    monkeypatch.setattr(command, "world_size", lambda: ranks)
+    assert command._reader(config, config.data.train, 0).batch_size == expected
+
+
+@pytest.fixture
+def predictions(monkeypatch):
+    """Stand in for readers and models: a batch is (scores, labels)."""
+    monkeypatch.setattr(command, "Prefetcher", lambda reader: [
+        SimpleNamespace(scores=torch.tensor(scores), label=torch.tensor(labels))
+        for scores, labels in reader
+    ])  # fmt: skip
+    monkeypatch.setattr(command, "scores", lambda model, batch: batch.scores)
+
+
+def test_metrics_of_each_file(predictions):
+    far, near = [([3.0, -3.0], [1.0, 0.0]), ([9.0], [1.0])], [([0.0, 0.0], [0.0, 1.0])]
+    found = command._evaluate({"validation": far, "test": near}, None)
+    assert list(found) == ["validation AUC", "validation log loss", "test AUC", "test log loss"]
+    assert (found["validation AUC"], found["test AUC"]) == (1, 0.5)
+    assert found["test log loss"] == pytest.approx(math.log(2))
+    for label in (0.0, 1.0):
+        found = command._evaluate({"test": [([1.0, 2.0], [label, label])]}, None)
+        assert math.isnan(found["test AUC"])
+        assert found["test log loss"] > 0
+    with pytest.raises(DivergedError, match="a probability is not finite: training has diverged"):
+        command._evaluate({"test": [([1.0, math.nan], [0.0, 1.0])]}, None)
+
+
+def test_the_report_is_of_all_epochs(capsys):
+    epochs = [
+        SimpleNamespace(seconds=1.25, samples_per_second=10.0, tables={}, metrics={"test AUC": 1}),
+        SimpleNamespace(
+            seconds=2.0, samples_per_second=2000.0, metrics={"test AUC": math.nan, "x": 0.5},
+            tables={"user": {"rows": 1234.0}, "item": {"load": 0.5}, "tag": {"rows": 5.0}},
+        ),
+    ]  # fmt: skip
+    command._report(SimpleNamespace(history=epochs))
+    empty, first, second, third = capsys.readouterr().out.splitlines()
+    assert empty == ""
+    assert first.startswith("2 epochs in 3.2 s, the last at 2,000 samples/s; peak memory ")
+    assert second == "rows in the tables: user 1,234, tag 5"
+    assert third == "test AUC is undefined (nan), as all samples have one label"
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_settings_and_curves_are_written_beside_the_log(tmp_path, monkeypatch, tensorboard):
+    pytest.importorskip("tensorboard")
+    made = []
+    monkeypatch.setattr(
+        command.training, "make_trainer", lambda *a, logs, **others: made.append((logs, others))
+    )
+    flag = str(tensorboard).lower()
+    config = command._config(arguments(settings=[f"trainer.tensorboard={flag}", "model.rows=9"]))
+    model = DLRM(["a"], 1, rows=9)
+    command._trainer(model, config, arguments())
+    assert list(tmp_path.iterdir()) == []
+    command._trainer(model, config, arguments(log=str(tmp_path)))
+    assert "rows: 9" in (tmp_path / "config.yaml").read_text()
+    (without, _), (logs, others) = made
+    assert without == []
+    assert [type(log) is TensorBoard for log in logs] == [False, True][: 1 + tensorboard]
+    assert others["autocast"] is None
+    assert others["log_every"] == 20
+
+
+# A trained model's folder
+
+
+def test_a_new_model_needs_a_folder_of_its_own(tmp_path):
+    trained.check_new(arguments(checkpoint="x"))
+    trained.check_new(arguments(run_folder=str(tmp_path), checkpoint=str(tmp_path / "x")))
+    for folder in (tmp_path, tmp_path / "y" / ".."):
+        with pytest.raises(UsageError, match=r"is the folder of --checkpoint; pass another one$"):
+            trained.check_new(arguments(run_folder=str(folder), checkpoint=str(tmp_path)))
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UsageError, match=rf"^--save {tmp_path}: has a model already; pass another"):
+        trained.check_new(arguments(run_folder=str(tmp_path)))
+
+
+NOTE = dict.fromkeys(("model", "seed", "settings", "format", "dense", "sparse", "buckets"))
+NOTE["what"] = "sparsekit clicks 1"
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "", "[]", "{}", "[1", json.dumps({**NOTE, "what": "other"}),
+        json.dumps({**NOTE, "more": 1}), json.dumps({"what": NOTE["what"]}),
+    ],
+)  # fmt: skip
+def test_other_folders_hold_no_model(tmp_path, note):
+    message = f"^{tmp_path}: no folder that `sparsekit train dlrm --save` or deepfm's has written$"
+    (tmp_path / "model.json").write_text(json.dumps(NOTE))
+    with pytest.raises(UsageError, match=message):
+        trained.read(str(tmp_path))  # without the model itself
+    (tmp_path / "model").mkdir()
+    assert trained.read(str(tmp_path)) == NOTE
+    (tmp_path / "model.json").write_text(note)
+    with pytest.raises(UsageError, match=message):
+        trained.read(str(tmp_path))
+
+
+def test_folders_that_cannot_be_read(tmp_path):
+    (tmp_path / "model.json").mkdir()
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: Is a directory$"):
+        trained.read(str(tmp_path))
+    for folder in (tmp_path / "no", Path(__file__)):
+        with pytest.raises(UsageError, match="no folder that"):
+            trained.read(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(2, "No such file", "x"), "^--data: x: No such file$"),
+        (OSError("odd"), "^--data: odd$"),
+        (ValueError("bad"), "^--data: bad$"),
+        (TypeError("bad"), "^--data: bad$"),
+    ],
+)
+def test_files_to_predict_that_cannot_be_read(monkeypatch, error, said):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(trained, "reader", fail)
+    monkeypatch.setattr(trained, "with_buckets", fail)
+    for buckets in (None, {"a": [1]}):
+        with pytest.raises(UsageError, match=said):
+            predict._predict({"buckets": buckets}, arguments(data=["x"], out="y"))
+
+
+def test_rank_0_alone_writes_the_predictions(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    monkeypatch.setattr(trained, "reader", lambda run, files, batch: files)
+    monkeypatch.setattr(trained, "load", lambda folder, run: None)
+    monkeypatch.setattr(trained, "scores", lambda model, batch: batch)
+    monkeypatch.setattr(predict, "Prefetcher", lambda reader: map(torch.tensor, reader))
+    args = arguments(data=[[0.0], [-1.0, 1.0]], out=str(out), folder="run")
+    monkeypatch.setattr(predict, "rank", lambda: 1)
+    run = {"buckets": None, "model": "dlrm"}
+    assert predict._predict(run, args) == 0
+    assert not out.exists()
+    monkeypatch.setattr(predict, "rank", lambda: 0)
+    assert predict._predict(run, args) == 0
+    assert out.read_text() == "0.5\n0.268941\n0.731059\n"
+    assert capsys.readouterr().out == f"{out}: 3 probabilities, by dlrm\n"
+    args.data = ["x", "y"]
+    monkeypatch.setattr(predict, "Prefetcher", lambda reader: [])
+    with pytest.raises(UsageError, match=r"^--data x y: no rows$"):
+        predict._predict(run, args)
