@@ -107,7 +107,7 @@ def loaded_state(
     rows = _rows_saved(parameter, states, values)
     if "row_step" in states:
         # If row_step was not saved, assume that all rows have made all steps.
-        known = values.get("row_step", torch.full((rows,), count, dtype=torch.int32))
+        known = values.get("row_step", torch.full((rows,), count))
         values = {**values, "row_step": known}
     initial = optimizer._initial_states(group) | {"row_step": 0}
     for own, tensor in states.items():

@@ -356,7 +356,8 @@ class RowOptimizer(torch.optim.Optimizer):
         states = packed["state"]
         for group, of_group in zip(self.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], of_group["params"], strict=True):
-                known = isinstance(parameter, EmbeddingWeight) and number in states
+                # A state is empty if it was only read, which creates it.
+                known = isinstance(parameter, EmbeddingWeight) and bool(states.get(number))
                 keys = parameter.keys() if known and "keys" not in states[number] else None
                 if keys is not None:
                     states[number] = {**states[number], "keys": keys}
