@@ -50,6 +50,8 @@ class Count:
     """Bytes of the distinct 32-byte sectors that a launch reads, as if its cache were perfect."""
     written: int = 0
     """Bytes of the distinct 32-byte sectors that a launch writes."""
+    busiest: int = 0
+    """Bytes that the block with the most accesses reads and writes, summed over launches."""
 
     def __add__(self, other: "Count") -> "Count":
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -103,6 +105,7 @@ class _Record(ctypes.Structure):
         ("accessed", ctypes.c_int64),
         ("read", ctypes.c_int64),
         ("written", ctypes.c_int64),
+        ("busiest", ctypes.c_int64),
     )
 
     def count(self) -> Count:
@@ -117,6 +120,7 @@ class _Record(ctypes.Structure):
             accessed=self.accessed,
             read=self.read,
             written=self.written,
+            busiest=self.busiest,
             **{field: 1},
         )
 

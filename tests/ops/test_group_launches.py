@@ -133,6 +133,22 @@ def test_long_bags_are_looked_for_only_where_there_may_be_some():
 
 
 @needs_bytes
+@pytest.mark.parametrize("tables", [26, 500])
+def test_the_busiest_block_of_an_update(tables):
+    """Blocks are shared out by distinct rows, of which the first table has 75%."""
+    rows, dim = 2000, 128
+    own = [rows * 3 // 4, *[rows // 4 // (tables - 1)] * (tables - 1)]
+    group = Group(torch.float32, [dim] * tables, own, [True] * tables, [1] * tables)
+    for t, n in enumerate(own):
+        group.sources.append(Source(torch.arange(n), torch.empty(0).long(), torch.empty(0)))
+        group.ask(t, t, 0, n, "sum")
+    update = step_of(group).sum("group_embedding_bag_update_", "update_rows")
+    of_row = 7 * dim * 4  # gradient, and weight and two states, read and written
+    # The host runner limits an update to 32 blocks, plus one for each table.
+    assert update.busiest <= 1.4 * rows / 32 * of_row
+
+
+@needs_bytes
 @pytest.mark.parametrize(("bags", "nnz", "most"), [(512, 1, 1.25), (128, 4, 1.3)])
 def test_bytes_of_a_step(bags, nnz, most):
     """A step moves little more than each key, offset, vector, row and state once per use."""

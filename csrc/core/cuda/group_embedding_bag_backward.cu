@@ -244,8 +244,9 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
 
 // Prepares the sums: computes where the data of each table begins, and a sort key for each entry.
 template <class T>
-void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, void* stream) {
-  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels);
+void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, const UpdateShares& shares,
+                void* stream) {
+  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels, shares);
   if (group.divisors != nullptr) {
     simt::launch("group: divisors", group_divisors_kernel<T>,
                  simt::grid_for(int64_t{group.num_bags} * simt::kWarp, kGroupThreads), stream,
@@ -309,7 +310,7 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
   Descriptors descriptors(work.descriptors);
   SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
   group.out = call.tables[0].grad;
-  begin_sums(group, work.sums, stream);
+  begin_sums(group, work.sums, {}, stream);
   if (ordered_rows > 0) {
     group.at = work.order.at;
     order_rows(group, ordered_rows, sums.tables[0].sorted_rows, work.order, stream);
@@ -365,7 +366,7 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
   group.out = room.out;
   group.at = work.at;
   group.bounded = true;
-  begin_sums(group, work.sums, stream);
+  begin_sums(group, work.sums, {}, stream);
   simt::launch("group: rows to write", rows_to_write_kernel<T>,
                simt::grid_for(sums.entries, kGroupThreads), stream, group, targets, bad_row);
   finish_sums<true>(group, call, sums.entries, work.sums, stream);
@@ -382,8 +383,9 @@ int64_t row_runs_workspace_bytes(const GroupSums<T>& sums) {
 }
 
 template <class T>
-RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int64_t* bad_index,
-                         void* workspace, void* stream) {
+RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors,
+                         const UpdateShares& shares, int64_t* bad_index, void* workspace,
+                         void* stream) {
   const SumCall<T> call(sums);
   Arena arena(workspace);
   const RunsWorkspace<T> work(arena, call);
@@ -391,7 +393,7 @@ RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int
   group.out = work.over_chunks;
   group.begins = work.begins;
   group.bounded = true;
-  begin_sums(group, work.sums, stream);
+  begin_sums(group, work.sums, shares, stream);
   finish_sums<false>(group, call, sums.entries, work.sums, stream);
   return {group, work.sums.levels.level[0].values};
 }

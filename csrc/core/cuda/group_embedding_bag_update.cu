@@ -61,6 +61,7 @@ template <class T>
 struct SummedTables {
   using Gradients = SummedGradients<T>;
   const Share* shares;
+  const int64_t* first_blocks;
   const SteppedTable<T>* tables;  // all tables of the call
   int32_t count;
   RowRuns<T> runs;
@@ -84,27 +85,33 @@ RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sum
   return shape_of_step<Rule>(table.table, grad, per_row);
 }
 
-// The tables that one launch updates.
-struct LaunchShares {
-  std::vector<Share> shares;
-  simt::Grid grid{};
-  const Share* on_device = nullptr;
-};
-
 template <class T>
 int64_t descriptor_bytes(const GroupSums<T>& sums) {
   return Descriptors::bytes<SteppedTable<T>>(sums.num_tables) +
          2 * Descriptors::bytes<Share>(sums.num_tables) + sum_descriptor_bytes(sums);
 }
 
+// Returns the number of blocks that suffice for the shares of a launch, whatever their numbers of
+// rows, of which there are at most `rows` in all.
+int64_t most_blocks(const std::vector<Share>& shares, int64_t rows) {
+  int64_t threads = 0, columns = 0;
+  for (const Share& share : shares) {
+    threads = std::max(threads, share.threads(rows));
+    columns += share.columns;
+  }
+  return std::min(kMostUpdateBlocks, threads / kGroupThreads) + columns;
+}
+
 template <class Rule, class T, int kWidth>
-void launch_update(const LaunchShares& own, const SummedTables<T>& tables, const Rule& rule,
-                   StepNumber number, Rounding rounding, int64_t* bad, void* stream) {
-  if (own.shares.empty()) return;
+void launch_update(const DeviceShares& own, int64_t blocks, const SummedTables<T>& tables,
+                   const Rule& rule, StepNumber number, Rounding rounding, int64_t* bad,
+                   void* stream) {
+  if (own.count == 0) return;
   SummedTables<T> launch = tables;
-  launch.shares = own.on_device;
-  launch.count = static_cast<int32_t>(own.shares.size());
-  simt::Grid grid = own.grid;
+  launch.shares = own.shares;
+  launch.first_blocks = own.first_blocks;
+  launch.count = own.count;
+  simt::Grid grid{blocks, kGroupThreads};
   using StepConstants = typename Rule::template StepConstants<Acc<T>>;
   grid.shared_bytes = sizeof(Block<T, SummedGradients<T>, StepConstants>);
   simt::launch("update_rows", update_rows_kernel<Rule, T, kWidth, SummedTables<T>>, grid, stream,
@@ -117,6 +124,7 @@ template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums) {
   Arena arena;
   arena.take<char>(descriptor_bytes(sums));
+  arena.take<int64_t>(sums.num_tables + 2);
   arena.take<char>(row_runs_workspace_bytes(sums));
   return arena.bytes();
 }
@@ -128,28 +136,31 @@ void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>*
                                 const std::function<void()>& before_changes, void* workspace,
                                 void* stream) {
   constexpr int kWidest = kWide<Acc<T>>;
-  LaunchShares wide, narrow;
+  std::vector<Share> wide, narrow;
   for (int64_t t = 0; t < sums.num_tables; ++t) {
     if (sums.tables[t].num_rows <= 0) continue;
     const RowShape shape = shape_of_update<Rule>(tables[t], sums.tables[t], number.per_row);
-    (shape.width == 1 ? narrow : wide).shares.emplace_back(t, shape);
+    (shape.width == 1 ? narrow : wide).emplace_back(t, shape);
   }
   Arena arena(workspace);
   Descriptors descriptors(arena.take<char>(descriptor_bytes(sums)));
   SummedTables<T> all{};
   all.tables = descriptors.add(std::vector<SteppedTable<T>>(tables, tables + sums.num_tables));
-  for (LaunchShares* launch : {&wide, &narrow}) {
-    std::vector<Share>& shares = launch->shares;
-    launch->grid = share_out_blocks(shares.data(), static_cast<int>(shares.size()), [&](int i) {
-      return sums.tables[shares[static_cast<size_t>(i)].table].num_rows;
-    });
-    launch->on_device = descriptors.add(shares);
-  }
-  all.runs = find_row_runs(sums, descriptors, bad_index,
+  int64_t* first_blocks = arena.take<int64_t>(sums.num_tables + 2);
+  const auto on_device = [&](const std::vector<Share>& shares) {
+    const auto count = static_cast<int32_t>(shares.size());
+    const DeviceShares launch{descriptors.add(shares), first_blocks, count};
+    first_blocks += count + 1;
+    return launch;
+  };
+  const UpdateShares shares{on_device(wide), on_device(narrow)};
+  all.runs = find_row_runs(sums, descriptors, shares, bad_index,
                            arena.take<char>(row_runs_workspace_bytes(sums)), stream);
   before_changes();
-  launch_update<Rule, T, kWidest>(wide, all, rule, number, rounding, bad_row, stream);
-  launch_update<Rule, T, 1>(narrow, all, rule, number, rounding, bad_row, stream);
+  launch_update<Rule, T, kWidest>(shares.wide, most_blocks(wide, sums.entries), all, rule, number,
+                                  rounding, bad_row, stream);
+  launch_update<Rule, T, 1>(shares.narrow, most_blocks(narrow, sums.entries), all, rule, number,
+                            rounding, bad_row, stream);
 }
 
 SPARSEKIT_INSTANTIATE(group_embedding_bag_update_workspace_bytes)

@@ -10,9 +10,10 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
   return at < 0 ? 0 : at > end ? end : at;
 }
 
-// Computes, in one block, where the entries, rows and chunks of each table begin.
+// Computes, in one block, where the entries, rows and chunks of each table begin, and which blocks
+// of an update handle the table's rows.
 template <class T>
-SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
+SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, UpdateShares shares) {
   const auto entries_before = [&](int t) {
     return clamped(group.bags[group.first_bag(t)], group.entries);
   };
@@ -56,6 +57,8 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
            [&](int t, int64_t before) { level.chunks[t] = static_cast<int32_t>(before); });
     sum_up(group.num_tables, blocks, [&](int t, int64_t before) { level.blocks[t] = before; });
   }
+  share_out_blocks(shares.wide, num_rows);
+  share_out_blocks(shares.narrow, num_rows);
 }
 
 // Computes divisors of weighted bags, one warp per bag.

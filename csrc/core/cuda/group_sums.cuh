@@ -13,6 +13,7 @@
 
 #include "cuda/bags.cuh"
 #include "cuda/descriptors.cuh"
+#include "cuda/row_shares.cuh"
 #include "cuda/segment_reduce.cuh"
 #include "sparsekit/group_embedding_bag.h"
 
@@ -323,13 +324,14 @@ struct RowRuns {
 };
 
 // find_row_runs finds the runs and stores them in `workspace`. It sends `descriptors`, which must
-// have sum_descriptor_bytes of free space.
+// have sum_descriptor_bytes of free space, and computes first_blocks of `shares`.
 template <class T>
 int64_t sum_descriptor_bytes(const GroupSums<T>& sums);
 template <class T>
 int64_t row_runs_workspace_bytes(const GroupSums<T>& sums);
 template <class T>
-RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int64_t* bad_index,
-                         void* workspace, void* stream);
+RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors,
+                         const UpdateShares& shares, int64_t* bad_index, void* workspace,
+                         void* stream);
 
 }  // namespace sparsekit::cuda

@@ -30,6 +30,7 @@ struct GivenTables {
 
   int32_t count;
   Share shares[kMost];
+  int32_t first_blocks[kMost + 1];
   RowGradients<T> given[kMost];
   const int64_t* counts;  // number of gradients of each table of the call; may be null
 
@@ -110,8 +111,16 @@ struct Call {
   template <int kWidth, class Tables>
   void launch_some(Tables& launch) const {
     if (launch.count == 0) return;
-    simt::Grid grid =
-        share_out_blocks(launch.shares, launch.count, [&](int i) { return launch.given[i].n; });
+    int64_t threads = 0;
+    for (int i = 0; i < launch.count; ++i) threads += launch.shares[i].threads(launch.given[i].n);
+    const BlockShares shares(threads);
+    int64_t blocks = 0;
+    for (int i = 0; i < launch.count; ++i) {
+      launch.first_blocks[i] = static_cast<int32_t>(blocks);
+      blocks += shares.blocks(launch.shares[i], launch.given[i].n);
+    }
+    launch.first_blocks[launch.count] = static_cast<int32_t>(blocks);
+    simt::Grid grid{blocks, kGroupThreads};
     using StepConstants = typename Rule::template StepConstants<Acc<T>>;
     grid.shared_bytes = sizeof(Block<T, GivenGradients<T>, StepConstants>);
     simt::launch("update_rows", update_rows_kernel<Rule, T, kWidth, Tables>, grid, stream, launch,

@@ -1,30 +1,12 @@
 // The loop over rows of an optimizer's step, for any source of tables and gradients.
 #pragma once
 
-#include <algorithm>
-
-#include "cuda/descriptors.cuh"
+#include "cuda/row_shares.cuh"
 #include "cuda/table_access.cuh"
 #include "sparsekit/device_memory.h"
 #include "sparsekit/update_rows.h"
 
 namespace sparsekit::cuda {
-
-// One table's share of a launch: the blocks from first_block up to first_block of the next share.
-// `columns` consecutive blocks handle the same rows; see row_shape.h.
-struct Share {
-  int32_t first_block;
-  int32_t table;  // index of the table in the call
-  uint16_t columns;
-  uint16_t log2_lanes;
-
-  Share() = default;
-  Share(int64_t table, const RowShape& shape)
-      : first_block(0),
-        table(static_cast<int32_t>(table)),
-        columns(static_cast<uint16_t>(shape.columns)),
-        log2_lanes(static_cast<uint16_t>(shape.log2_lanes)) {}
-};
 
 // Returns the means that a rule needs over a row, the same on all lanes of its tile; 0 for a
 // negative row. All lanes of the warp must call this. kWidth depends only on the alignment of
@@ -81,8 +63,9 @@ struct Block {
   StepConstants numbers;
 };
 
-// Updates rows. Tables has the shares of a launch and, for each share i, table(i) and gradients(i).
-// The type of gradients(i) has
+// Updates rows. Tables has the shares of a launch, the first block of each share and, at the end,
+// the number of blocks in use and, for each share i, table(i) and gradients(i). The type of
+// gradients(i) has
 //   n                                the number of gradients;
 //   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
 //   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of that gradient.
@@ -95,20 +78,21 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   using StepConstants = typename Rule::template StepConstants<A>;
   constexpr int kOwn = kElementStates<Rule>;
   const int at_table =
-      last_up_to(simt::block(), tables.count, [&](int i) { return tables.shares[i].first_block; });
+      last_up_to(simt::block(), tables.count, [&](int i) { return tables.first_blocks[i]; });
+  const int64_t first_block = tables.first_blocks[at_table];
+  const int64_t end = tables.first_blocks[at_table + 1];
+  if (simt::block() >= end) return;
   const Share& share = tables.shares[at_table];
   const int64_t t = number.get(simt::global(tables.table(at_table).step));
   if (t < 1) return;
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
-  const int block = static_cast<int>(simt::block()) - share.first_block;
+  const int block = static_cast<int>(simt::block() - first_block);
   // Kept in shared memory, and read again for each row, since it would take too many registers.
   auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
-    const bool is_last = at_table + 1 == tables.count;
-    const int64_t end = is_last ? simt::blocks() : tables.shares[at_table + 1].first_block;
     own.table = tables.table(at_table).table;
     own.gradients = tables.gradients(at_table);
-    own.tiles = (end - share.first_block) / columns * kGroupThreads >> log2_lanes;
+    own.tiles = (end - first_block) / columns * kGroupThreads >> log2_lanes;
     own.numbers = rule.template at<A>(t);
   }
   simt::barrier();
@@ -202,29 +186,6 @@ RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
   // A state with one number per row must be updated by a single tile.
   if (Rule::kRowMeans > 0 || per_row) shape.columns = 1;
   return shape;
-}
-
-// Assigns blocks to each share of a launch, and returns the launch's grid. If the tables together
-// could use more than kMaxBlocks blocks, they share kMaxBlocks blocks in proportion to the work of
-// their rows, rows(i).
-template <class RowsOf>
-simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
-  // More blocks than any device runs at a time. Each block then has enough rows to pay for the two
-  // powers that it computes for the step.
-  constexpr int64_t kMaxBlocks = 2048;
-  const auto wanted = [&](int i) {
-    return simt::grid_for(rows(i) << shares[i].log2_lanes, kGroupThreads).blocks;
-  };
-  double all = 0;
-  for (int i = 0; i < count; ++i) all += static_cast<double>(wanted(i)) * shares[i].columns;
-  const double part = std::min(1.0, kMaxBlocks / all);
-  int64_t blocks = 0;
-  for (int i = 0; i < count; ++i) {
-    shares[i].first_block = static_cast<int32_t>(blocks);
-    const auto own = static_cast<int64_t>(static_cast<double>(wanted(i)) * part);
-    blocks += std::max<int64_t>(own, 1) * shares[i].columns;
-  }
-  return {blocks, kGroupThreads};
 }
 
 }  // namespace sparsekit::cuda

@@ -18,6 +18,7 @@ struct Record {
   int64_t accessed;  // bytes that threads read and wrote, repeated accesses included
   int64_t read;      // bytes of the distinct sectors that were read
   int64_t written;
+  int64_t busiest;  // bytes that one block accessed, repeats included; the largest of all blocks
 };
 
 // Accesses to device memory. Memory is moved in sectors of 32 bytes, and a repeated access is
@@ -27,6 +28,7 @@ class Traffic {
   void access(Access access, uintptr_t at, int64_t bytes);
   void add(const Traffic& other);
   Record record(const char* kernel) const;
+  int64_t accessed() const { return accessed_; }
 
  private:
   static constexpr int64_t kSectorBytes = 32;

@@ -78,7 +78,11 @@ void run_grid(const char* name, const Grid& grid, void (*body)(const void*), con
   acquire(&launch.end);
   if (launch.counted) {
     --counted_launches;
-    if (!launch.failed) add_record(launch.traffic.record(name));
+    if (!launch.failed) {
+      Record record = launch.traffic.record(name);
+      record.busiest = launch.busiest;
+      add_record(record);
+    }
   }
   if (launch.failed) throw std::runtime_error(launch.error);
 }

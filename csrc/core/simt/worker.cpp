@@ -41,6 +41,16 @@ void Worker::prepare(size_t count) {
   }
 }
 
+// Takes the fiber that runs next. While accesses are counted, fibers take turns: as on a device,
+// many threads reach an atomic before the first one has passed it.
+Fiber* Worker::next() {
+  if (!launch_->counted) std::swap(ready_[random() % ready_.size()], ready_.back());
+  const auto at = launch_->counted ? ready_.begin() : ready_.end() - 1;
+  Fiber* fiber = *at;
+  ready_.erase(at);
+  return fiber;
+}
+
 void Worker::resume(Fiber& fiber) {
   running_ = &fiber;
   if (__sanitizer_start_switch_fiber != nullptr) {
@@ -150,18 +160,16 @@ bool Worker::run_block() {
   live_ = count;
   at_barrier_ = 0;
   barrier_parity_ = 0;
+  const int64_t accessed_before = traffic_.accessed();
   for (;;) {
     while (!ready_.empty() && !launch_->failed) {
-      const size_t pick = random() % ready_.size();
-      std::swap(ready_[pick], ready_.back());
-      Fiber* fiber = ready_.back();
-      ready_.pop_back();
-      resume(*fiber);
+      resume(*next());
     }
     auto kind = Meeting::kGiveUp;
     if (!launch_->failed) {
       if (live_ == 0) {
         kind = Meeting::kEnd;
+        group_.accessed += traffic_.accessed() - accessed_before;
       } else if (at_barrier_ == live_ && live_ == count) {
         kind = Meeting::kBarrier;
       } else {
@@ -170,7 +178,15 @@ bool Worker::run_block() {
       }
     }
     const bool agreed = group_.meeting.meet(kind, participants);
-    if (agreed && kind == Meeting::kEnd) return true;
+    if (agreed && kind == Meeting::kEnd) {
+      if (index_ == 0) {
+        const int64_t accessed = group_.accessed;
+        int64_t busiest = launch_->busiest;
+        while (accessed > busiest && !launch_->busiest.compare_exchange_weak(busiest, accessed)) {
+        }
+      }
+      return true;
+    }
     if (!agreed) {
       launch_->fail("a barrier was not reached by all threads of the block", fibers_[0]->position);
       // These fibers are in the middle of a kernel that will not be continued.
@@ -209,6 +225,7 @@ void Worker::run_blocks(int participants) {
       const int64_t turn = launch.failed ? num_blocks : launch.next_block++;
       // Half of the launches begin at the far end: kernels must not rely on the order of blocks.
       group_.block = turn >= num_blocks ? -1 : launch.seed % 2 == 0 ? turn : num_blocks - 1 - turn;
+      group_.accessed = 0;
       acquire(&group_.end);
       // Fill with garbage, so that reads of uninitialised memory show.
       if (__asan_unpoison_memory_region != nullptr) {

@@ -56,6 +56,7 @@ struct Launch {
   bool counted = false;
   Range arguments;  // the stack with the kernel's arguments, which is not device memory
   Traffic traffic;
+  std::atomic<int64_t> busiest{0};  // bytes that the busiest block accessed
   std::mutex mutex;
   std::string error;
 
@@ -127,6 +128,7 @@ struct Fiber {
 struct Group {
   Meeting meeting;
   int64_t block = -1;
+  std::atomic<int64_t> accessed{0};  // bytes that the block's finished workers accessed
   // Their addresses stand for events in ThreadSanitizer: a block's start and end, and alternate
   // barriers.
   char begin = 0, end = 0, sync[2] = {};
@@ -149,7 +151,7 @@ class Worker {
   void run(Launch& launch);
   const Position& position() const { return running_->position; }
   void maybe_switch() {
-    if (!ready_.empty() && random() % 8 == 0) yield();
+    if (!ready_.empty() && (launch_->counted || random() % 8 == 0)) yield();
   }
   void saw(Access access, uintptr_t at, int64_t bytes);
   void wait_for_block();
@@ -159,6 +161,7 @@ class Worker {
  private:
   void run_blocks(int participants);
   bool run_block();
+  Fiber* next();
   void resume(Fiber& fiber);
   void leave(bool for_good);
   void yield() {
