@@ -148,6 +148,28 @@ def test_the_busiest_block_of_an_update(tables):
     assert update.busiest <= 1.4 * rows / 32 * of_row
 
 
+def atomics_to_enter(keys, tables=1):
+    """Return the atomics that find the first of equal keys, where each table gets all keys."""
+    n = len(keys)
+    group = Group(torch.float32, [1] * tables, [n] * tables, [True] * tables, [1] * tables)
+    for t in range(tables):
+        group.sources.append(Source(keys, torch.empty(0).long(), torch.empty(0)))
+        group.ask(t, t, 0, n, "none")
+    with counted() as counts:
+        group.find_or_insert()
+    return counts.sum("group_find_or_insert_", "group: enter").atomics
+
+
+def test_equal_keys_of_a_warp_cost_one_atomic():
+    n = 2048
+    equal = torch.zeros(n, dtype=torch.int64)
+    assert atomics_to_enter(equal) <= n // 32
+    # Keys of the tables are different keys, although their numbers are equal.
+    assert atomics_to_enter(equal[:48], tables=40) <= 40 * (48 // 32 + 2)
+    # Each key claims a slot; a lost claim is repeated.
+    assert n <= atomics_to_enter(torch.arange(n)) <= 1.15 * n
+
+
 @needs_bytes
 @pytest.mark.parametrize(("bags", "nnz", "most"), [(512, 1, 1.25), (128, 4, 1.3)])
 def test_bytes_of_a_step(bags, nnz, most):

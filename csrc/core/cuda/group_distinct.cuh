@@ -17,33 +17,43 @@ SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table
   return entries + entries * 2 / 3 + table;
 }
 
-// Sets slot_of[e] to the slot of entry e's key.
+// Sets slot_of[e] to the slot of entry e's key. One lane enters all equal keys of a warp, so that a
+// hot key costs at most one atomic per warp.
 SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots,
                                     uint32_t* slot_of) {
   const int32_t entries = group.entries();
-  for (int64_t i = simt::global_thread(); i < entries; i += simt::global_threads()) {
-    const auto e = static_cast<int32_t>(i);
-    const int f = group.feature_of(e), t = group.features[f].table;
-    const int64_t begin = slots_before(group.first_entry(t), t);
-    const int64_t capacity = slots_before(group.first_entry(t + 1), t + 1) - begin;
-    const int64_t key = group.key(f, e);
-    const auto has_key = [&](int32_t other) {
-      const bool same_feature = group.entry[f] <= other && other < group.entry[f + 1];
-      return group.key(same_feature ? f : group.feature_of(other), other) == key;
-    };
-    int64_t s = home_bucket(key, seed, capacity);
-    for (;;) {
-      int32_t* slot = slots + begin + s;
-      int32_t seen = simt::load(slot);
-      if (seen < 0) seen = simt::atomic_cas(slot, int32_t{-1}, e);
-      if (seen < 0) break;
-      if (has_key(seen)) {
-        if (seen > e) simt::atomic_min(slot, e);
-        break;
+  // All lanes of a warp loop together: `first` is the entry of lane 0.
+  for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
+       first += simt::global_threads()) {
+    const auto e = static_cast<int32_t>(first + simt::lane());
+    const bool there = first + simt::lane() < entries;
+    const int f = there ? group.feature_of(e) : 0, t = there ? group.features[f].table : -1;
+    const int64_t key = there ? group.key(f, e) : 0;
+    // The lowest of the lanes with this key has its first entry.
+    const int leader = simt::lowest_bit(simt::warp_match(key) & simt::warp_match(t));
+    uint32_t s = 0;
+    if (there && leader == simt::lane()) {
+      const auto begin = static_cast<uint32_t>(slots_before(group.first_entry(t), t));
+      const auto end = static_cast<uint32_t>(slots_before(group.first_entry(t + 1), t + 1));
+      const auto has_key = [&](int32_t other) {
+        const bool same_feature = group.entry[f] <= other && other < group.entry[f + 1];
+        return group.key(same_feature ? f : group.feature_of(other), other) == key;
+      };
+      s = begin + static_cast<uint32_t>(home_bucket(key, seed, end - begin));
+      for (;;) {
+        int32_t* slot = slots + s;
+        int32_t seen = simt::load(slot);
+        if (seen < 0) seen = simt::atomic_cas(slot, int32_t{-1}, e);
+        if (seen < 0) break;
+        if (has_key(seen)) {
+          if (seen > e) simt::atomic_min(slot, e);
+          break;
+        }
+        s = s + 1 == end ? begin : s + 1;
       }
-      s = s + 1 == capacity ? 0 : s + 1;
     }
-    slot_of[e] = static_cast<uint32_t>(begin + s);
+    s = simt::warp_shuffle(s, leader);
+    if (there) slot_of[e] = s;
   }
 }
 
