@@ -61,6 +61,8 @@ class GroupArguments {
                  size_t num_tables)
       : group(given, of.features, num_tables), entries(of.index.numel()), given_(given) {
     given.check_count("index", entries);
+    given.check(group.num_bags <= kMostNumbered, "features have ", group.num_bags,
+                " bags; at most 2^31 - 1 are supported");
     index = numbers(given, "index", of.index, ScalarType::Int, entries);
     const int64_t num_bounds = of.bags.numel();
     given.check(num_bounds > group.num_bags, "bags has ", num_bounds,

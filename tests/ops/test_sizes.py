@@ -7,6 +7,7 @@ integer, so the tests need no memory for these sizes.
 import re
 
 import pytest
+import simt
 import torch
 
 from sparsekit import HashTable
@@ -138,6 +139,38 @@ def test_results_whose_bytes_overflow(engine, sizes):
         OPS.unsorted_segment_sum(none(0, dim), ints(), segments)
     with pytest.raises(ValueError, match=r"embedding_bag_backward: .*( shape \[|at most|must be)"):
         OPS.embedding_bag_backward(none(0, dim), ints(), ints(0), 0, None, segments)
+
+
+def pooling(bags):
+    """Yield the ops that take bags of many tables, with arguments of one table and two features."""
+    half = bags // 2
+    features = [[0, 0, 0, half, 0, 1, 0, 0, 1], [0, 0, half, bags - half, 0, 1, 0, half, 1]]
+    index, grad, weight = none(0, dtype=torch.int32), none(0), none(1, 1)
+    given = none(bags + 1, dtype=torch.int32), torch.tensor(features), [], None
+    yield OPS.group_embedding_bag_, ([grad], [weight], index, None, None, *given, [], [], None)
+    yield OPS.group_embedding_bag_backward, ([grad], [1], index, None, ints(0), *given)
+    yield (
+        OPS.group_embedding_bag_backward_at_,
+        (none(0), [1], [grad], [1], index, index, ints(0), *given),
+    )
+    tables = [weight.clone()], [], [], [ints(1)], "sgd", [0.0] * 6
+    yield OPS.group_embedding_bag_update_, ([grad], index, index, ints(0), *given, *tables)
+
+
+def test_more_bags_of_many_tables_than_32_bits_number(engine):
+    for op, arguments in pooling(2**31):
+        name = op._qualified_op_name.split("::")[1]
+        with pytest.raises(ValueError, match=name) as info:
+            op(*arguments)
+        message = f"features have {2**31} bags; at most 2^31 - 1 are supported"
+        assert str(info.value) == f"{name}: {message}"
+
+
+def test_a_bag_of_more_entries_than_32_bits_number():
+    with simt.SimtMode(), pytest.raises(ValueError, match="embedding_bag") as info:
+        OPS.embedding_bag(none(3, 0), long(2**31), ints(0, 2**31), 0)
+    supported = "at most 2^31 - 1 rows and as many offsets are supported"
+    assert str(info.value) == f"embedding_bag: {2**31} rows in 1 bags; {supported}"
 
 
 def test_the_message(engine):
