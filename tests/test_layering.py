@@ -62,6 +62,7 @@ ACROSS_OPS = (
     "overlap",
     "colliding_keys",
     "group_launches",
+    "group_misaligned",
     "two_threads",
     "long_bags",
     "several_tables",
