@@ -268,7 +268,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         if self.dynamic_input:
             fits, expected = len(request.shape) == 1, "be 1-D"
         else:
-            fits = len(request.shape) == 3 and request.shape[1:] == slots
+            fits = request.shape[1:] == slots
             expected = f"have shape [batch, slot_num={slots[0]}, nnz_per_slot={slots[1]}]"
         if not fits:
             raise ValueError(

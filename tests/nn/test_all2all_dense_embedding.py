@@ -126,3 +126,15 @@ def test_shares_its_start_with_a_pooled_layer_of_the_same_seed():
     pooled = DistributedEmbedding("sum", 100, 4, 1, 3, seed=5, dtype=torch.float64)
     found = make_layer(seed=5)(KEYS)
     torch.testing.assert_close(found.sum(2), pooled(KEYS), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 3, 2), (4, 2, 3, 1)])
+def test_keys_of_another_shape_are_refused(shape):
+    keys = torch.zeros(shape, dtype=torch.int64)
+    layer = All2AllDenseEmbedding(9, 4, 2, 3, name="n")
+    with pytest.raises(ValueError, match=r"^n: keys must have shape \[batch, slot_num=2, nnz_per"):
+        layer(keys)
+    layer = All2AllDenseEmbedding(9, 4, 2, 3, dynamic_input=True, name="n")
+    if len(shape) != 1:
+        with pytest.raises(ValueError, match=r"^n: keys must be 1-D, got shape \("):
+            layer(keys)
