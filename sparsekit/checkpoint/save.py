@@ -76,8 +76,7 @@ class CheckpointWriter:
             return
         marks = Marks(Base(target.name, id))
         complete = marks.follow(shards, {} if follows is None else follows.tables)
-        anywhere = self.together.union(complete)
-        self._complete = {shard.name for shard in shards if anywhere(shard.name)}
+        self._complete = self.together.union(complete)
         if follows is not None and len(self._complete) < len(shards):
             self._base = follows.base
             marks.links = follows.links + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -12,13 +10,9 @@ import torch.distributed as dist
 
 from ..distributed import exchange_of
 from ..distributed.exchange import attempt
-from ..errors import CheckpointError
 from .snapshot import named_tables
 
 T = TypeVar("T")
-
-_MOST_TEXT = 4096
-_SLOTS = 1 << 14
 
 
 class Together:
@@ -59,39 +53,21 @@ class Together:
         self.do(what, make if self.rank == 0 else lambda: None)
 
     def text_of_first(self, what: str, make: Callable[[], str]) -> str:
-        """Call a function on rank 0 and return its result, at most 4096 bytes, on all ranks.
-
-        Raises:
-            CheckpointError: the text is longer.
-        """
-        if self._exchange is None:
-            return make()
-        room = torch.zeros(_MOST_TEXT, dtype=torch.uint8)
+        """Call a function on rank 0 and return its result on all ranks."""
+        shared = [""]
 
         def fill() -> None:
-            content = os.fsencode(make())
-            if len(content) > _MOST_TEXT:
-                raise CheckpointError(f"{what}: {len(content)} bytes are more than {_MOST_TEXT}")
-            room[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+            shared[0] = make()
 
         self.on_first(what, fill)
-        shared = room.to(self._exchange.device)
-        group = self._exchange.group
-        dist.broadcast(shared, dist.get_global_rank(group, 0), group)
-        return os.fsdecode(bytes(shared.cpu().numpy()).rstrip(b"\0"))
+        if self._exchange is not None:
+            group = self._exchange.group
+            dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
+        return shared[0]
 
-    def union(self, names: set[str]) -> Callable[[str], bool]:
-        """Return a function that tests whether any rank has a name; false positives are rare."""
-        if self._exchange is None:
-            return names.__contains__
-        slots = torch.zeros(_SLOTS, dtype=torch.int32)
-        for name in names:
-            slots[_slot(name)] = 1
-        shared = slots.to(self._exchange.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX, self._exchange.group)
-        found = shared.tolist()
-        return lambda name: bool(found[_slot(name)])
-
-
-def _slot(name: str) -> int:
-    return zlib.crc32(name.encode(errors="backslashreplace")) % _SLOTS
+    def union(self, names: set[str]) -> set[str]:
+        """Return the names that any rank has."""
+        of_ranks = [names] * self.world_size
+        if self._exchange is not None:
+            dist.all_gather_object(of_ranks, names, self._exchange.group)
+        return set().union(*of_ranks)
