@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .._extras import needed
 from .._nearest import did_you_mean
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Any)
 
 
 class ConfigError(ValueError):
@@ -54,7 +54,7 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, default_flow_style=None)
 
 
-def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:
+def updated(config: Config, values: Mapping[str, Any], where: str = "", prefix: str = "") -> Config:
     """Return a copy of the settings in which some values are replaced.
 
     Args:
@@ -62,12 +62,35 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Confi
             float or str, or any of these or None. A field's metadata ``"also"`` is an alias.
         values: name -> new value; for a field that is a dataclass, a mapping like this one.
         where: start of error messages, such as the name of a file.
+        prefix: name of the section that config is, with a dot behind it.
 
     Raises:
         ConfigError: a name is unknown (the message suggests the nearest one), or a value has
             another type.
     """
-    return _updated(config, values, f"{where}: " * bool(where), "")
+    start = f"{where}: " * bool(where)
+    kinds = typing.get_type_hints(type(config))
+    changed = {}
+    also = {each.metadata["also"]: each.name for each in fields(config) if "also" in each.metadata}
+    for given, value in values.items():
+        name = also.get(given, given)
+        full = f"{prefix}{name}"
+        if name not in kinds:
+            hint = did_you_mean(full, [prefix + each for each in kinds])
+            # The user may have left out the section: suggest names within it.
+            within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
+            hint = hint or (f"; did you mean {within[0]}?" if within else "")
+            hint = hint or f"; there are {', '.join(kinds)}"
+            raise ConfigError(f"{start}no setting {full or repr(full)}{hint}")
+        now = getattr(config, name)
+        if not is_dataclass(now):
+            changed[name] = _converted(value, kinds[name], f"{start}{full}")
+        elif isinstance(value, Mapping):
+            changed[name] = updated(now, value, where, f"{full}.")
+        else:
+            inner = ", ".join(names(now, f"{full}."))
+            raise ConfigError(f"{start}{full} is a section with {inner}, got {value!r}")
+    return replace(config, **changed)
 
 
 def with_setting(config: Config, setting: str) -> Config:
@@ -85,7 +108,7 @@ def with_setting(config: Config, setting: str) -> Config:
     values: Any = text
     for name in reversed(key.strip().split(".")):
         values = {name: values}
-    return _updated(config, values, "", "")
+    return updated(config, values)
 
 
 def names(config: Any, prefix: str = "") -> Iterator[str]:
@@ -96,31 +119,6 @@ def names(config: Any, prefix: str = "") -> Iterator[str]:
             yield from names(value, f"{prefix}{each.name}.")
         else:
             yield prefix + each.name
-
-
-def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
-    kinds = typing.get_type_hints(type(config))
-    changed = {}
-    also = {each.metadata["also"]: each.name for each in fields(config) if "also" in each.metadata}
-    for given, value in values.items():
-        name = also.get(given, given)
-        full = f"{prefix}{name}"
-        if name not in kinds:
-            hint = did_you_mean(full, [prefix + each for each in kinds])
-            # The user may have left out the section: suggest names within it.
-            within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
-            hint = hint or (f"; did you mean {within[0]}?" if within else "")
-            hint = hint or f"; there are {', '.join(kinds)}"
-            raise ConfigError(f"{where}no setting {full or repr(full)}{hint}")
-        now = getattr(config, name)
-        if not is_dataclass(now):
-            changed[name] = _converted(value, kinds[name], f"{where}{full}")
-        elif isinstance(value, Mapping):
-            changed[name] = _updated(now, value, where, f"{full}.")
-        else:
-            inner = ", ".join(names(now, f"{full}."))
-            raise ConfigError(f"{where}{full} is a section with {inner}, got {value!r}")
-    return replace(config, **changed)
 
 
 def _converted(value: Any, kind: Any, full: str) -> Any:
