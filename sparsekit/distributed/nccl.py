@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import torch
 
 from .. import _pybind
 from .streams import Cuda
-from .transport import TorchTransport, Transport, Unavailable, room_for
+from .transport import TorchTransport, Transport, room_for
 from .watch import Watch, within
 
 
@@ -41,17 +40,14 @@ def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) ->
     Raises:
         Unavailable: (on all ranks) libnccl is not available on at least one rank.
     """
-    reason, unique_id = missing(), b""
-    if teller.rank == 0 and not reason:
-        try:
-            unique_id = _pybind.NcclCommunicator.unique_id()
-        except RuntimeError as error:
-            reason = str(error)
-    offers = [pickle.loads(other) for other in teller.all_gather(pickle.dumps((reason, unique_id)))]
-    for rank, (of_rank, _) in enumerate(offers):
-        if of_rank:
-            raise Unavailable(f"on rank {rank}: {of_rank}")
-    return NcclTransport(teller.rank, teller.world_size, offers[0][1], device, timeout)
+
+    def offer() -> bytes:
+        if reason := missing():
+            raise RuntimeError(reason)
+        return _pybind.NcclCommunicator.unique_id() if teller.rank == 0 else b""
+
+    unique_id, *_ = teller.results(offer)
+    return NcclTransport(teller.rank, teller.world_size, unique_id, device, timeout)
 
 
 class NcclTransport(Transport):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import pickle
 import secrets
 import socket
 import time
@@ -14,22 +12,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from .. import _pybind
-from .transport import OutOfResources, TorchTransport, Transport, Unavailable, room_for
+from .transport import TorchTransport, Transport, Unavailable, room_for
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 # These seals keep a process from truncating memory that another process has mapped.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Errors of a process that lacks resources or permissions.
-_LACKING = {
-    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EFBIG),
-    *(errno.EPERM, errno.EACCES, errno.ENOSYS),
-}
 # Time limit in seconds for the other ranks to connect; all of them are about to do so.
 _PATIENCE = 20.0
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
@@ -113,12 +106,12 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
     rank, world_size = teller.rank, teller.world_size
     with contextlib.ExitStack() as stack:
         meeting = _Meeting(rank, world_size, timeout.total_seconds(), stack)
-        offers = _together(teller, meeting.offer)
+        offers = teller.results(meeting.offer)
         if len({offer.host for offer in offers}) > 1:
             raise Unavailable("ranks run on several hosts")
         # A separate step, so that no rank waits for a rank that could not connect.
-        _together(teller, lambda: meeting.call(offers))
-        _together(teller, meeting.meet)
+        teller.results(lambda: meeting.call(offers))
+        teller.results(meeting.meet)
         communicator = cast(_pybind.SharedMemoryCommunicator, meeting.communicator)
         return SharedMemoryTransport(rank, world_size, communicator)
 
@@ -205,22 +198,3 @@ class _Meeting:
 
 def _limit(connection: socket.socket, deadline: float) -> None:
     connection.settimeout(max(0.001, deadline - time.monotonic()))
-
-
-def _together(teller: TorchTransport, step: Callable[[], Any]) -> list[Any]:
-    """Return the result of a step on each rank; a step that fails on one rank fails on all."""
-    result, reason, lacking = None, "", False
-    try:
-        result = step()
-    except Exception as error:
-        reason = f"on rank {teller.rank}: {error}"
-        lacking = isinstance(error, OSError) and error.errno in _LACKING
-    said = pickle.dumps((result, reason, lacking))
-    results, reasons, lackings = zip(*map(pickle.loads, teller.all_gather(said)), strict=True)
-    # A rank that lacks resources makes other ranks fail, with less specific reasons.
-    for of_rank, rank_lacks in zip(reasons, lackings, strict=True):
-        if rank_lacks:
-            raise OutOfResources(of_rank)
-    if any(reasons):
-        raise Unavailable(next(filter(None, reasons)))
-    return list(results)

@@ -1,10 +1,19 @@
 """Transports, which carry bytes from rank to rank."""
 
+import errno
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Errors of a process that lacks resources or permissions.
+_LACKING = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EFBIG),
+    *(errno.EPERM, errno.EACCES, errno.ENOSYS),
+}
 
 
 class Unavailable(Exception):
@@ -125,3 +134,21 @@ class TorchTransport(Transport):
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(ranks)
         received = self.all_to_all(own, [len(data)] * ranks, sizes.tolist())
         return [bytes(part.tolist()) for part in received.split(sizes.tolist())]
+
+    def results(self, step: Callable[[], Any]) -> list[Any]:
+        """Return a function's results on all ranks; if it raises on one, `Unavailable` on all."""
+        result, reason, lacking = None, "", False
+        try:
+            result = step()
+        except Exception as error:
+            reason = f"on rank {self.rank}: {error}"
+            lacking = isinstance(error, OSError) and error.errno in _LACKING
+        said = pickle.dumps((result, reason, lacking))
+        results, reasons, lackings = zip(*map(pickle.loads, self.all_gather(said)), strict=True)
+        # A rank that lacks resources makes other ranks fail, with less specific reasons.
+        for of_rank, rank_lacks in zip(reasons, lackings, strict=True):
+            if rank_lacks:
+                raise OutOfResources(of_rank)
+        if any(reasons):
+            raise Unavailable(next(filter(None, reasons)))
+        return list(results)
