@@ -216,7 +216,7 @@ def ask_bags(
     limit = max_nnz if isinstance(max_nnz, int) and not truncate else NO_LIMIT
     request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
-    odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
+    odd = rest != 0 or bags.slots not in (None, slot_num)
     # Bags are checked before they are changed.
     changes = truncate or by_slot or isinstance(combiner, tuple)
     if odd or changes or max_feature_num is not None or table.padding_key is not None:

@@ -128,8 +128,8 @@ def test_a_feature_matrix_is_read_to_the_device():
         read_scipy_csr(matrix.astype(np.longdouble), None, "movies", CPU)
 
 
-def pooled(slot_num=1, **settings):
-    return sparsekit.DistributedEmbedding("sum", 100, 4, slot_num, name="movies", **settings)
+def pooled(slot_num=1, combiner="sum", **settings):
+    return sparsekit.DistributedEmbedding(combiner, 100, 4, slot_num, name="movies", **settings)
 
 
 def test_offsets_without_an_element_are_refused_with_one_slot_too():
@@ -137,8 +137,9 @@ def test_offsets_without_an_element_are_refused_with_one_slot_too():
         pooled()((VALUES[:0], VALUES[:0]))
 
 
-def test_bags_by_slot_give_a_contiguous_output():
-    layer = pooled(2)
+@pytest.mark.parametrize("combiner", ["sum", "max"])
+def test_bags_by_slot_give_a_contiguous_output(combiner):
+    layer = pooled(2, combiner)
     out = layer(Keyed(["a", "b"], VALUES, T([0, 1, 2, 3, 4]), None))
     assert out.is_contiguous()
     assert torch.equal(out[0], layer.vectors(VALUES[[0, 2]]))
