@@ -313,6 +313,20 @@ def test_what_is_made_of_a_shards_gradient_is_one():
         with pytest.raises(RuntimeError, match="users: this gradient has the rows of one rank"):
             torch.linalg.vector_norm(made)
     assert not isinstance(own.sum(), ShardGradient)
+    assert torch.add(own, ones, alpha=2).tolist() == [[3.0, 3.0]] * 3
+
+
+def test_what_is_no_gradient_of_a_shard_is_a_plain_tensor():
+    own = ShardGradient.of(torch.ones(3, 2), "users")
+    sparse = ShardGradient.of(torch.ones(3, 2).to_sparse(1), "users")
+    for made in (own * torch.ones(3, 2, requires_grad=True), sparse.to_dense(), own.flatten()):
+        assert type(made) is torch.Tensor
+    assert type(sparse * 2) is ShardGradient
+    copied = copy.deepcopy(own)
+    copied.zero_()
+    assert own.all()
+    with pytest.raises(RuntimeError, match=r"^a table: this gradient has the rows of one rank"):
+        torch.linalg.vector_norm(x=own)
 
 
 def layers_of_gradients(rank):
