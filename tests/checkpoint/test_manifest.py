@@ -43,7 +43,7 @@ PLACES = {
     ("id",): hexadecimal(32),
     ("step",): wholes(0, 2**63 - 1, 0, 2**63 - 1),
     ("base",): OBJECTS,
-    ("base", "folder"): FILES,
+    ("base", "folder"): (FILES[0], ["0", "a" * 100, "A_b.c-d"]),
     ("base", "id"): hexadecimal(32),
     ("world_size",): wholes(1, 2**20),
     ("files",): OBJECTS,
@@ -121,6 +121,17 @@ def test_values_of_a_manifest(folder, tmp_path, place):
         assert named in said.split(" must be ")[0].split(" is newer ")[0], (value, said)
     for value in [*taken, None] if place in OPTIONAL else taken:
         read_with(value)
+
+
+@pytest.mark.parametrize("name", ["keys", "vectors", "scores", "removed"])
+def test_names_of_columns_that_no_state_can_have(folder, tmp_path, name):
+    for file in ("manifest.json", "manifest.crc32"):
+        shutil.copy(folder / file, tmp_path)
+    state = {"dtype": "float32", "shape": []}
+    rewritten(tmp_path, lambda values: values["tables"]["users"]["states"].update({name: state}))
+    said = rf"tables\['users'\]\.states must be without names of other columns, got \['{name}'\]$"
+    with pytest.raises(CheckpointError, match=said):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"5", b"null", b'"x"'])

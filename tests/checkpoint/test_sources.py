@@ -55,12 +55,13 @@ def test_npz_of_any_order(tmp_path, monkeypatch, save, order, keys_as, vectors_a
         ({"keys": np.arange(3.0), "vectors": vectors(3, 5)}, "keys should be whole numbers"),
         ({"vectors": np.array([{}, {}], dtype=object)}, "vectors should be floating-point"),
         ({"vectors": np.arange(4)}, "vectors should be floating-point"),
-        ({"vectors": vectors(3, 0)}, "dim 0"),
+        ({"vectors": vectors(4, 1)[:, 0]}, r"vectors should be .* 2 dim.*, and is '<f4' \[4\]"),
+        ({"vectors": vectors(3, 0)}, "vectors of dim 0"),
     ],
 )
 def test_npz_of_other_things_is_refused(tmp_path, arrays, names):
     np.savez(tmp_path / "t.npz", **arrays)
-    with pytest.raises(CheckpointError, match=names):
+    with pytest.raises(CheckpointError, match=rf"t\.npz: (has (keys, and )?)?{names}"):
         checkpoint.sources_of("npz", tmp_path / "t.npz")
 
 
@@ -271,6 +272,51 @@ def test_odd_archives_are_refused(tmp_path, kind):
 def test_odd_headers_of_arrays_are_refused(tmp_path, header):
     npz_of(tmp_path / "t.npz", {"vectors": header}, {})
     with pytest.raises(CheckpointError, match=r"t\.npz: vectors is damaged"):
+        checkpoint.sources_of("npz", tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("fortran_order", [0, 1, None, "False"]),
+        ("shape", [[0, 5], 5, (0, -5), (0, 5.0), (False, 5)]),
+        ("descr", ["<f16", "<c8", "|O", "<f4\n", "f4f4", "float32", "|S4", 5, ["<f4"], "<i4"]),
+    ],
+)
+def test_values_of_headers_of_arrays(tmp_path, key, values):
+    names = {"descr": "vectors should be floating-point numbers of 2 dim"}
+    for value in values:
+        npz_of(tmp_path / "t.npz", {"vectors": {**header("<f4", 0, 5), key: value}}, {})
+        said = names.get(key, r"vectors is damaged: its header is \{'descr'")
+        with pytest.raises(CheckpointError, match=rf"t\.npz: {said}"):
+            checkpoint.sources_of("npz", tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize("version", range(5))
+def test_versions_and_lengths_of_headers_of_arrays(tmp_path, version):
+    text = repr(header(">f2", 0, 5)).encode()
+    for length in (len(text), 10_000, 10_001):
+        content = {"vectors": text.ljust(length)}
+        npz_of(tmp_path / "t.npz", content, {}, version=bytes([version, 0]))
+        if version in (1, 2, 3) and length <= 10_000:
+            (source,) = checkpoint.sources_of("npz", tmp_path / "t.npz")
+            assert (source.rows, source.dim) == (0, 5)
+            continue
+        said = "it begins with" if version in (0, 4) else "it has a header of 10001 bytes"
+        with pytest.raises(CheckpointError, match=rf"t\.npz: vectors is damaged: {said}"):
+            checkpoint.sources_of("npz", tmp_path / "t.npz")
+
+
+def test_arrays_of_a_npz_that_are_left(tmp_path):
+    np.savez(tmp_path / "t.npz", vectors=vectors(2, 2), **dict.fromkeys("cadb", vectors(1, 1)))
+    assert checkpoint.sources_of("npz", tmp_path / "t.npz")[0].left == "a, b, c, d"
+
+
+@pytest.mark.parametrize("size", [39, 41])
+def test_an_array_of_another_size_than_its_header_says(tmp_path, size):
+    npz_of(tmp_path / "t.npz", {"vectors": header("<f4", 2, 5)}, {"vectors": bytes(size)})
+    said = rf"t\.npz: vectors is damaged: it has {size} bytes, and float32 \[2, 5\] has 40"
+    with pytest.raises(CheckpointError, match=said):
         checkpoint.sources_of("npz", tmp_path / "t.npz")
 
 
