@@ -138,6 +138,8 @@ MALICIOUS = {
     "another world size": (put("world_size", 2), "ranks must be 2 entries"),
     "ranks": (put("ranks", ["os.system"]), "must be an object"),
     "state of ranks": (put("ranks", [{"state": 5}]), "lacks state or random"),
+    "no random numbers": (put("ranks", 0, "random", 5), "lacks state or random"),
+    "no states of ranks": (put("ranks", 0, "state", [1]), "lacks state or random"),
     "ranks of a tuple": (put("ranks", [{"$tuple": [1]}]), "lacks state or random"),
     "tensor": (put("ranks", [{"state": {}, "random": {"$tensor": "x"}}]), "stands for nothing"),
     "names of states": (
@@ -152,6 +154,10 @@ MALICIOUS = {
     "optimizers": (put("optimizers", {}), "optimizers must be a list"),
     "groups": (put("optimizers", 0, "groups", 3), "is damaged"),
     "settings": (put("optimizers", 0, "groups", 0, "params", None), "is damaged"),
+    "params": (put("optimizers", 0, "groups", 0, "params", [5]), "params must be a list of names"),
+    "a group": (put("optimizers", 0, "groups", [5]), "groups must be a list of objects"),
+    "states": (put("optimizers", 0, "state", [1]), "state must be an object of objects"),
+    "a state": (put("optimizers", 0, "state", {"out.bias": 5}), "state must be an object of obj"),
     "optimizer": (put("tables", "users", "optimizer", 7), "optimizer must be a whole number"),
     "id": (put("id", "x"), "id must be 32 hexadecimal digits"),
     "version": (put("format_version", 2), "format_version 2 is newer than 1"),
@@ -181,7 +187,8 @@ def test_deep_nesting(saved, tmp_path):
     for _ in range(200):
         deep = [deep]
     rewritten(folder, put("ranks", [{"state": {"x": deep}, "random": {}}]))
-    with pytest.raises(CheckpointError, match="nested deeper than 100"):
+    said = r"manifest\.json: ranks\[0\]: a state is nested deeper than 100$"
+    with pytest.raises(CheckpointError, match=said):
         checkpoint.load(*made()[:1], folder)
     (folder / "manifest.json").write_text("[" * 100_000)
     (folder / "manifest.crc32").write_text(f"{zlib.crc32(b'[' * 100_000):08x}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsekit.checkpoint import CheckpointError
-from sparsekit.checkpoint.encoding import decoded, encoded, scalar
+from sparsekit.checkpoint.encoding import check_nesting, decoded, encoded, scalar
 
 
 class Colour(enum.IntEnum):
@@ -81,18 +81,85 @@ NOTHING = [
     {"$scalar": ["float32", None]}, {"$scalar": ["int32", 10**30]}, {"$items": 5},
     {"$items": {"a": 1}}, {"$items": [5]}, {"$items": [[1]]}, {"$items": [[1, 2, 3]]},
     {"$items": ["ab"]}, {"$items": [[[], 1]]}, {"$items": [[{"a": 1}, 1]]},
-    {"$items": [[{"$tuple": [[]]}, 1]]}, {"$odd": 1}, {"$": 1},
+    {"$items": [[{"$tuple": [[]]}, 1]]}, {"$items": [[1, 2], [3]]}, {"$odd": 1}, {"$": 1},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", NOTHING, ids=str)
-@pytest.mark.parametrize("around", [lambda v: v, lambda v: [v], lambda v: {"a": v}])
+@pytest.mark.parametrize(
+    "around", [lambda v: v, lambda v: [v], lambda v: {"a": v}, lambda v: {"$tuple": [v]}]
+)
 def test_what_stands_for_nothing(value, around):
-    with pytest.raises(CheckpointError, match="which stands for nothing") as caught:
+    with pytest.raises(CheckpointError, match="which stands for nothing$") as caught:
         decoded(around(value), {"y": torch.ones(1)})
-    assert repr(value)[:10] in str(caught.value)
+    assert str(caught.value).startswith(f"a state has {repr(value)[:10]}")
 
 
 def test_an_object_of_several_names_is_a_plain_one():
     for value in ({}, {"a": 1, "$float": "5"}, {"$float": "5", "a": 1}, {"a$": 1}):
         assert decoded(value, {}) == value
+
+
+def test_a_dict_of_names_is_an_object_and_any_other_one_is_items():
+    assert encoded({"a": 1, "": None}, "it", {}) == {"a": 1, "": None}
+    assert encoded({}, "it", {}) == {}
+    assert encoded({"a": 1, "$b": 2}, "it", {}) == {"$items": [["a", 1], ["$b", 2]]}
+    assert encoded({3: 1}, "it", {}) == {"$items": [[3, 1]]}
+
+
+def test_tensors_of_the_same_path_are_kept_apart():
+    tensors = {}
+    one, two, three = torch.ones(1), torch.zeros(2), torch.ones(3)
+    value = {"a.b": {"c": one}, "a": {"b.c": two, "b": {"c": three}}}
+    found = decoded(encoded(value, "it", tensors), tensors)
+    assert list(tensors) == ["it.a.b.c", "it.a.b.c+", "it.a.b.c++"]
+    assert found["a.b"]["c"] is not found["a"]["b.c"]
+    assert [len(found["a.b"]["c"]), len(found["a"]["b.c"]), len(found["a"]["b"]["c"])] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.eye(2).to_sparse(), "a tensor that is sparse_coo cannot be saved"),
+        (torch.ones(2, device="meta"), "a tensor on meta cannot be saved"),
+        ({1, 2}, "but no set$"),
+        (1j, "but no complex$"),
+        (b"x", "but no bytes$"),
+    ],
+)
+def test_what_cannot_be_encoded_is_named_by_its_path(value, said):
+    for around, path in (({"a": [0, value]}, r"it\.a\.1"), ({5: (value,)}, r"it\.5\.0")):
+        with pytest.raises(CheckpointError, match=f"^{path}: .*{said}"):
+            encoded(around, "it", {})
+
+
+@pytest.mark.parametrize(
+    "around", [lambda v: [v], lambda v: {"a": v}, lambda v: (v,), lambda v: {1: v}]
+)
+def test_what_is_nested_as_deeply_as_can_be_saved_can_be_loaded(around):
+    levels = 49 if around(0) == {1: 0} else 98
+    value = 5
+    for _ in range(levels):
+        value = around(value)
+    text = encoded(value, "it", {})
+    check_nesting([{"state": {"it": text}}], -1)
+    assert decoded(text, {}) == value
+    with pytest.raises(CheckpointError, match=r"^it.*: a state is nested deeper than 98$"):
+        encoded(around(value), "it", {})
+
+
+def test_nesting_of_a_manifest_is_limited():
+    value = 5
+    for _ in range(100):
+        value = [value]
+    check_nesting(value)
+    for deeper in ([value], {"a": value}, {"$tuple": [value]}, {"$items": [value]}):
+        with pytest.raises(CheckpointError, match="^a state is nested deeper than 100$"):
+            check_nesting(deeper)
+    check_nesting({"$tuple": value})
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16, torch.bool])
+def test_numbers_that_a_table_cannot_have(dtype):
+    with pytest.raises(CheckpointError, match=f"^it: a number for a table cannot be {dtype}$"):
+        scalar(torch.ones((), dtype=dtype), "it")

@@ -1,5 +1,6 @@
 """Each value of a manifest is checked: wrong types and values out of range raise."""
 
+import dataclasses
 import json
 import shutil
 import zlib
@@ -65,7 +66,7 @@ PLACES = {
     (*TABLE, "optimizer"): wholes(0, 1, 0, 1),
     (*TABLE, "states"): OBJECTS,
     (*TABLE, "states", "exp_avg"): OBJECTS,
-    (*TABLE, "states", "exp_avg", "dtype"): (["float8", 5], ["bfloat16", "int8"]),
+    (*TABLE, "states", "exp_avg", "dtype"): (["float8", 5, "bool"], list(manifest_file.ROW_DTYPES)),
     (*TABLE, "states", "exp_avg", "shape"): ([[7], [8, 1], [8.0], 5, {}], [[8], []]),
     (*TABLE, "settings"): OBJECTS,
     (*TABLE, "complete"): BOOLS,
@@ -170,3 +171,49 @@ def test_a_number_that_json_has_not(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be written: .*not JSON"):
         manifest_file.write_manifest(tmp_path / "new", manifest)
     assert not list((tmp_path / "new").iterdir())
+
+
+def test_what_is_written_is_read(folder, tmp_path):
+    manifest = read_manifest(folder)
+    table = manifest.tables["users"]
+    assert table.size == table.shards[0].size > table.shards[0].rows
+    other = dataclasses.replace(table, owners=0xAB)
+    manifest = dataclasses.replace(manifest, tables={"users": other, "rows": table})
+    shards = (dataclasses.replace(table.shards[0], file="rank-0000.safetensors", rows=0),)
+    manifest.tables["rows"] = dataclasses.replace(table, shards=shards)
+    manifest_file.write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    values = json.loads((tmp_path / "manifest.json").read_text())
+    assert [values["tables"][name]["owners"] for name in ("users", "rows")] == ["000000ab", None]
+
+
+def test_folders_that_are_no_checkpoints(folder, tmp_path):
+    for path, said in ((tmp_path / "none", "there is no such folder"), (tmp_path, "is no checkp")):
+        with pytest.raises(CheckpointError, match=f"^{path}: {said}"):
+            read_manifest(path)
+    (tmp_path / "manifest.json").symlink_to(folder / "none")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read: it is a link"):
+        read_manifest(tmp_path)
+
+
+def test_changes_need_a_base_and_a_file_with_room_for_them(folder, tmp_path):
+    def refused(said, change):
+        for name in ("manifest.json", "manifest.crc32"):
+            shutil.copy(folder / name, tmp_path)
+        rewritten(tmp_path, change)
+        with pytest.raises(CheckpointError, match=said):
+            read_manifest(tmp_path)
+
+    with_users = r"tables\['users'\]"
+    refused(f"{with_users} has changes only, but there is no base", lambda v: v.update(base=None))
+    manifest = read_manifest(folder)
+    table = manifest.tables["users"]
+    row = 8 + table.dim * 4
+    bytes_of = manifest.files[table.shards[0].file].bytes
+
+    def of_rows(rows):
+        return lambda v: v["tables"]["users"]["shards"][0].update(rows=rows)
+
+    refused(rf"{with_users}\.shards\[0\]\.rows must be as many as ", of_rows(bytes_of // row + 1))
+    rewritten(tmp_path, of_rows(bytes_of // row))
+    read_manifest(tmp_path)

@@ -143,15 +143,18 @@ def test_a_method_that_numpy_does_not_write(tmp_path):
             checkpoint.sources_of("npz", tmp_path / "t.npz")
 
 
-def test_columns_that_cannot_be_unpacked(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["write", "flush"])
+@pytest.mark.parametrize("reason", [(28, "No space left on device"), ("no more",)])
+def test_columns_that_cannot_be_unpacked(tmp_path, monkeypatch, step, reason):
     np.savez(tmp_path / "t.npz", vectors=np.asfortranarray(np.ones((9, 4), "f4")))
 
-    class Full(io.BytesIO):
-        def write(self, _):
-            raise OSError(28, "No space left on device")
+    def fail(*_):
+        raise OSError(*reason)
 
-    monkeypatch.setattr("tempfile.TemporaryFile", Full)
-    with pytest.raises(CheckpointError, match=r"t\.npz: .*No space left on device; set TMPDIR"):
+    full = type("Full", (io.BytesIO,), {step: fail})
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    said = rf"t\.npz: .* unpacked in .*: {reason[-1]}; set TMPDIR .* for 144 bytes$"
+    with pytest.raises(CheckpointError, match=said):
         imported("npz", tmp_path / "t.npz", tmp_path / "out")
 
 
@@ -382,3 +385,8 @@ def test_a_path_that_is_not_utf8(tmp_path):
 def test_a_folder_without_dumps_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no \*_keys\.file"):
         checkpoint.sources_of("sok1", tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no \.npz file"):
+        checkpoint.sources_of("npz", tmp_path)
+    np.savez(tmp_path / "t.npz")
+    with pytest.raises(CheckpointError, match=r"t\.npz: has nothing, and no vectors"):
+        checkpoint.sources_of("npz", tmp_path)
