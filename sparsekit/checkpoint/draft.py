@@ -47,7 +47,7 @@ def sync_folder(path: Path) -> None:
     try:
         # Open and append in one step of Python: an interrupt in between could leak the descriptor,
         # or close it twice.
-        opened.extend(map(os.open, [path], [os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC]))
+        opened.extend(map(os.open, [path], [os.O_RDONLY | os.O_DIRECTORY]))
         os.fsync(opened[0])
     finally:
         for _ in map(os.close, map(list.pop, [opened] * len(opened))):

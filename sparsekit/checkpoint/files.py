@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 
 # Largest number of bytes of a file or a tensor to hold in memory at a time.
 PIECE = 8 << 20
-_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True)

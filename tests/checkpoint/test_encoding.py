@@ -90,7 +90,7 @@ NOTHING = [
     "around", [lambda v: v, lambda v: [v], lambda v: {"a": v}, lambda v: {"$tuple": [v]}]
 )
 def test_what_stands_for_nothing(value, around):
-    with pytest.raises(CheckpointError, match="which stands for nothing$") as caught:
+    with pytest.raises(CheckpointError, match=r"which stands for nothing$") as caught:
         decoded(around(value), {"y": torch.ones(1)})
     assert str(caught.value).startswith(f"a state has {repr(value)[:10]}")
 
@@ -154,7 +154,7 @@ def test_nesting_of_a_manifest_is_limited():
         value = [value]
     check_nesting(value)
     for deeper in ([value], {"a": value}, {"$tuple": [value]}, {"$items": [value]}):
-        with pytest.raises(CheckpointError, match="^a state is nested deeper than 100$"):
+        with pytest.raises(CheckpointError, match=r"^a state is nested deeper than 100$"):
             check_nesting(deeper)
     check_nesting({"$tuple": value})
 

@@ -210,20 +210,64 @@ def test_a_set_aside_one_goes_back_unless_another_has_come(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c\nd"}
 
 
+def test_a_set_aside_one_that_cannot_go_back_stays(tmp_path, monkeypatch):
+    for name in (".a.old-" + "0" * 16, ".b.old-" + "0" * 16, "b"):
+        (tmp_path / name).mkdir()
+
+    def fail(*_):
+        raise PermissionError(13, "Permission denied")
+
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr(draft.os, "rename", fail)
+    draft.recover(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    monkeypatch.undo()
+    draft.recover(tmp_path)  # an empty folder at the old place stays, too
+    assert sorted(os.listdir(tmp_path)) == [".b.old-" + "0" * 16, "a", "b"]
+
+
+def test_a_replaced_checkpoint_is_swapped_in_one_step(tmp_path, monkeypatch):
+    exchange, swapped = draft.exchange, []
+
+    def recorded(one, other):
+        swapped.append((one, other))
+        return exchange(one, other)
+
+    monkeypatch.setattr(draft, "exchange", recorded)
+    keep = Checkpoints(tmp_path)
+    for _ in range(2):
+        path = keep.save(0, model())
+    ((one, other),) = swapped
+    assert (one.name[:24], other) == (f".{path.name}.part-", path)
+
+
+def test_a_checkpoint_that_has_others_in_it(tmp_path):
+    path = checkpoint.save(model(), tmp_path / "a")
+    Checkpoints(path).save(3, torch.nn.Linear(1, 1))
+    assert checkpoint.verify(path) == [path]
+
+
 def test_only_folders_named_by_a_step_are_checkpoints(tmp_path, monkeypatch):
     keep = Checkpoints(tmp_path, keep=9)
-    for step in (10, 100):
+    for step in (10, 100, 10**18):
         keep.save(step, torch.nn.Linear(1, 1))
     (tmp_path / "step-000000000999").write_text("a file")
-    for name in ("step-999", "step-" + "9" * 20, "step-000000000998\n", "xstep-000000000997"):
+    for name in (
+        "step-999",
+        "step-" + "9" * 11,
+        "step-" + "9" * 20,
+        "step-000000000998\n",
+        "xstep-000000000997",
+    ):
         (tmp_path / name).mkdir()
-    found = {10: tmp_path / "step-000000000010", 100: tmp_path / "step-000000000100"}
+    paths = [tmp_path / f"step-{digits}" for digits in ("0" * 10 + "10", "0" * 9 + "100")]
+    found = {10: paths[0], 100: paths[1], 10**18: tmp_path / f"step-1{'0' * 18}"}
     steps_in = checkpoint.folder.steps_in
     listed = sorted(tmp_path.iterdir())
     for order in (listed, listed[::-1]):  # a folder lists its entries in any order
         monkeypatch.setattr("sparsekit.checkpoint.folder.entries", lambda _, order=order: order)
         assert list(steps_in(tmp_path).items()) == list(found.items())
-    assert keep.latest() == found[100]
+    assert keep.latest() == found[10**18]
 
 
 def test_a_folder_that_is_none(tmp_path):

@@ -89,3 +89,71 @@ def test_a_line_that_was_cut_off_with_the_run_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step", "step": 1}\n{"kind": "step", "st')
     assert [record["step"] for record in read_run(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "{", "null", "5", "[]", '{"step": 2}', '{"kind": "x", "step": 2}', '{"kind": "step"}',
+        '{"kind": "epoch", "step": 2.0}', '{"kind": "epoch", "step": null}',
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"kind": "step", "step": 1}}\n{line}\n{{"kind": "epoch", "step": 1}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no record of training$"):
+        read_run(tmp_path)
+    path.write_text(f'{{"kind": "step", "step": 1}}\n{line}')
+    if line in ("", "{", "null"):
+        assert len(read_run(tmp_path)) == 1
+    else:
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no record of training$"):
+            read_run(tmp_path)
+
+
+def test_a_run_without_records_has_no_plot(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        plot_run(tmp_path, tmp_path / "run.png")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=f"^{tmp_path}: no record of training yet$"):
+        plot_run(tmp_path, tmp_path / "run.png")
+    assert not (tmp_path / "run.png").exists()
+
+
+@pytest.mark.parametrize("kind", ["step", "epoch"])
+def test_what_a_run_lacks_is_said_in_place_of_it(tmp_path, axes, kind):
+    record = {"kind": kind, "step": 0, "loss": 1.0, "samples_per_second": 8.0, "tables": {}}
+    record |= {"bytes_sent_per_step": 0.0} if kind == "step" else {"metrics": {}}
+    JsonLines(tmp_path / "metrics.jsonl").write(record)
+    plot_run(tmp_path, tmp_path / "run.png")
+    texts = {title: [text.get_text() for text in each.texts] for title, each in axes().items()}
+    sent = "bytes that rank 0 sends in a step"
+    assert texts.pop("metrics") == ["nothing was evaluated"]
+    assert texts.pop("loss") == texts.pop("samples/s") == []
+    assert texts.pop(sent) == ["no record between epochs: log every fewer steps"] * (
+        kind == "epoch"
+    )
+    assert texts.popitem()[1] == ["no hash table"]
+    assert list(texts.values()) == [["no hash table"]] * 3
+    for title, each in axes().items():
+        assert each.get_xlim() == (0, 1.05)
+        if title in ("samples/s", sent):
+            assert each.get_ylim() == (0, 8.8 if title == "samples/s" else 1)
+
+
+def test_plots_are_closed_and_axes_are_named(tmp_path, monkeypatch):
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure) or close(figure))
+    tables = {"t": dict.fromkeys(("rows", "load", "new_rows_per_step", "skew"), 1.0)}
+    record = {"kind": "epoch", "step": 3, "loss": 1.0, "samples_per_second": 8.0, "tables": tables}
+    JsonLines(tmp_path / "metrics.jsonl").write({**record, "metrics": {"AUC": 0.5}})
+    plot_run(tmp_path, tmp_path / "run.png")
+    plot_scaling({1: 10.0, 2: 18.0}, {}, tmp_path / "scaling.png")
+    assert not pyplot.get_fignums()
+    assert [each.get_xlabel() for each in figures[0].axes] == [""] * 4 + ["step"] * 4
+    assert all(each.get_legend() for each in figures[0].axes[4:])
+    assert not any("no hash" in text.get_text() for each in figures[0].axes for text in each.texts)
+    (scaling,) = figures[1].axes
+    assert [scaling.get_xscale(), scaling.get_yscale()] == ["log", "log"]
+    assert [text.get_text() for text in scaling.get_xticklabels()] == ["1", "2"]
+    assert (scaling.get_xlabel(), scaling.get_ylabel()) == ("ranks", "times")
