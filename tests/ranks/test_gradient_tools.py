@@ -347,6 +347,7 @@ NORMS = {
     "norm": torch.norm,
     "method": lambda gradient: gradient.norm(),
     "foreach": lambda gradient: torch._foreach_norm([torch.ones(2), gradient]),
+    "foreach of a tuple": lambda gradient: torch._foreach_norm((torch.ones(2), gradient)),
 }
 
 

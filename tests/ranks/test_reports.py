@@ -40,3 +40,5 @@ def test_plans_are_shown_where_they_differ(at):
         # The text around the difference is shown as well, since it names the table.
         assert whole[max(200, at - 150) : at + 350] in text
     assert where_they_differ(["ab", "abc"]) == ["ab", "abc"]
+    # One plan is the beginning of the other.
+    assert where_they_differ([plan, plan + "more"])[1].endswith("more ...")
