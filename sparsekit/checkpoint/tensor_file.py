@@ -195,7 +195,7 @@ class TensorFile:
 
     def _read_header(self) -> dict[str, Place]:
         size = os.fstat(self._file.fileno()).st_size
-        length = struct.unpack("<Q", self._bytes(0, 8, "it"))[0] if size >= 8 else -1
+        (length,) = struct.unpack("<Q", self._bytes(0, 8, "it"))
         if not 2 <= length <= min(size - 8, MOST_HEADER):
             raise CheckpointError(f"{self.path}: is damaged: it has no header of tensors")
         try:

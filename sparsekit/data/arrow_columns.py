@@ -122,7 +122,7 @@ def _without_views(kind: Any) -> Any:
         return kind
     if types.is_fixed_size_list(kind):
         return pa.list_(item, kind.list_size)
-    return pa.large_list(item) if types.is_large_list(kind) else pa.list_(item)
+    return pa.large_list(item)
 
 
 def _one_array(column: Any) -> Any:

@@ -196,32 +196,55 @@ def test_deep_nesting(saved, tmp_path):
         checkpoint.load(*made()[:1], folder)
 
 
+def of_x(dtype, shape, *offsets):
+    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
+
+
+NO_SIZE = r"ValueError\('a size or place is no number >= 0: "
+# For each kind: a header of tensors, whose file has 6 more bytes, or a whole file; and the error.
 HEADERS = {
-    "a length beyond the file": struct.pack("<Q", 2**62),
-    "no header": b"abc",
-    "no JSON": struct.pack("<Q", 4) + b"{{{{",
-    "a list": struct.pack("<Q", 2) + b"[]",
-    "a huge shape": {"x": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}},
-    "a negative shape": {"x": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
-    "places that overlap": {
-        "x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
-        "y": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
-    },
-    "a gap": {"x": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}},
-    "more than there is": {"x": {"dtype": "U8", "shape": [400], "data_offsets": [0, 400]}},
-    "an unknown dtype": {"x": {"dtype": "Q7", "shape": [4], "data_offsets": [0, 4]}},
-    "true for 1": {"x": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}},
+    "nothing": (b"", "it ends in the middle of it$"),
+    "no header": (b"abcdefg", "it ends in the middle of it$"),
+    "a length beyond the file": (struct.pack("<Q", 1) + b"{}", "it has no header of tensors$"),
+    "a header of one byte": (struct.pack("<Q", 2**62) + b"{", "it has no header of tensors$"),
+    "no JSON": (struct.pack("<Q", 4) + b"{{{{", "JSONDecodeError"),
+    "nested too deeply": (struct.pack("<Q", 10**5) + b"[" * 10**5, "RecursionError"),
+    "a list": ([], "TypeError"),
+    "a number": (55, "AttributeError"),
+    "an entry that is a number": ({"x": 5}, "TypeError"),
+    "an entry without shape": ({"x": {"dtype": "U8", "data_offsets": [0, 6]}}, "KeyError"),
+    "one offset": (of_x("U8", [6], 6), "ValueError"),
+    "a huge shape": (of_x("F32", [2**40, 2**40], 0, 4), r"ValueError\('4 bytes for shape \[1"),
+    "a negative shape": (of_x("F32", [-1, -1], 0, 4), NO_SIZE),
+    "a negative place": (of_x("U8", [8], -2, 6), NO_SIZE),
+    "true for 1": (of_x("U8", [True, 6], 0, 6), NO_SIZE),
+    "a size that is a float": (of_x("U8", [6.0], 0, 6), NO_SIZE),
+    "places that overlap": (
+        {**of_x("U8", [4], 0, 4), "y": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}},
+        r"y begins at \d+$",
+    ),
+    "a gap": (of_x("U8", [4], 2, 6), r"x begins at \d+$"),
+    "more than there is": (
+        of_x("U8", [400], 0, 400),
+        r"it has \d+ bytes, and its header tells of ",
+    ),
+    "less than there is": (
+        of_x("U8", [5], 0, 5),
+        r"it has \d+ bytes, and its header tells of \d+$",
+    ),
+    "an unknown dtype": (of_x("Q7", [4], 0, 4), "KeyError"),
+    "a dtype that is a list": (of_x(["U8"], [6], 0, 6), "TypeError"),
 }
 
 
 @pytest.mark.parametrize("kind", HEADERS)
 def test_headers_of_tensors(tmp_path, kind):
-    content = HEADERS[kind]
-    if isinstance(content, dict):
+    content, said = HEADERS[kind]
+    if not isinstance(content, bytes):
         text = json.dumps(content).encode()
         content = struct.pack("<Q", len(text)) + text + b"\0" * 6
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'a'}: is damaged"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'a'}: is damaged: {said}"):
         TensorFile(tmp_path / "a")
 
 
@@ -233,6 +256,10 @@ def test_special_files(tmp_path):
         TensorFile(tmp_path)
     with pytest.raises(CheckpointError, match="the file is missing"):
         TensorFile(tmp_path / "none")
+    (tmp_path / "link").symlink_to("plain")
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(CheckpointError, match="link: cannot be read: it is a link"):
+        TensorFile(tmp_path / "link")
 
 
 def test_a_header_may_name_tensors_in_any_order(tmp_path):

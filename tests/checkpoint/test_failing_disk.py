@@ -275,3 +275,20 @@ def test_a_folder_that_is_none(tmp_path):
     for look in (checkpoint.latest, checkpoint.verify):
         with pytest.raises(CheckpointError, match=f"{tmp_path}/file: cannot be read: Not a direc"):
             look(tmp_path / "file")
+
+
+def test_a_folder_whose_lock_cannot_be_taken(tmp_path, monkeypatch):
+    lock = checkpoint.lock
+    (tmp_path / "a" / ".lock").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"\.lock: cannot be written: Is a directory$"):
+        lock.lock_folder(tmp_path / "a")
+    other = lock.Lock(tmp_path / ".lock")  # as that of another job, which has written no note yet
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"writes checkpoints there \(unknown\); give"):
+            lock.lock_folder(tmp_path)
+        monkeypatch.setattr(lock.Path, "read_bytes", os.listdir)  # raises OSError
+    monkeypatch.undo()
+    other.note("process 5")
+    with pytest.raises(CheckpointError, match=r"writes checkpoints there \(process 5\); give"):
+        lock.lock_folder(tmp_path)
+    other.close()

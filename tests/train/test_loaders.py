@@ -370,3 +370,48 @@ def test_a_checksum_is_of_dtypes_shapes_and_order_whatever_the_pieces(monkeypatc
     assert [checksum(each) for each in [(x,), *others]] == codes
     assert checksum((x.T.contiguous().T,)) == codes[0]
     assert checksum((x.float().requires_grad_(),)) == checksum((x.float(),))
+
+
+def test_batches_of_tensors_are_tuples():
+    seen = []
+
+    def losses(model, batch):
+        seen.append(type(batch))
+        return squares(model, batch)
+
+    Trainer(Linear(), losses, [], stream=io.StringIO()).fit(some_data(), epochs=1, batch_size=20)
+    assert seen == [tuple]
+
+
+def test_a_loader_whose_length_is_not_known_has_no_facts():
+    class Stream(list):
+        def __len__(self):
+            raise NotImplementedError
+
+    assert FitData(Stream(), None, None, 1).facts == {}
+    assert FitData(Prefetcher(Stream()), None, None, 1).facts == {}
+    assert FitData(iter([]), None, None, 1).facts == {}
+    assert FitData([1, 2], None, None, 1).facts == {"batches": 2}
+
+
+def test_a_checksum_of_a_part_of_another_tensor():
+    x = torch.arange(12)
+    assert checksum((x[::2],)) == checksum((x[::2].clone(),))
+
+
+def test_a_trainer_without_checkpoints_computes_no_checksum(monkeypatch):
+    monkeypatch.setattr(fit_data, "checksum", lambda _: pytest.fail("nobody would read it"))
+    trainer = trained(some_data(), batch_size=20, clip_norm=0.5, autocast=torch.bfloat16)
+    assert (trainer.interrupted, trainer.clip_norm, trainer.autocast) == (
+        False,
+        0.5,
+        torch.bfloat16,
+    )
+
+
+def test_a_call_that_does_not_resume_trains_although_the_metric_had_stopped():
+    stop, model = EarlyStopping("x"), Linear()
+    trainer = Trainer(model, squares, [], stream=io.StringIO())
+    for _ in range(2):
+        trainer.fit(some_data(), epochs=5, batch_size=20, evaluate=lambda _: {"x": 1.0}, stop=stop)
+    assert len(trainer.history) == 3

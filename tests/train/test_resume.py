@@ -191,10 +191,13 @@ def test_the_last_step_of_an_epoch_is_saved_once(tmp_path, monkeypatch):
         saved.append((step, state["trainer"].state_dict()["place"]["batches"]))
         return save(checkpoints, step, *arguments, state=state)
 
+    waits, wait = [], Checkpoints.wait
     monkeypatch.setattr(Checkpoints, "async_save", recorded)
+    monkeypatch.setattr(Checkpoints, "wait", lambda each: waits.append(len(saved)) or wait(each))
     trainer = trainer_for(tmp_path)
     trainer.checkpoint_every = 5
     trainer.fit(few(10 * BATCH), epochs=2, batch_size=BATCH)
+    assert waits[-1] == 4  # the last checkpoint is complete when fit returns
     trainer.checkpoints.close()
     assert saved == [(5, 5), (10, 0), (15, 5), (20, 0)]
 
@@ -448,6 +451,12 @@ def test_other_data_may_follow_a_run_that_was_finished(tmp_path):
     other.checkpoints.close()
     again.load_state_dict(other.state_dict())
     assert again.steps == 8
+    # A call that trains nothing keeps a place within an epoch.
+    state = other.state_dict()
+    state["place"] = {**state["place"], "batches": 3}
+    again.load_state_dict(state)
+    again.fit(few(64), epochs=0, batch_size=BATCH)
+    assert again.state_dict()["place"]["batches"] == 3
 
 
 class Stateful:
