@@ -286,7 +286,7 @@ def test_a_folder_whose_lock_cannot_be_taken(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"writes checkpoints there \(unknown\); give"):
             lock.lock_folder(tmp_path)
-        monkeypatch.setattr(lock.Path, "read_bytes", os.listdir)  # raises OSError
+        monkeypatch.setattr(lock.Path, "read_bytes", lambda path: os.listdir(path))  # it is none
     monkeypatch.undo()
     other.note("process 5")
     with pytest.raises(CheckpointError, match=r"writes checkpoints there \(process 5\); give"):
