@@ -344,6 +344,10 @@ NO_NUMBERS = [
 def test_what_is_no_number(name, settings, message):
     with pytest.raises(TypeError, match=message):
         make(name, [start()], **settings)
+    optimizer = make(name, [start()])
+    with pytest.raises(TypeError, match=message):
+        optimizer.add_param_group({"params": [start(seed=1)], **settings})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_module_in_place_of_its_parameters():
