@@ -177,22 +177,46 @@ def test_hash_without_pyarrow(monkeypatch, capsys):
     assert capsys.readouterr().err == "sparsekit: hash needs pyarrow\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "said"), [(OSError(28, "full"), "full"), (OSError("odd"), "odd")]
-)
-def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys, error, said):
+@pytest.mark.parametrize("error", [OSError("odd"), OSError(5, "odd", "part")])
+def test_a_file_that_cannot_be_opened_is_named_where_it_is_known(monkeypatch, capsys, error):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(hash_command, "_open", fail)
+    assert cli.main(["hash", "x.csv", "--out", "y"]) == 2
+    assert capsys.readouterr().err == f"sparsekit: {'x.csv: ' if error.filename else ''}odd\n"
+
+
+def test_all_batches_are_in_one_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hash_command, "_BATCH", 2)
+    found = hashed(tmp_path, "a\n" + "1\n2\n" * 3, "--int", "a", "--skip-malformed")
+    assert found == {"a": [1, 2] * 3}
+    assert " 6 rows, 0 malformed left out in " in capsys.readouterr().out
+
+
+def test_texts_of_criteo_may_be_hashed_and_be_several(tmp_path):
+    day = "\t".join(["1", *["2"] * 13, "ff,ee", *["ff"] * 25]) + "\n"
+    several = ["--format", "criteo", "--separator", ","]
+    assert hashed(tmp_path, day, *several, name="day")["C1"] == [[255, 238]]
+    found = hashed(tmp_path, day, *several, "--hash", "all", "--seed", "3", name="day")
+    assert found["C26"] == [[code("ff", 3)]]
+
+
+@pytest.mark.parametrize("method", ["write_table", "close"])
+@pytest.mark.parametrize("error", [OSError(28, "full"), OSError("full")])
+def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys, method, error):
     def fail(*_):
         raise error
 
     path, out = tmp_path / "x.csv", tmp_path / "out"
     path.write_text("a\nx\n")
-    monkeypatch.setattr(parquet.ParquetWriter, "write_table", fail)
+    monkeypatch.setattr(parquet.ParquetWriter, method, fail)
     assert cli.main(["hash", str(path), "--out", str(out)]) == 2
-    assert capsys.readouterr().err.endswith(f"sparsekit: {path} to {out}: {said}\n")
+    assert capsys.readouterr().err.endswith(f"sparsekit: {path} to {out}: full\n")
     assert list(tmp_path.iterdir()) == [path]
     monkeypatch.setattr(data, "write_criteo_sample", lambda *_, **__: fail())
     assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", str(out)]) == 2
-    assert capsys.readouterr().err.endswith(f"sparsekit: --out {out}: {said}\n")
+    assert capsys.readouterr().err.endswith(f"sparsekit: --out {out}: full\n")
 
 
 @pytest.mark.parametrize("name", ["day", "day.gz"])
