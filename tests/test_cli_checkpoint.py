@@ -9,6 +9,7 @@ import torch
 import sparsekit
 from sparsekit import checkpoint, cli, optim
 from sparsekit.cli import checkpoint as command
+from sparsekit.cli.dispatch import make_parser
 
 
 @pytest.fixture
@@ -103,6 +104,11 @@ def test_import_says_what_it_has_made(saved, capsys):
     lines = run(capsys, "import", "e", "f", "--from", "npz", "--rename", "users=u")
     assert lines[:-1] == ["rows: 9 rows, dim 2", "users: 2 rows, dim 3; left behind: sum"]
     assert lines[-1] == f"{saved}/f: load it with strict=False, and without optimizers"
+
+
+def test_the_largest_number_of_ranks():
+    args = make_parser().parse_args(["checkpoint", "reshard", "a", "b", "--world", "4096"])
+    assert args.world == 4096
 
 
 def test_dimensions_and_names_of_tables():

@@ -62,6 +62,8 @@ def test_several_values_in_a_field_are_a_list(tmp_path):
     text = "a,b\nx|y,1\n,2\n"
     columns = hashed(tmp_path, text, "--separator", "|", "--int", "b")
     assert columns == {"a": [[code("x"), code("y")], []], "b": [[1], [2]]}
+    kinds = [str(kind) for kind in parquet.read_schema(tmp_path / "out.parquet").types]
+    assert all(kind.startswith("large_list<") for kind in kinds)  # offsets may exceed 31 bits
 
 
 def test_hash_of_parquet(tmp_path):
@@ -219,6 +221,11 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys, method, error):
     assert capsys.readouterr().err.endswith(f"sparsekit: --out {out}: full\n")
 
 
+def test_a_sample_may_be_empty(tmp_path):
+    assert cli.main(["data", "criteo-sample", "--rows", "0", "--out", str(tmp_path / "day")]) == 0
+    assert (tmp_path / "day").read_bytes() == b""
+
+
 @pytest.mark.parametrize("name", ["day", "day.gz"])
 def test_criteo_sample_and_its_hash(tmp_path, capsys, name):
     path, out = tmp_path / name, tmp_path / "o.parquet"
@@ -237,3 +244,4 @@ def test_criteo_sample_and_its_hash(tmp_path, capsys, name):
     assert again.sparse.values().equal(direct.sparse.values())
     assert again.sparse.offsets().equal(direct.sparse.offsets())
     assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", str(tmp_path / "n/o")]) == 2
+    assert f"--out {tmp_path}/n/o: cannot write into {tmp_path}/n\n" in capsys.readouterr().err
