@@ -26,6 +26,7 @@ def saved(tmp_path, monkeypatch):
     checkpoint.save(model, "a", optimizers, step=1234)
     users(torch.tensor([8]))
     checkpoint.save(model, "b")
+    checkpoint.save(model, "zero", step=0)
     return tmp_path
 
 
@@ -45,6 +46,7 @@ def test_inspect(saved, capsys):
         "  rows: 9 rows, dim 2, float32, row numbers, placement modulo, capacity 9",
         "    SGD: nothing for each row",
     ]
+    assert run(capsys, "inspect", "zero")[0].startswith("zero: step 0, 1 rank(s), ")
     first, *lines = run(capsys, "inspect", "b")
     assert first.startswith("b: no step, 1 rank(s), ")
     assert [line.split(", ")[0] for line in lines] == ["  users: 3 rows", "  rows: 9 rows"]

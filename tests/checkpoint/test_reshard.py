@@ -39,7 +39,7 @@ def test_inspect_and_verify(saved, capsys):
     assert text.index("follows step-000000000001") < text.index("follows step-000000000000")
     assert f"changed rows of {len(expected['users keys'])}, dim 8, float32, hash table" in text
     assert "Ftrl: accumulator, linear" in text
-    assert "whole, with 2 before it" in run(capsys, "verify", folder)
+    assert "step-000000000002: whole, with 2 before it" in run(capsys, "verify", folder)
     assert checkpoint.verify(folder) == sorted(folder.glob("step-*"))
     file = folder / "step-000000000000" / "table-0001-rank-0000.safetensors"
     content = file.read_bytes()
