@@ -24,9 +24,8 @@ class InMemory(Transport):
 
         def wait():
             for other, room in enumerate(received.split(list(receive_splits))):
-                part = self.queues[other][self.rank].get(timeout=30)
-                if isinstance(part, BaseException):
-                    raise part
+                part = self._next(other)
+                assert other != self.rank or len(part) == len(room)
                 room[: len(part)] = part
             return received
 
@@ -35,7 +34,13 @@ class InMemory(Transport):
     def all_gather(self, data):
         for own in self.queues[self.rank]:
             own.put(data)
-        return [of_rank[self.rank].get(timeout=30) for of_rank in self.queues]
+        return [self._next(other) for other in range(self.world_size)]
+
+    def _next(self, other):
+        part = self.queues[other][self.rank].get(timeout=30)
+        if isinstance(part, BaseException):
+            raise part
+        return part
 
     def close(self):
         self.closed += 1
@@ -50,6 +55,8 @@ def on_ranks(function, world_size=2):
         exchange = Exchange(object(), CPU, InMemory(rank, queues))
         exchange._teller = exchange.transport
         results[rank] = attempt(lambda: function(exchange))
+        for own in queues[rank]:  # nobody needs to wait for this rank any more
+            own.put(RuntimeError(f"rank {rank} has ended"))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
