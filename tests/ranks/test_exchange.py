@@ -61,17 +61,25 @@ def test_an_error_of_one_rank_is_raised_by_all(how):
         assert rest == [6, set(), None]
 
 
-def test_an_error_that_cannot_be_pickled_is_told_by_its_text():
+class OfTwo(ValueError):
+    """Can be pickled, but not read again, since __init__ takes more than the message."""
+
+    def __init__(self, message, position):
+        super().__init__(message)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_an_error_that_cannot_be_pickled_and_read_is_told_by_its_text(local):
     class Mine(ValueError):
         pass
 
-    def failing(exchange):
-        return exchange.agree("x", Mine("odd") if exchange.rank == 0 else None)
-
-    first, second = on_ranks(failing)
-    assert type(first) is Mine
+    error = Mine("odd") if local else OfTwo("odd", 3)
+    first, second = on_ranks(
+        lambda exchange: exchange.agree("x", error if exchange.rank == 0 else None)
+    )
+    assert first is error
     assert type(second) is RemoteError
-    assert str(second) == "on rank 0: RemoteError: Mine: odd"
+    assert str(second) == f"on rank 0: RemoteError: {type(error).__name__}: odd"
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -162,6 +170,15 @@ def test_a_launch_that_fails_abandons_the_exchange(error):
     assert transport.closed == 1
     exchange.close()
     assert transport.closed == 1
+    # Later errors do not hide the first one.
+    with pytest.raises(RuntimeError, match=r"wait: no answer from all other ranks.*: closed"):
+        fail_to_wait(exchange)
+    assert exchange.broken == f"{type(error).__name__}: {error}"
+
+
+def fail_to_wait(exchange):
+    with exchange._answered("wait"):
+        raise RuntimeError("closed")
 
 
 def test_an_error_of_one_rank_alone_counts_as_a_lookup():
@@ -169,17 +186,21 @@ def test_an_error_of_one_rank_alone_counts_as_a_lookup():
     with pytest.raises(ValueError, match="mine"), exchange.alone():
         raise ValueError("mine")
     assert exchange.lookups == 1
-
-    def together():
-        exchange._raised_together += 1
-        raise ValueError("ours")
-
-    with pytest.raises(ValueError, match="ours"), exchange.alone():
-        together()
-    assert exchange.lookups == 1
     with exchange.alone():
         pass
     assert exchange.lookups == 1
+
+
+def test_an_error_of_all_ranks_does_not_count_as_a_lookup():
+    def failing(exchange):
+        with exchange.alone():
+            exchange.agree("x", ValueError("ours"))
+
+    def counted(exchange):
+        error = attempt(lambda: failing(exchange))
+        return str(error), exchange.lookups
+
+    assert each(on_ranks(counted)) == [("ours", 0)] * 2
 
 
 def test_a_watch_sees_what_goes_to_others_and_the_wait(monkeypatch):
@@ -192,3 +213,22 @@ def test_a_watch_sees_what_goes_to_others_and_the_wait(monkeypatch):
     monkeypatch.setattr(Exchange, "watch", staticmethod(watch))
     each(on_ranks(lambda exchange: exchange.agree("x", None)))
     assert sorted(seen) == [(0, 0), (0, 8 * _BLOCK), (1, 0), (1, 8 * _BLOCK)]
+
+
+def test_what_an_exchange_begins_with():
+    exchange = alone()
+    assert (exchange.purpose, exchange.broken, exchange.exact) == ("layers", None, False)
+    assert (exchange.lookups, exchange.collectives, exchange.parts_saved) == (0, 0, 0)
+    transport = exchange.transport
+    assert Exchange(object(), torch.device("meta"), transport).exact
+    transport.exact = True
+    assert alone(transport).exact
+
+
+def test_an_interrupt_is_no_error_to_agree_on():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt(interrupted)
+    assert attempt(lambda: 3) == 3
