@@ -198,7 +198,7 @@ def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int)
     found = 0
     for first in range(0, len(buckets), _BUCKETS):
         part = carried(buckets[first : first + _BUCKETS].cpu()).view(np.int64)
-        rows = part[:, SLOTS_PER_BUCKET:].copy().view(np.int32)[:, :SLOTS_PER_BUCKET]
+        rows = part[:, SLOTS_PER_BUCKET:].view(np.int32)[:, :SLOTS_PER_BUCKET]
         here = (rows >= begin) & (rows < end)
         keys[rows[here] - begin] = part[:, :SLOTS_PER_BUCKET][here]
         found += int(here.sum())

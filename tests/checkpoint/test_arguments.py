@@ -188,6 +188,12 @@ def test_what_writes_in_the_background_is_nice(tmp_path, monkeypatch):
     assert set(seen) == {own}
     assert background._NICE > 5
 
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    assert checkpoint.async_save(layer, tmp_path / "c").wait() == tmp_path / "c"
+
 
 @pytest.mark.parametrize("again", ["load", "wait"])
 def test_what_a_load_waits_for(tmp_path, monkeypatch, again):

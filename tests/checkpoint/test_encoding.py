@@ -81,7 +81,8 @@ NOTHING = [
     {"$scalar": ["float32", None]}, {"$scalar": ["int32", 10**30]}, {"$items": 5},
     {"$items": {"a": 1}}, {"$items": [5]}, {"$items": [[1]]}, {"$items": [[1, 2, 3]]},
     {"$items": ["ab"]}, {"$items": [[[], 1]]}, {"$items": [[{"a": 1}, 1]]},
-    {"$items": [[{"$tuple": [[]]}, 1]]}, {"$items": [[1, 2], [3]]}, {"$odd": 1}, {"$": 1},
+    {"$items": [[{"$tuple": [[]]}, 1]]}, {"$items": [[1, 2], "ab"]}, {"$odd": 1}, {"$": 1},
+    {"$scalar": ["float32", 10**400]},
 ]  # fmt: skip
 
 
@@ -163,3 +164,14 @@ def test_nesting_of_a_manifest_is_limited():
 def test_numbers_that_a_table_cannot_have(dtype):
     with pytest.raises(CheckpointError, match=f"^it: a number for a table cannot be {dtype}$"):
         scalar(torch.ones((), dtype=dtype), "it")
+
+
+def test_keys_of_a_dict_are_nested_as_deeply_as_its_values():
+    key = 5
+    for _ in range(96):
+        key = (key,)
+    text = encoded({key: 1}, "it", {})
+    check_nesting([{"state": {"it": text}}], -1)
+    assert decoded(text, {}) == {key: 1}
+    with pytest.raises(CheckpointError, match=r"^it[.0]*: a state is nested deeper than 98$"):
+        encoded({(key,): 1}, "it", {})

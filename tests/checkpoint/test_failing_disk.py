@@ -292,3 +292,12 @@ def test_a_folder_whose_lock_cannot_be_taken(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"writes checkpoints there \(process 5\); give"):
         lock.lock_folder(tmp_path)
     other.close()
+
+
+def test_warnings_name_the_line_that_saved(tmp_path):
+    keep = Checkpoints(tmp_path)
+    keep.save(5, model())
+    for save in (keep.save, lambda *arguments: keep.async_save(*arguments) and keep.wait()):
+        with pytest.warns(UserWarning, match="stays the latest") as said:
+            save(4, model())
+        assert [each.filename for each in said] == [__file__]

@@ -211,9 +211,15 @@ def test_changes_need_a_base_and_a_file_with_room_for_them(folder, tmp_path):
     row = 8 + table.dim * 4
     bytes_of = manifest.files[table.shards[0].file].bytes
 
-    def of_rows(rows):
-        return lambda v: v["tables"]["users"]["shards"][0].update(rows=rows)
+    def of_bytes(size):
+        def change(values):
+            shard = values["tables"]["users"]["shards"][0]
+            values["files"][shard["file"]]["bytes"] = size
+            shard["rows"] = bytes_of // row
 
-    refused(rf"{with_users}\.shards\[0\]\.rows must be as many as ", of_rows(bytes_of // row + 1))
-    rewritten(tmp_path, of_rows(bytes_of // row))
+        return change
+
+    size = bytes_of // row * row
+    refused(rf"{with_users}\.shards\[0\]\.rows must be as many as ", of_bytes(size - 1))
+    rewritten(tmp_path, of_bytes(size))
     read_manifest(tmp_path)

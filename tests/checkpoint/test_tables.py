@@ -264,6 +264,37 @@ def test_states_of_any_memory_are_copied(tmp_path, make):
     assert torch.equal(optimizers[1].state[loaded.weight]["momentum_buffer"], expected)
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (torch.eye(9).to_sparse(), "a tensor that is sparse_coo cannot"),
+        (torch.ones(9, dtype=torch.float8_e5m2), r"a table's rows cannot have torch\.float8_e5m2"),
+        (torch.ones(9, dtype=torch.complex64), r"a table's rows cannot have torch\.complex64"),
+        (torch.ones(8, 2), r"a tensor of shape \[8, 2\] is neither a number nor one for .* 9 rows"),
+        ([torch.ones(3)], r"a tensor of shape \[3\] is neither a number nor one for each"),
+        (torch.ones((), dtype=torch.int16), r"a number for a table cannot be torch\.int16"),
+        ({1, 2}, "but no set"),
+    ],
+)
+def test_states_that_a_table_cannot_have(tmp_path, state, said):
+    layer = layer_of(1)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state[layer.weight] = {"odd": state}
+    with pytest.raises(CheckpointError, match=rf"^table\.odd, which the optimizer keeps: .*{said}"):
+        checkpoint.save(layer, tmp_path / "a", optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_states_are_in_the_files_of_their_table_alone(tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, 0, 1)
+    path = checkpoint.save(model, tmp_path / "a", optimizers)
+    with TensorFile(path / "dense.safetensors") as file:
+        named = [name for name in file.places if name.startswith("optimizers.")]
+    assert named
+    assert not [name for name in named if "users" in name or "rows" in name]
+
+
 def test_states_side_by_side_are_copied_once(tmp_path):
     layer = layer_of(1)
     optimizer = optim.LazyAdam(layer.parameters(), lr=0.1)
