@@ -47,8 +47,6 @@ class Summed:
 
     def write(self, file: io.FileIO, piece: bytes | np.ndarray) -> None:
         """Write a piece: bytes, or a uint8 array [n]."""
-        if not len(piece):
-            return
         view = self._copied(np.frombuffer(piece, np.uint8))
         self._wait()
         if len(view) >= _WORTH_A_THREAD:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import sparsekit
 from sparsekit.checkpoint import CheckpointError, DcpState
-from sparsekit.checkpoint.dcp_source import DcpSource
+from sparsekit.checkpoint.dcp_source import DcpSource, ToLoad, ToSave
 
 from .models import OPTIMIZERS, Model, assert_equal, contents, made, train
 
@@ -476,3 +476,15 @@ def test_torch_save_of_the_state_dict_goes_on(tmp_path):
         if name.startswith(("users ", "rows ")):
             used = len(expected[name]) if expected[name].dim() else None
             assert torch.equal(found[name][:used] if used else found[name], expected[name]), name
+
+
+def test_marked_tensors_refuse_what_they_are_not_for():
+    tensor = torch.zeros(1)
+    saved, loaded = tensor.as_subclass(ToSave), ToLoad.of(tensor, "there")
+    with pytest.raises(CheckpointError, match=r"pass DcpState\(\.\.\., load_from=path\)"):
+        saved.__create_chunk_list__()
+    with pytest.raises(CheckpointError, match="a planner with flatten_state_dict=True"):
+        saved.__reduce_ex__(2)
+    with pytest.raises(CheckpointError, match=r"^x: a DcpState with load_from='there' has nothing"):
+        loaded.__create_write_items__("x", None)
+    assert type(loaded.new_empty(2, dtype=torch.int8)) is ToLoad

@@ -57,3 +57,14 @@ def test_a_wait_ends_with_the_function():
     (thread,) = ended
     assert (thread.name, thread.daemon) == ("worker", True)
     assert not Task(function, "x")._thread.daemon
+
+
+@pytest.mark.time_limit(30)
+def test_a_wait_does_not_poll(monkeypatch):
+    monkeypatch.setattr("sparsekit.checkpoint.task._LOOK", 1000.0)
+    begun, go_on = threading.Event(), threading.Event()
+    task = Task(lambda: (begun.set(), go_on.wait()), "worker", daemon=True)
+    task.start()
+    begun.wait()
+    threading.Timer(0.05, go_on.set).start()
+    task.wait()

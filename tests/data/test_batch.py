@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsekit.data import Batch, KeyedJaggedTensor
-from sparsekit.data.batch import concatenate
+from sparsekit.data.batch import concatenate, joined
 
 # Bags of feature a: [1, 2], [], [3]; of feature b: [], [4], [5, 6].
 BAGS = KeyedJaggedTensor(["a", "b"], torch.arange(1, 7), torch.tensor([0, 2, 2, 3, 3, 4, 6]))
@@ -88,3 +88,9 @@ def test_all_parts_are_pinned_and_need_not_be_waited_for(monkeypatch, batch):
         assert moved.sparse.values().equal(BAGS.values() + added)
         assert moved.sparse.offsets().equal(BAGS.offsets() + added)
         assert moved.sparse.keys() == BAGS.keys()
+
+
+def test_a_single_piece_is_not_copied():
+    values = torch.arange(3)
+    assert joined(["a"], [(values, torch.tensor([1, 2]))]).values() is values
+    assert concatenate([BATCH]) is BATCH

@@ -127,3 +127,15 @@ def test_lines_around_one_that_blocks_begin_within(tmp_path, compress, quote, en
             for block_bytes in (1, 100, 8 << 20):
                 with pytest.raises(DataFormatError, match=rf"line {bad}, column 3: too many field"):
                     one(path, block_bytes=block_bytes, **settings)
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("most", [4091, 4094, 5000])
+def test_names_may_be_as_long_as_a_line(tmp_path, mark, end, most):
+    """The limit may be where a piece of the file ends."""
+    path = write(tmp_path / "x", mark + b"a" * most + end + b"1" + end)
+    assert one(path, dense=["a" * most], max_line_bytes=most).dense.tolist() == [[1]]
+    path = write(tmp_path / "x", mark + b"a" * 9000 + end + b"1" + end)
+    with pytest.raises(DataFormatError, match=f"line 1: longer than max_line_bytes={most}$"):
+        one(path, dense=["a"], max_line_bytes=most)

@@ -347,3 +347,19 @@ def test_numbers_in_a_dictionary():
         values, lengths = arrow_columns.bags(pa.chunked_array([column]), Keys(kind))
         assert lengths.tolist() == [1, 0, 1]
         assert values.equal(torch.tensor([5, 5]) if kind == "int" else xxh64([5, 5]))
+
+
+def test_a_date_in_milliseconds_is_its_day():
+    day = pa.chunked_array([pa.array([86_400_001], pa.int64()).view(pa.date64())])
+    assert arrow_columns.floats(day, 0.0).tolist() == [1]
+    keys, _ = arrow_columns.bags(day, Keys("int"))
+    assert keys.tolist() == [1]
+    assert arrow_columns.bags(day, Keys())[0].equal(xxh64(["1970-01-02"]))
+
+
+@pytest.mark.parametrize("kind", ["int", "hash"])
+def test_no_keys_are_int64_like_others(kind):
+    for column in (pa.array([None], pa.int32()), pa.array([[]], pa.list_(pa.int64()))):
+        keys, lengths = arrow_columns.bags(pa.chunked_array([column]), Keys(kind))
+        assert (keys.dtype, keys.tolist(), lengths.dtype) == (torch.int64, [], torch.int64)
+        assert lengths.tolist() == [0]

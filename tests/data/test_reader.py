@@ -443,3 +443,16 @@ def test_a_rank_reads_nothing_behind_its_share(files, format, tmp_path):
     assert first.count_rows() == ROWS
     copies[1].unlink()
     assert numbers(first) == list(range(ROWS // 2))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_state_is_checked_without_reading_what_comes_behind_it(tmp_path, step):
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.write_text("y\n" + "1\n" * 8)
+    state = {**CsvReader(paths, 4, dense=["y"]).state_dict(), "step": step}
+    resumed = CsvReader(paths, 4, dense=["y"])
+    paths[1].unlink()
+    resumed.load_state_dict(state)
+    with pytest.raises(FileNotFoundError):
+        resumed.load_state_dict({**state, "step": 3})
