@@ -2,9 +2,13 @@
 
 import contextlib
 import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint.models import saved_chain
 
 import sparsekit
 from sparsekit import checkpoint, cli, optim
@@ -26,6 +30,7 @@ def saved(tmp_path, monkeypatch):
     checkpoint.save(model, "a", optimizers, step=1234)
     users(torch.tensor([8]))
     checkpoint.save(model, "b")
+    users(torch.tensor([9]))
     checkpoint.save(model, "zero", step=0)
     return tmp_path
 
@@ -68,6 +73,8 @@ def test_diff_ends_with_1_where_there_is_a_difference(saved, capsys):
     found = run(capsys, "diff", "a", "b", status=1)
     assert found[0].startswith("users: states {'sum': ")
     assert found[1:] == ["rows: 9 rows are the same"]
+    found = run(capsys, "diff", "b", "zero", status=1)
+    assert found[0] == "users: 3 rows are the same, 0 only in b, 1 only in zero"
     assert run(capsys, "diff", "a", "a") == [
         "users: 2 rows are the same", "rows: 9 rows are the same"
     ]  # fmt: skip
@@ -78,6 +85,7 @@ def test_a_bar_counts_all_bytes_that_are_read(saved, capsys, monkeypatch):
 
     @contextlib.contextmanager
     def progress(title, total, stream, unit):
+        assert stream is sys.stderr
         bars.append((title, total, unit))
         done.append(0)
 
@@ -96,9 +104,22 @@ def test_a_bar_counts_all_bytes_that_are_read(saved, capsys, monkeypatch):
     run(capsys, "export", "a", "e", "--format", "npz")
     assert bars == [("verify", total, "bytes") for total in (a, a + b, a, a)]
     assert done == [total for _, total, _ in bars]
+    saved_chain(saved / "run")
+    run(capsys, "verify", "run")
+    total = sum(file.stat().st_size for file in saved.glob("run/*/*.safetensors"))
+    assert (bars.pop(), done.pop()) == (("verify", total, "bytes"), total)
     run(capsys, "import", "e", "f", "--from", "npz")
     assert bars[-1] == ("import", 4 * (2 * 3 + 9 * 2), "bytes")
     assert done[-1] == bars[-1][1]
+
+
+def test_exported_files_are_listed_by_name(saved, capsys, monkeypatch):
+    made = [Path(name) for name in ("b.npz", "a.npz", "c.npz")]
+    for file in made:
+        file.touch()
+    monkeypatch.setattr(command, "export", lambda *_: SimpleNamespace(iterdir=lambda: made))
+    lines = run(capsys, "export", "a", "e", "--format", "npz")
+    assert lines == [f"{name}.npz: 0 bytes" for name in "abc"]
 
 
 def test_import_says_what_it_has_made(saved, capsys):

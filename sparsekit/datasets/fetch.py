@@ -75,7 +75,7 @@ class PackagedFile:
         """Read a cached file; return None if it is missing, damaged or not a regular file."""
         try:
             # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-            handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK)
             with os.fdopen(handle, "rb") as file:
                 if not stat.S_ISREG(os.fstat(handle).st_mode):
                     return None
