@@ -193,7 +193,7 @@ def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
     """Return the size of a part with bags, given (bags, keys, bytes of weights) of each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
-        arrays += [8 * count, 8 * keys, *([weights] if weights else [])]
+        arrays += [8 * count, 8 * keys, weights]
     return part_bytes(sum(map(padded, arrays)))
 
 

@@ -59,6 +59,10 @@ def test_what_is_packed_is_unpacked(counts):
     for found, array in zip(unpack(parts, arrays, counts), arrays, strict=True):
         assert torch.equal(found, array)
     assert all((parts.data[begin : begin + 16] == 171).all() for begin in parts.begins)
+    # An array begins at a multiple of 16 bytes.
+    second = parts.begins[0] + 16 + padded(rows[0][0])
+    found = parts.data[second : second + rows[1][0]].view(torch.int64)
+    assert torch.equal(found, arrays[1][: counts[1][0]])
 
 
 def test_the_same_arrays_for_all():
@@ -87,7 +91,7 @@ def test_a_layout_of_pieces():
 
 
 BAGS = {
-    "weighted": [RaggedBags(T([2, 0, 1]), T([5, -6, 7]), T([0.5, 1.5, 2.5]))],
+    "weighted": [RaggedBags(T([2, 0, 3]), T([5, -6, 7, 0, 1]), torch.rand(5))],
     "without weights": [RaggedBags(T([1]), T([2**62]), None)],
     "both, and none": [
         RaggedBags(T([1, 2]), T([1, 2, 3]), None),
@@ -103,10 +107,12 @@ def test_bags_are_read_as_they_were_written(case):
     bytes_of = [(len(b.counts), len(b.keys), 0 if b[2] is None else b[2].nbytes) for b in bags]
     size = bags_bytes(bytes_of)
     parts = parts_of([size, size])
-    write_bags(parts, bags)
+    others = [bag._replace(keys=-bag.keys) for bag in bags]
+    for begin, of_rank in zip(parts.begins, (bags, others), strict=True):
+        write_bags(Parts(parts.data, [begin]), of_rank)
     dtypes = [torch.float32 if b[2] is None else b[2].dtype for b in bags]
-    for rank in range(2):
-        for found, given in zip(read_bags_of(parts, rank, dtypes), bags, strict=True):
+    for rank, of_rank in enumerate((bags, others)):
+        for found, given in zip(read_bags_of(parts, rank, dtypes), of_rank, strict=True):
             for one, other in zip(found, given, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
