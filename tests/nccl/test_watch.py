@@ -106,3 +106,31 @@ def test_the_end_waits_for_kernels_but_not_for_ever(monkeypatch, finished, reaso
     assert not watch.is_alive()
     (told,) = communicator.said
     assert said in told
+
+
+def test_a_launch_that_has_finished_is_looked_at_no_more():
+    looks = []
+
+    def finished():
+        looks.append(None)
+        return True
+
+    watch = Watch(Recorder(), 0.0, finished)
+    for launches in (1, 2):
+        launch(watch)
+        assert [watch._look() for _ in range(3)] == [None] * 3
+        assert len(looks) == launches
+        assert watch._through()
+        assert len(looks) == launches
+
+
+def test_the_thread_itself_may_close_it(monkeypatch):
+    """The garbage collector may run on any thread."""
+    monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
+    communicator = Recorder()
+    watch = Watch(communicator, 60.0, lambda: True)
+    communicator.check = lambda: watch.close("collected")
+    watch.start()
+    watch.join(10)
+    assert not watch.is_alive()
+    assert communicator.said == ["collected"]

@@ -1,6 +1,7 @@
 """Tests of init, wrap_ddp and operations on a sharded layer."""
 
 import copy
+import inspect
 import io
 import itertools
 import subprocess
@@ -39,6 +40,13 @@ def test_a_seed_changes_all_initial_vectors(restore):
     last = vectors()
     sparsekit.init(seed=2**64 - 1)
     assert torch.equal(vectors(), last)
+
+
+def test_init_sets_and_resets_a_wire_dtype(restore):
+    for dtype in (torch.bfloat16, None):
+        sparsekit.init(wire_dtype=dtype)
+        assert settings.wire_dtype is dtype
+    assert str(inspect.signature(sparsekit.init)).count("= <as it is>") == 5
 
 
 def test_what_init_begins_with():
@@ -80,6 +88,7 @@ def test_init_keeps_what_is_not_given(restore):
         ({"seed": "a"}, TypeError, "sparsekit.init: seed must be an int"),
         ({"timeout": 0}, ValueError, "sparsekit.init: timeout must be positive"),
         ({"global_batch_size": 0}, ValueError, "sparsekit.init: global_batch_size"),
+        ({"wire_dtype": torch.float16}, ValueError, "wire_dtype must be one of None, torch.bfloa"),
     ],
 )
 def test_what_init_refuses(restore, arguments, error, message):
