@@ -95,3 +95,9 @@ def test_all_that_is_written_is_seen_at_once(clock, live):
         clock.now += 31
         act()
         assert stream.seen == stream.getvalue() != ""
+
+
+def test_progress_is_written_to_stderr_unless_told_otherwise(capsys):
+    progress.Progress("epoch", 5).finish("done")
+    progress.Progress("epoch", 5, io.StringIO()).finish("done")
+    assert capsys.readouterr() == ("", "epoch done\n")
