@@ -93,6 +93,7 @@ def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
         (lambda: True, "an exception", "an exception"),
         (lambda: False, "", "it was closed while an exchange was under way"),
         (broken(RuntimeError("CUDA error")), "", "RuntimeError: CUDA error"),
+        (broken(MemoryError("none")), "", "MemoryError: none"),
     ],
 )
 def test_the_end_waits_for_kernels_but_not_for_ever(monkeypatch, finished, reason, said):
@@ -134,3 +135,27 @@ def test_the_thread_itself_may_close_it(monkeypatch):
     watch.join(10)
     assert not watch.is_alive()
     assert communicator.said == ["collected"]
+
+
+def test_a_launch_that_begins_during_a_look_has_its_own_time():
+    watch = Watch(Recorder(), 0.0, lambda: launch(watch))
+    launch(watch)
+    assert watch._look() is None
+
+
+def test_a_call_that_still_launches_is_not_through():
+    watch = Watch(Recorder(), 60.0, lambda: True)
+    with watch.launch():
+        assert not watch._through()
+    assert watch._through()
+
+
+def test_a_communicator_that_was_aborted_needs_no_end():
+    communicator = Recorder()
+    communicator.destroy = broken(RuntimeError("it has been aborted"))
+    Watch(communicator, 60.0, lambda: True)._end()
+    assert communicator.said == []
+
+
+def test_the_thread_does_not_keep_the_process():
+    assert Watch(Recorder(), 60.0, lambda: True).daemon
