@@ -50,7 +50,8 @@ def load_torch_state_dict(
     for name, layer in layers.items():
         prefix = f"{name}." if name else ""
         if f"{prefix}weight" in state_dict and f"{prefix}seed" not in state_dict:
-            weights[f"{prefix}weight"] = _checked(name, layer, state_dict[f"{prefix}weight"])
+            where = f"{_WHERE}: {name}" if name else _WHERE
+            weights[f"{prefix}weight"] = _checked(where, layer, state_dict[f"{prefix}weight"])
     rest = {name: value for name, value in state_dict.items() if name not in weights}
     own = model.state_dict()  # this applies missed optimizer steps first
     given = tuple(name.removesuffix("weight") for name in weights)
@@ -75,21 +76,21 @@ def load_torch_state_dict(
     return type(found)(missing, unexpected)
 
 
-def _checked(name: str, layer: EmbeddingTable, weight: Any) -> torch.Tensor:
+def _checked(where: str, layer: EmbeddingTable, weight: Any) -> torch.Tensor:
     layer.refuse_meta()
     if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOATING:
         what = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-        raise TypeError(f"{_WHERE}: {name}: weight must be a floating-point tensor, got {what}")
+        raise TypeError(f"{where}: weight must be a floating-point tensor, got {what}")
     dim, rooms = layer.embedding_vec_size, layer.capacity * layer.world_size
     if weight.dim() != 2 or weight.shape[1] != dim:
         raise ValueError(
-            f"{_WHERE}: {name}: weight in the state has shape {list(weight.shape)}, and the layer "
+            f"{where}: weight in the state has shape {list(weight.shape)}, and the layer "
             f"takes [n, {dim}]"
         )
     counts = ops.bucketize(_ids(weight, weight.device), layer.world_size, _owners(layer, weight))[1]
     if len(weight) > rooms or int(counts.max()) > layer.capacity:
         raise ValueError(
-            f"{_WHERE}: {name}: weight in the state has {len(weight)} rows, and there is room for "
+            f"{where}: weight in the state has {len(weight)} rows, and there is room for "
             f"{layer.capacity} on each of {layer.world_size} rank(s); make the layer with more, "
             f"such as extra_rows of replace_embeddings"
         )
@@ -97,7 +98,7 @@ def _checked(name: str, layer: EmbeddingTable, weight: Any) -> torch.Tensor:
     inside = padding is not None and 0 <= padding < len(weight)
     if isinstance(layer, Embedding) and inside and bool(weight[padding].any()):
         raise ValueError(
-            f"{_WHERE}: {name}: the vector at padding_idx={padding} in the state is not zeros, "
+            f"{where}: the vector at padding_idx={padding} in the state is not zeros, "
             f"which a padding's is in sparsekit; zero it in the state first"
         )
     return weight.detach()

@@ -96,3 +96,85 @@ def test_a_weight_is_looked_at_again_after_an_optimizer_moved_all_rows():
     layer.weight.data.fill_(7)
     with pytest.raises(RuntimeError, match="t: weight was written to before"):
         layer.eval()(torch.tensor([1]))
+
+
+def load(layer, weight):
+    return sparsekit.load_torch_state_dict(layer, {"weight": weight})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("user.weight", torch.zeros(4), ValueError, r"user: weight .* has shape \[4\], .*\[n, 4\]"),
+        ("user.weight", None, TypeError, "user: weight must be .* tensor, got NoneType"),
+        ("top.0.bias", 5, ValueError, r"top\.0\.bias has shape \[2\], and in the state int$"),
+    ],
+)
+def test_entries_of_another_kind_are_refused(name, value, error, message):
+    state = {**Model().state_dict(), name: value}
+    with pytest.raises(error, match=f"^load_torch_state_dict: {message}"):
+        sparsekit.load_torch_state_dict(swapped(), state)
+
+
+def test_a_layer_on_meta_is_refused():
+    layer = sparsekit.Embedding(5, 2, device="meta", name="t")
+    with pytest.raises(RuntimeError, match=r"^t: the layer is on meta"):
+        load(layer, torch.zeros(5, 2))
+
+
+def test_names_that_differ_are_listed_up_to_five():
+    state = {f"more.{i}": torch.zeros(1) for i in range(7)}
+    with pytest.raises(ValueError, match=r"has besides more\.0, more\.1.*, more\.4; pass strict"):
+        sparsekit.load_torch_state_dict(swapped(), {**Model().state_dict(), **state})
+    with pytest.raises(ValueError, match=r"the state lacks .*, and has besides nothing;"):
+        sparsekit.load_torch_state_dict(swapped(), {})
+
+
+def test_a_state_of_ours_loads_as_it_is():
+    model, other = swapped(), swapped()
+    model.user.assign(torch.tensor([3]), torch.ones(1, 4))
+    found = sparsekit.load_torch_state_dict(other, model.state_dict())
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    assert torch.equal(other.user.vectors(torch.tensor([3])), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("rows", [5, 6])
+def test_padding_may_lie_beyond_the_rows_of_the_state(rows):
+    layer = sparsekit.Embedding(9, 2, padding_idx=5, name="t")
+    weight = torch.ones(rows, 2)
+    if rows > 5:
+        with pytest.raises(
+            ValueError, match=r"^load_torch_state_dict: the vector at padding_idx=5"
+        ):
+            load(layer, weight)
+    else:
+        load(layer, weight)
+        assert layer(torch.arange(6)).sum() == 10
+    bag = sparsekit.EmbeddingBag(9, 2, mode="sum", padding_idx=5)
+    load(bag, weight)
+    assert bag(torch.tensor([[0, 5]])).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_parameters_of_any_dtype_are_copied(dtype):
+    layer = sparsekit.Embedding(9, 2, key_dtype=torch.int32, name="t")
+    weight = torch.nn.Parameter(torch.ones(5, 2, dtype=dtype))
+    load(layer, weight)
+    assert layer.weight.dtype == torch.float32
+    assert layer.weight.is_leaf
+    with torch.no_grad():
+        weight.zero_()
+    assert layer(torch.arange(5).int()).sum() == 10
+
+
+def test_keys_that_are_dropped_leave_no_values_behind():
+    layer = sparsekit.Embedding(9, 2, name="t")
+    optimizer = sparsekit.optim.Adagrad([layer.weight], lr=0.1)
+    initial = layer.vectors(torch.tensor([8]))
+    layer(torch.arange(8) + 100).sum().backward()
+    optimizer.step()
+    load(layer, torch.zeros(2, 2))
+    assert layer.table.keys().tolist() == [0, 1]
+    assert not layer.weight[2:].any()
+    assert not optimizer.state[layer.weight]["sum"].any()  # states belonged to the dropped keys
+    assert torch.equal(layer(torch.tensor([8])), initial)
