@@ -114,6 +114,24 @@ def test_layers_of_which_some_count_the_steps_of_rows():
     assert all(map(same_bits, *results))
 
 
+def test_layers_of_one_lookup_in_two_parameter_groups():
+    results = []
+    for fused in (False, True):
+        layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
+        group = sparsekit.EmbeddingGroup(layers)
+        rates = [{"params": [layers[n].weight], "lr": lr} for n, lr in (("a", 0.1), ("b", 0.3))]
+        optimizer = optim.Adagrad(rates)
+        if fused:
+            fuse_in_backward(optimizer, group)
+        for keys in (torch.tensor([3, 1]), torch.tensor([1, 5])):
+            optimizer.zero_grad()
+            sum(out.square().sum() for out in group({"a": keys, "b": keys}).values()).backward()
+            optimizer.step()
+        assert all(optimizer.state[layers[n].weight]["step"] == 2 for n in "ab")
+        results.append([layer.weight.detach() for layer in layers.values()])
+    assert all(map(same_bits, *results))
+
+
 def attached(**settings):
     layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="one")
     optimizer = optim.LazyAdam([layer.weight], lr=0.1, **settings)
@@ -163,6 +181,16 @@ def test_a_gradient_from_elsewhere_alone():
     layer.weight.square().sum().backward()
     with pytest.raises(ValueError, match="one is updated in backward and has a gradient besides"):
         optimizer.step()
+
+
+def test_a_gradient_for_an_optimizer_that_is_not_attached():
+    layer = sparsekit.Embedding(20, 3)
+    other, optimizer = (optim.SGD([layer.weight]) for _ in range(2))
+    fuse_in_backward(optimizer, layer)
+    layer.weight.square().sum().backward()
+    message = r"a weight of shape \(20, 3\) is updated in backward and has a gradient besides"
+    with pytest.raises(ValueError, match=message):
+        other.step()
 
 
 def test_what_would_need_to_see_gradients():
