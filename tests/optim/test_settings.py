@@ -1,0 +1,73 @@
+"""Settings of optimizers: which values their annotations allow."""
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.optim import settings
+from sparsekit.optim.settings import allowed_values, given, one_of
+
+
+def allowed(kind):
+    return kind.__metadata__[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("NotNegative", [0, 0.0, 5, np.float32(1), torch.tensor(0.5), float("inf")]),
+        ("NotPositive", [0, -0.5, -3]),
+        ("Fraction", [0, 0.5, 1 - 1e-9]),
+        ("Betas", [(0, 0.999), [0.5, 0.5], (np.float64(0.1), 0)]),
+        ("BiasCorrection", ["global", "per_row"]),
+        ("EpsConvention", ["torch", "tensorflow"]),
+    ],
+)
+def test_values_that_are_allowed(kind, values):
+    for value in values:
+        allowed(getattr(settings, kind)).check("Adam", "x", value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "values"),
+    [
+        ("NotNegative", ">= 0", [-1e-9, float("nan"), torch.tensor(-1.0)]),
+        ("NotPositive", "<= 0", [1e-9, float("nan")]),
+        ("Fraction", "in [0, 1)", [-1e-9, 1, 2, float("nan")]),
+        (
+            "Betas", "two numbers in [0, 1)",
+            [(0.5, 1), (1, 0.5), (-0.1, 0.5), (0.5,), (0.5, 0.5, 0.5), 0.5, ("a", "b"), None],
+        ),
+        ("BiasCorrection", "'global' or 'per_row'", ["row", None, 1]),
+        ("EpsConvention", "'torch' or 'tensorflow'", ["tf", ""]),
+    ],
+)  # fmt: skip
+def test_values_that_are_not(kind, words, values):
+    for value in values:
+        with pytest.raises(ValueError, match=r"^Adam: x must be ") as caught:
+            allowed(getattr(settings, kind)).check("Adam", "x", value)
+        shown = value if kind in ("NotNegative", "NotPositive", "Fraction") else repr(value)
+        assert str(caught.value) == f"Adam: x must be {words}, got {shown}"
+
+
+def test_none_is_a_value_where_the_annotation_says_so():
+    def constructor(self, params, a: settings.Fraction, b: settings.Fraction | None, c: int, d=3):
+        pass
+
+    found = allowed_values(constructor)
+    assert list(found) == ["a", "b"]
+    assert (found["a"].or_none, found["b"].or_none) == (False, True)
+    assert repr(found["a"]) == "in [0, 1)"
+    found["b"].check("Adam", "b", None)
+    with pytest.raises(TypeError, match=r"^Adam: a must be a number, got None$"):
+        found["a"].check("Adam", "a", None)
+
+
+def test_choices_are_named():
+    mark = one_of("a", "b")
+    assert (mark.words, mark.is_number, mark.or_none) == ("'a' or 'b'", False, False)
+
+
+def test_settings_are_the_other_arguments_in_order():
+    arguments = {"self": 1, "params": 2, "lr": 3, "__class__": 4, "eps": 5}
+    assert list(given(arguments).items()) == [("lr", 3), ("eps", 5)]
