@@ -140,3 +140,14 @@ def test_the_file_is_closed_after_its_lines(tmp_path, monkeypatch):
     assert list(lines_of(tmp_path / "x")) == LINES
     assert all(file.closed for file in closed)
     assert closed
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_a_disk_that_fails_is_no_damage(tmp_path, pack):
+    (tmp_path / "x").write_bytes(PACKS[pack](TEXT.encode()))
+
+    def fail(_):
+        raise OSError(5, "Input/output error")
+
+    with Content(tmp_path / "x") as content, pytest.raises(OSError, match="Input/output error"):
+        content._guarded(fail, None)
