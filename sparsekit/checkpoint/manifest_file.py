@@ -191,11 +191,12 @@ class _Value:
         return self.must(bool(fits), "the name of a file in the folder")
 
     def state(self) -> dict[str, Any]:
+        value = self.object()
         try:
-            check_nesting(self.object())
+            check_nesting(value)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {self.where}: {error}") from None
-        return self.value
+        return value
 
 
 class _Reader:

@@ -114,6 +114,16 @@ def test_without_verify_damage_is_loaded(tmp_path):
         checkpoint.load(model, path, optimizers, verify=False)
 
 
+def test_three_complete_checkpoints_are_kept_unless_told_otherwise(tmp_path):
+    keep, layer = Checkpoints(tmp_path), sparsekit.Embedding(9, 2, name="ids")
+    for step in range(5):
+        keep.save(step, layer)
+    keep.close()
+    found = checkpoint.folder.steps_in(tmp_path)
+    assert list(found) == [2, 3, 4]
+    assert all(read_manifest(path).base is None for path in found.values())
+
+
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, 2**31])
 @pytest.mark.parametrize("name", ["keep", "complete_every"])
 def test_numbers_of_a_folder(tmp_path, name, number):

@@ -83,6 +83,20 @@ PLACES = {
 }
 
 
+def written(place):
+    """Return a place as errors write it."""
+    text, parent = "", None
+    for key in place:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        elif parent in ("tables", "files", "states"):
+            text += f"[{key!r}]"
+        else:
+            text += f".{key}" if text else key
+        parent = key
+    return text
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Save an incremental checkpoint; return its folder."""
@@ -120,6 +134,8 @@ def test_values_of_a_manifest(folder, tmp_path, place):
             read_with(value)
         said = str(caught.value).removeprefix(f"{tmp_path}/manifest.json: ")
         assert named in said.split(" must be ")[0].split(" is newer ")[0], (value, said)
+        if " must be " in said and "must be one of files" not in said:
+            assert said.split(" must be ")[0] == written(place), (value, said)
     for value in [*taken, None] if place in OPTIONAL else taken:
         read_with(value)
 
@@ -223,3 +239,40 @@ def test_changes_need_a_base_and_a_file_with_room_for_them(folder, tmp_path):
     refused(rf"{with_users}\.shards\[0\]\.rows must be as many as ", of_bytes(size - 1))
     rewritten(tmp_path, of_bytes(size))
     read_manifest(tmp_path)
+
+
+def test_a_manifest_and_its_checksum_belong_together(folder, tmp_path):
+    text = (folder / "manifest.json").read_bytes()
+    (tmp_path / "manifest.json").write_bytes(text)
+    crc = f"{zlib.crc32(text):08x}"
+    for found in (crc, f"{crc}\n", crc.rjust(63) + "\n"):
+        (tmp_path / "manifest.crc32").write_text(found)
+        read_manifest(tmp_path)
+    for found in ("", crc[1:], f"{crc}0", crc.upper() + "x", "0" * 8):
+        (tmp_path / "manifest.crc32").write_text(found)
+        said = f"is damaged: its CRC-32 is {crc}, and manifest.crc32 says {found[:8]}$"
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}/manifest.json: {said}"):
+            read_manifest(tmp_path)
+    (tmp_path / "manifest.crc32").write_text(crc.ljust(65))
+    with pytest.raises(CheckpointError, match=r"crc32: 65 bytes are too many; it has 64 at most$"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.crc32").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.crc32: the file is missing$"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{} {}"])
+def test_a_manifest_that_is_no_json(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    (tmp_path / "manifest.crc32").write_text(f"{zlib.crc32(content):08x}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is no JSON: "):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_that_cannot_be_read(folder, monkeypatch):
+    def fail(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifest_file, "plain_file", fail)
+    with pytest.raises(CheckpointError, match=r"json: cannot be read: Input/output error$"):
+        read_manifest(folder)

@@ -415,3 +415,17 @@ def test_a_call_that_does_not_resume_trains_although_the_metric_had_stopped():
     for _ in range(2):
         trainer.fit(some_data(), epochs=5, batch_size=20, evaluate=lambda _: {"x": 1.0}, stop=stop)
     assert len(trainer.history) == 3
+
+
+def test_what_a_trainer_does_unless_told_otherwise():
+    records, data = [], some_data(102)
+    log = type("Log", (), {"write": lambda _, record: records.append(record)})()
+    made = trained(data, batch_size=1, epochs=1, logs=[log])
+    assert [(each["kind"], each["step"]) for each in records] == [("step", 100), ("epoch", 102)]
+    same = trained(data, batch_size=1, epochs=1, seed=0, accumulate=1, log_every=100)
+    assert torch.equal(made.model.weight, same.model.weight)
+    assert made.checkpoints is made.checkpoint_every is made.clip_norm is made.autocast is None
+
+
+def test_early_stopping_waits_for_one_epoch_of_a_loss_unless_told_otherwise():
+    assert EarlyStopping("x") == EarlyStopping("x", 1, False, 0.0)
