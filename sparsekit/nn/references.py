@@ -81,7 +81,6 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
     """
     of_layer = {id(part): layer for layer in layers for part in (layer, layer.weight)}
     of_memory = {_memory(layer.weight): layer for layer in layers}
-    of_memory.pop(0, None)
     found: dict[Any, list[Reference]] = {layer: [] for layer in layers}
     containers = deque([] if not found else [_attributes_of_modules(model)])
     seen = {id(module) for module in model.modules()}

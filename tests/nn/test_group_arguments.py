@@ -169,3 +169,35 @@ def test_a_single_feature_is_flat_in_one_output():
     assert group({"a": T([[1, 2], [3, 4]])}).shape == (2, 4)
     group = EmbeddingGroup({"a": layer()}, output="concatenated")
     assert group({"a": BAGS}).shape == (2, 4)
+
+
+def test_maxima_of_a_keyed_tensor():
+    made = layer()
+    group = EmbeddingGroup({"a": made}, {"f": Feature("a", "max"), "g": Feature("a", "mean")})
+    out = group(Keyed(["g", "f"], T([1, 2, 3, 4]), T([0, 2, 4])))
+    vectors = made.vectors(T([1, 2, 3, 4]))
+    assert torch.equal(out["f"][0], vectors[2:].amax(0))
+    torch.testing.assert_close(out["g"][0], vectors[:2].mean(0))
+
+
+@pytest.mark.parametrize("output", ["dict", "concatenated"])
+def test_keyed_tensors_of_several_forms_take_turns(output):
+    layers = {name: layer(name, key_dtype=torch.int32) for name in "ab"}
+    group = EmbeddingGroup(layers, {"a": "a", "b": "b"}, output)
+    keys = T([1, 2, 3, 4], dtype=torch.int32)
+    for names, offsets in (("ab", [0, 2, 4]), ("ba", [0, 2, 4]), ("ab", [0, 1, 2, 3, 4])) * 2:
+        keyed = Keyed(list(names), keys, T(offsets))
+        out = group(keyed)
+        if output == "concatenated":
+            out = dict(zip("ab", out.split(4, 1), strict=True))
+        for name in names:
+            (values, own_offsets), _ = keyed.of(name)
+            assert torch.equal(out[name], layers[name]((values, own_offsets))[:, 0])
+    with pytest.raises(TypeError, match=r"^a: keys must be torch.int32, got torch.int64"):
+        group(Keyed(["a", "b"], keys.long(), T([0, 2, 4])))
+    with pytest.raises(ValueError, match=r"bags for each of its 2 features, got 3 bags"):
+        group(Keyed(["a", "b"], keys, T([0, 2, 3, 4])))
+    with pytest.raises(ValueError, match=r"bags for each of its 2 features, got 0 bags"):
+        group(Keyed(["a", "b"], keys[:0], T([], dtype=torch.int64)))
+    with pytest.raises(ValueError, match=r"must have the feature .*; it has none$"):
+        group(Keyed([], keys[:0], T([0])))

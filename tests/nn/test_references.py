@@ -23,6 +23,13 @@ def defaulted(weight):
     return penalty
 
 
+def by_name(weight):
+    def penalty(*, of=weight):
+        return of
+
+    return penalty
+
+
 def unset(weight):
     def read(known=True):
         return weight if known else later
@@ -49,6 +56,7 @@ KEPT = {
         lambda m: (lambda weight: lambda: weight)(m.tags.weight), lambda k: k(), ""),
     "closure not yet whole": (lambda m: unset(m.tags.weight), lambda k: k(), ""),
     "default": (lambda m: defaulted(m.tags.weight), lambda k: k(), ".__defaults__[1]"),
+    "default by name": (lambda m: by_name(m.tags.weight), lambda k: k(), ".__kwdefaults__['of']"),
     "layer": (lambda m: [m.tags], lambda k: k[0].weight, "[0]"),
     "hidden module": (lambda m: [nn.Sequential(m.tags)], lambda k: k[0][0].weight, ""),
 }  # fmt: skip
@@ -96,7 +104,17 @@ def tied_out_of_sight(model):
 # References to a weight that cannot be replaced, and the reference's name in the message.
 STUCK = {
     "set": (lambda m: setattr(m, "kept", {m.tags.weight}), "kept's element"),
+    "frozen set": (lambda m: setattr(m, "kept", frozenset([m.tags.weight])), "kept's element"),
     "key": (lambda m: setattr(m, "kept", {m.tags.weight: 0.1}), "kept's key"),
+    "keyword": (
+        lambda m: setattr(m, "kept", functools.partial(print, file=m.tags.weight)),
+        "kept.keywords['file']",
+    ),
+    "function of a partial": (
+        lambda m: setattr(m, "kept", functools.partial(defaulted(m.tags.weight))),
+        "kept.func.__defaults__",
+    ),
+    "tuple in a set": (lambda m: setattr(m, "kept", {(m.tags.weight, 1)}), "kept's element[0]"),
     "partial": (lambda m: setattr(m, "kept", functools.partial(print, m.tags.weight)), "kept.args"),
     "method": (lambda m: setattr(m, "kept", m.tags.extra_repr), "kept.__self__"),
     "view": (lambda m: setattr(m, "kept", [m.tags.weight.data[3:]]), "kept[0]"),
@@ -192,3 +210,26 @@ def test_code_that_reads_a_weight_is_warned_of(options):
     assert one.startswith(f"replace_embeddings: {reads}, which now")
     assert "25 rows for 20 ids" in one
     assert caught[0].filename == __file__
+
+
+class Derived(Next):
+    def product(self, seen):
+        other = self.other
+        return seen @ other.weight.T + self.other.weight.sum()
+
+
+def test_methods_of_base_classes_and_of_several_layers_are_named():
+    model = nn.ModuleDict({"next": Derived()})
+    with pytest.warns(UserWarning, match="reads") as caught:
+        replace_embeddings(model, extra_rows=1, verbose=False)
+    said = [str(warning.message).partition(", which now")[0] for warning in caught]
+    of_item, of_other = (text.removeprefix("replace_embeddings: ") for text in said)
+    assert of_item == "Derived.forward reads item.weight and Derived.scores reads item.weight"
+    assert of_other == "Derived.product reads other.weight"
+
+
+def test_tensors_without_memory_are_passed_over():
+    model = model_of()
+    model.kept = [torch.ones(2, 2).to_sparse(), torch.empty(0), torch.ones(2, device="meta")]
+    (done,) = replace_embeddings(model, "tags", verbose=False)
+    assert done.new is model.tags

@@ -198,6 +198,13 @@ LEFT = {
     "weight's hook": (lambda m: m.tags.weight.register_hook(print), "its weight has hooks"),
     "hook": (lambda m: m.tags.register_forward_hook(print), "it has hooks"),
     "pre-hook": (lambda m: m.tags.register_forward_pre_hook(print), "it has hooks"),
+    "backward hook": (lambda m: m.tags.register_full_backward_hook(print), "it has hooks"),
+    "backward pre-hook": (lambda m: m.tags.register_full_backward_pre_hook(print), "it has hooks"),
+    "weight's later hook": (
+        lambda m: m.tags.weight.register_post_accumulate_grad_hook(print),
+        "its weight has hooks",
+    ),
+    "no columns": (lambda m: setattr(m, "tags", nn.Embedding(5, 0)), "has no elements"),
     "parametrized": (
         lambda m: nn.utils.parametrizations.weight_norm(m.tags),
         "is its own",
@@ -302,3 +309,34 @@ def test_in_a_shared_parent():
     (one,) = replace_embeddings(model, "b.*", verbose=False)
     assert one.names == ("a.0", "b.0", "c.0")
     assert model["a"][0] is model["b"][0] is model["c"][0] is one.new
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_only_a_bags_padding_may_have_a_vector(padding):
+    model = nn.Sequential(
+        nn.Embedding(3, 2, padding_idx=padding), nn.EmbeddingBag(3, 2, padding_idx=padding)
+    )
+    for layer in list(model):
+        nn.init.ones_(layer.weight)
+    kept, swapped = replace_embeddings(model, verbose=False)
+    assert kept.reason.startswith(f"its vector at padding_idx={padding} is not zeros")
+    assert swapped.new is model[1]
+    assert not model[1](torch.tensor([[padding]])).any()
+
+
+def test_initial_vectors_are_rounded_to_three_digits():
+    model = nn.Sequential(nn.Embedding(2, 1))
+    model[0].weight.data.copy_(torch.tensor([[0.0], [1 / 3]]))
+    replace_embeddings(model, verbose=False)
+    assert model[0].initializer == sparsekit.nn.Normal(0.167, 0.167)
+
+
+def test_nothing_is_printed_unless_verbose(capsys):
+    replace_embeddings(model_of(), verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("rows", [1.5, True, "2"])
+def test_extra_rows_are_an_int(rows):
+    with pytest.raises(TypeError, match=r"^replace_embeddings: extra_rows must be an int, got"):
+        replace_embeddings(model_of(), extra_rows=rows)
