@@ -131,17 +131,19 @@ class Runner:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(simt.LIBRARY))
         self._library.sparsekit_simt_records.restype = ctypes.POINTER(_Record)
+        self._mode = 0
 
-    def count(self, on: bool) -> None:
-        """Start recording launches in an empty list, or stop recording."""
-        self._library.sparsekit_simt_count(int(on))
+    def count(self, on: bool, plan: bool = False) -> None:
+        """Start recording launches in an empty list, or stop recording; see `counted`."""
+        self._mode = 2 if plan else int(on)
+        self._library.sparsekit_simt_count(self._mode)
 
     def take(self) -> list[tuple[str, Count]]:
         """Return the names and counts of the launches recorded so far, and empty the list."""
         number = ctypes.c_int64()
         records = self._library.sparsekit_simt_records(ctypes.byref(number))
         taken = [(r.name.decode(), r.count()) for r in records[: number.value]]
-        self.count(True)
+        self._library.sparsekit_simt_count(self._mode)
         return taken
 
     def sees_bytes(self) -> bool:
@@ -274,8 +276,11 @@ _counting = threading.local()
 
 
 @contextmanager
-def counted() -> Iterator[Counts]:
+def counted(plan: bool = False) -> Iterator[Counts]:
     """Run this thread's sparsekit ops on the host runner and count their work in this block.
+
+    With `plan`, launches are checked and counted but not executed, and results have addresses
+    without memory, which only other such ops may get. So tensors may have any size.
 
     Several threads may count at the same time; each counts its own ops. Initialization in the first
     call of an op in a process is not counted.
@@ -286,7 +291,7 @@ def counted() -> Iterator[Counts]:
     runner, counts = Runner(), Counts()
     with _unchecked:
         torch.ops.sparsekit_simt.unique(torch.zeros(1, dtype=torch.int64))
-        runner.count(True)
+        runner.count(True, plan)
         _counting.on = True
         try:
             with _Functions(counts), _Dispatch(counts, runner):

@@ -63,6 +63,7 @@ ACROSS_OPS = (
     "colliding_keys",
     "group_launches",
     "group_misaligned",
+    "beyond_32_bits",
     "two_threads",
     "long_bags",
     "several_tables",

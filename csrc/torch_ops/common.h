@@ -16,6 +16,12 @@
 #include "sparsekit/dtypes.h"
 #include "sparsekit/parallel.h"
 
+#if defined(SPARSEKIT_ENGINE_SIMT)
+namespace sparsekit::simt::host {
+void* address_without_memory(int64_t bytes);  // see simt/host.h
+}
+#endif
+
 namespace sparsekit::ops {
 
 using torch::headeronly::ScalarType;
@@ -90,6 +96,11 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   if (memory != nullptr) {
     return torch::stable::from_blob(memory, sizes, {strides, sizes.size()}, like.device(), type,
                                     &give_back_large_memory);
+  }
+#elif defined(SPARSEKIT_ENGINE_SIMT)
+  void* memory = simt::host::address_without_memory(static_cast<int64_t>(bytes));
+  if (memory != nullptr) {
+    return torch::stable::from_blob(memory, sizes, {strides, sizes.size()}, like.device(), type);
   }
 #endif
   // Avoid new_empty(), which goes through the dispatcher.

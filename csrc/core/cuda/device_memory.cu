@@ -81,14 +81,19 @@ void read_back(const Piece* pieces, int count, void*) {
   int64_t bytes = 0;
   for (int i = 0; i < count; ++i) {
     if (pieces[i].bytes == 0) continue;
-    std::memcpy(pieces[i].host, pieces[i].device, static_cast<size_t>(pieces[i].bytes));
+    const auto size = static_cast<size_t>(pieces[i].bytes);
+    if (simt::host::lacks_memory(pieces[i].device)) {
+      std::memset(pieces[i].host, 0, size);
+    } else {
+      std::memcpy(pieces[i].host, pieces[i].device, size);
+    }
     bytes += pieces[i].bytes;
   }
   simt::host::note(simt::host::Request::kReadBack, "read back", bytes, 0);
 }
 
 void copy_to_device(void* device, const void* host, int64_t bytes, void*) {
-  std::memcpy(device, host, static_cast<size_t>(bytes));
+  if (!simt::host::lacks_memory(device)) std::memcpy(device, host, static_cast<size_t>(bytes));
   // Like a memset, this is queued on the stream without a wait.
   simt::host::note(simt::host::Request::kMemset, "copy to the device", 0, bytes);
 }

@@ -7,17 +7,33 @@
 #include <cub/device/device_scan.cuh>
 #else
 #include <algorithm>
+#include <numeric>
 #include <vector>
 #endif
 
+#include <stdexcept>
+#include <string>
+
 namespace sparsekit::cuda {
+namespace {
+
+// CUB takes numbers of elements with 32 bits.
+int checked(int64_t n) {
+  if (n > INT32_MAX) {
+    throw std::runtime_error("sparsekit: a scan or sort of " + std::to_string(n) +
+                             " elements; at most 2^31 - 1 are supported");
+  }
+  return static_cast<int>(n);
+}
+
+}  // namespace
 
 #ifdef __CUDACC__
 
 int64_t scan_workspace_bytes(int64_t n) {
   size_t bytes = 0;
   simt::check(cub::DeviceScan::ExclusiveSum(nullptr, bytes, static_cast<const int32_t*>(nullptr),
-                                            static_cast<int32_t*>(nullptr), static_cast<int>(n)),
+                                            static_cast<int32_t*>(nullptr), checked(n)),
               "scan");
   return static_cast<int64_t>(bytes);
 }
@@ -27,7 +43,7 @@ int64_t sort_workspace_bytes(int64_t n) {
   simt::check(cub::DeviceRadixSort::SortPairs(nullptr, bytes, static_cast<const uint32_t*>(nullptr),
                                               static_cast<uint32_t*>(nullptr),
                                               static_cast<const int32_t*>(nullptr),
-                                              static_cast<int32_t*>(nullptr), static_cast<int>(n)),
+                                              static_cast<int32_t*>(nullptr), checked(n)),
               "sort");
   return static_cast<int64_t>(bytes);
 }
@@ -35,7 +51,7 @@ int64_t sort_workspace_bytes(int64_t n) {
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void* workspace, void* stream) {
   if (n == 0) return;
   auto bytes = static_cast<size_t>(scan_workspace_bytes(n));
-  simt::check(cub::DeviceScan::ExclusiveSum(workspace, bytes, in, out, static_cast<int>(n),
+  simt::check(cub::DeviceScan::ExclusiveSum(workspace, bytes, in, out, checked(n),
                                             static_cast<cudaStream_t>(stream)),
               "scan");
 }
@@ -44,26 +60,28 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
                 int32_t* sorted_values, int64_t n, int bits, void* workspace, void* stream) {
   if (n == 0) return;
   auto bytes = static_cast<size_t>(sort_workspace_bytes(n));
-  simt::check(cub::DeviceRadixSort::SortPairs(workspace, bytes, keys, sorted_keys, values,
-                                              sorted_values, static_cast<int>(n), 0, bits,
-                                              static_cast<cudaStream_t>(stream)),
-              "sort");
+  simt::check(
+      cub::DeviceRadixSort::SortPairs(workspace, bytes, keys, sorted_keys, values, sorted_values,
+                                      checked(n), 0, bits, static_cast<cudaStream_t>(stream)),
+      "sort");
 }
 
 #else
 
-int64_t scan_workspace_bytes(int64_t) {
+int64_t scan_workspace_bytes(int64_t n) {
+  checked(n);
   return 0;
 }
 
-int64_t sort_workspace_bytes(int64_t) {
+int64_t sort_workspace_bytes(int64_t n) {
+  checked(n);
   return 0;
 }
 
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void*, void*) {
   if (n == 0) return;
   int32_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = 0; i < (simt::host::only_plans() ? 0 : n); ++i) {
     const int32_t value = in[i];
     out[i] = sum;
     sum += value;
@@ -75,13 +93,13 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
                 int32_t* sorted_values, int64_t n, int bits, void*, void*) {
   if (n == 0) return;
   const auto low = [=](int64_t i) { return keys[i] & ((uint64_t{1} << bits) - 1); };
-  std::vector<int64_t> order(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) order[static_cast<size_t>(i)] = i;
+  std::vector<int64_t> order(static_cast<size_t>(simt::host::only_plans() ? 0 : n));
+  std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t a, int64_t b) { return low(a) < low(b); });
-  for (int64_t i = 0; i < n; ++i) {
-    sorted_keys[i] = keys[order[static_cast<size_t>(i)]];
-    sorted_values[i] = values[order[static_cast<size_t>(i)]];
+  for (size_t i = 0; i < order.size(); ++i) {
+    sorted_keys[i] = keys[order[i]];
+    sorted_values[i] = values[order[i]];
   }
   // Counts bytes as CUB moves them: it reads the keys once to count digits of 8 bits, and moves the
   // pairs once for each digit.

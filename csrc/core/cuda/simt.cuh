@@ -230,6 +230,11 @@ inline void check(cudaError_t error, const char* what) {
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, void* stream,
             const Arguments&... arguments) {
+  if (grid.blocks < 1 || grid.blocks > INT32_MAX || grid.columns > 65535) {
+    throw std::runtime_error(std::string("sparsekit: ") + name + ": a grid of " +
+                             std::to_string(grid.blocks) + " times " +
+                             std::to_string(grid.columns) + " blocks, which no device runs");
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.columns));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));

@@ -12,6 +12,11 @@ namespace {
 // launches are synchronous.
 thread_local std::unique_ptr<std::vector<Record>> records;
 
+// Where the next output of a planned call lies; 0 while calls are executed. The addresses are
+// beyond those of Linux.
+constexpr uintptr_t kWithoutMemory = uintptr_t{1} << 56;
+thread_local uintptr_t next_address = 0;
+
 }  // namespace
 
 alignas(64) std::atomic<int> counted_launches{0};
@@ -63,6 +68,22 @@ void note(Request request, const char* name, int64_t read, int64_t written) {
   add_record(Record{name, request, 0, read + written, read, written, 0});
 }
 
+bool only_plans() {
+  return next_address != 0;
+}
+
+void* address_without_memory(int64_t bytes) {
+  if (next_address == 0) return nullptr;
+  constexpr uintptr_t kAlignment = 512;
+  const uintptr_t address = next_address;
+  next_address += (static_cast<uintptr_t>(bytes) / kAlignment + 1) * kAlignment;
+  return reinterpret_cast<void*>(address);
+}
+
+bool lacks_memory(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) >= kWithoutMemory;
+}
+
 Range own_stack() {
   thread_local const Range range = [] {
     Range found;
@@ -85,10 +106,15 @@ Range own_stack() {
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
 // Starts an empty list for the calling thread if `on` is nonzero; otherwise drops the thread's
-// list.
+// list. If `on` is 2, calls are only planned.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);
+  if (on != 2) {
+    next_address = 0;
+  } else if (next_address == 0) {
+    next_address = kWithoutMemory;
+  }
 }
 
 // Returns the calling thread's list, valid until the next launch or call of sparsekit_simt_count.

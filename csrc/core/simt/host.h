@@ -42,6 +42,12 @@ void maybe_switch();
 // bytes that it moves. Neither does anything unless the launching thread is counting (counts.h).
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written);
+// Returns true if the calling thread only plans: its launches are checked and noted but do not run,
+// and its outputs and workspace have addresses without memory. So a call may have any size.
+bool only_plans();
+// Returns an address for `bytes` bytes of a call that is planned, or null for other calls.
+void* address_without_memory(int64_t bytes);
+bool lacks_memory(const void* address);
 void wait_for_block();
 // Waits for all lanes of the warp, and fills `values` with each lane's value.
 void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
@@ -214,7 +220,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, v
 
 inline void fill_bytes(void* memory, int byte, int64_t bytes, void*) {
   if (bytes <= 0) return;
-  std::memset(memory, byte, bytes);
+  if (!host::only_plans()) std::memset(memory, byte, bytes);
   host::note(host::Request::kMemset, "memset", 0, bytes);
 }
 
