@@ -17,7 +17,6 @@ from sparsekit.datasets.fetch import PackagedFile
 from sparsekit.models import Autoencoder, DenseAutoencoder, RatingModel, load_recommender
 from sparsekit.recipes.autoencoder import command as train_autoencoder
 from sparsekit.recipes.autoencoder import recommend as command
-from sparsekit.recipes.saved import write
 from sparsekit.train.plots import read_run
 
 
@@ -148,8 +147,8 @@ def test_titles_of_movielens_are_of_its_films():
 )
 def test_files_that_are_no_use(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write("ratings", {"format": RatingModel.FORMAT})  # what `train ratings --save` writes
-    write("foreign", {"format": "pt 2"})
+    torch.save({"format": RatingModel.FORMAT}, "ratings")  # what `train ratings --save` writes
+    torch.save({"format": "pt 2"}, "foreign")
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err
     assert message in errors

@@ -416,6 +416,9 @@ def failing_pip(pip: Pip, how: str) -> str:
     if how == "no pip":
         pip.error = FileNotFoundError("no such program")
         return "no such program"
+    if how == "a folder":
+        pip.damage = lambda wheel: (wheel.unlink(), wheel.mkdir())
+        return "Is a directory"
     if how in ("no wheel", "two wheels"):
         pip.damage = (
             Path.unlink if how == "no wheel" else lambda wheel: wheel.with_name("x").touch()
@@ -456,6 +459,7 @@ def failing_pip(pip: Pip, how: str) -> str:
     [
         "exit status",
         "no pip",
+        "a folder",
         "no wheel",
         "two wheels",
         "timeout",
