@@ -189,7 +189,7 @@ def ask_keyed(
     names = tuple(inputs.keys())
     bags = replace(bags, slot_major=False, slots=None)
     # Everything that is checked below, except what the ops check themselves.
-    form = names, bags.count, bags.values.dtype, join
+    form = names, bags.count, bags.values.dtype
     if (read := plan.derived.get(form)) is not None:
         return cast(LazyRequests, read(bags))
     places = {key: i for i, key in enumerate(names)}

@@ -1,6 +1,7 @@
 """An EmbeddingGroup with features raises an error for invalid input and gives the reason."""
 
 import sys
+import types
 
 import pytest
 import torch
@@ -152,8 +153,11 @@ def test_what_is_refused(message):
         refused()[message]()
 
 
-def test_keyed_tensors_need_torchrec(monkeypatch):
-    # With this entry the import fails, even if other parts of torchrec are loaded.
-    monkeypatch.setitem(sys.modules, "torchrec.sparse.jagged_tensor", None)
+@pytest.mark.parametrize("found", [None, types.ModuleType("torchrec.sparse.jagged_tensor")])
+def test_keyed_tensors_need_torchrec(monkeypatch, found):
+    for name in ("torchrec", "torchrec.sparse"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    # None makes the import fail; an empty module lacks the class, as another version may.
+    monkeypatch.setitem(sys.modules, "torchrec.sparse.jagged_tensor", found)
     with pytest.raises(ImportError, match="output='keyed' makes a KeyedTensor of torchrec"):
         EmbeddingGroup(layers("cpu"), FEATURES, "keyed")

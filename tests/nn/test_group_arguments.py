@@ -167,8 +167,9 @@ def test_the_function_refuses_arguments_that_do_not_fit():
 def test_a_single_feature_is_flat_in_one_output():
     group = EmbeddingGroup({"a": EmbeddingBag(9, 4, name="a")}, output="concatenated")
     assert group({"a": T([[1, 2], [3, 4]])}).shape == (2, 4)
-    group = EmbeddingGroup({"a": layer()}, output="concatenated")
-    assert group({"a": BAGS}).shape == (2, 4)
+    for combiner in ("sum", "max"):
+        group = EmbeddingGroup({"a": layer(combiner=combiner)}, output="concatenated")
+        assert group({"a": BAGS}).shape == (2, 4)
 
 
 def test_maxima_of_a_keyed_tensor():
@@ -201,3 +202,21 @@ def test_keyed_tensors_of_several_forms_take_turns(output):
         group(Keyed(["a", "b"], keys[:0], T([], dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"must have the feature .*; it has none$"):
         group(Keyed([], keys[:0], T([0])))
+
+
+@pytest.mark.parametrize("output", ["dict", "concatenated"])
+def test_errors_of_one_feature_in_a_dict(output):
+    layers = {"a": layer("a"), "b": layer("b", key_dtype=torch.int32)}
+    group = EmbeddingGroup(layers, {"a": "a", "b": "b"}, output)
+    none = T([], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^b: feature 'b': offsets must start at 0, .* missing"):
+        group({"a": BAGS, "b": (none, none)})
+    with pytest.raises(TypeError, match=r"^b: keys must be torch.int32, got torch.int64"):
+        group({"a": BAGS, "b": BAGS})
+    assert len(layers["a"].table) == 0
+
+
+def test_a_keyed_tensor_of_one_feature_without_offsets():
+    group = EmbeddingGroup({"a": layer()}, {"f": "a"})
+    with pytest.raises(ValueError, match=r"bags for each of its 1 features, got 0 bags"):
+        group(Keyed(["f"], *[T([], dtype=torch.int64)] * 2))
