@@ -301,3 +301,13 @@ def test_warnings_name_the_line_that_saved(tmp_path):
         with pytest.warns(UserWarning, match="stays the latest") as said:
             save(4, model())
         assert [each.filename for each in said] == [__file__]
+
+
+def test_only_a_save_of_a_step_replaces_what_is_there(tmp_path):
+    (tmp_path / "a").mkdir()
+    with (
+        pytest.raises(CheckpointError, match=f"^{tmp_path}/a: there is something already"),
+        draft.published(tmp_path / "a"),
+    ):
+        pytest.fail("nothing is written")
+    assert os.listdir(tmp_path) == ["a"]

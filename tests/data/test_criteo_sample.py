@@ -129,3 +129,9 @@ def test_rows_are_written_in_blocks_of_bounded_keys(tmp_path, monkeypatch, multi
     write_criteo_sample(tmp_path / "x", 25, multi_hot=multi_hot, on_rows=written.append)
     assert written == [10, 10, 5]
     assert (tmp_path / "x").read_bytes().count(b"\n") == 25
+
+
+def test_a_sample_unless_told_otherwise(tmp_path):
+    write_criteo_sample(tmp_path / "x", 20)
+    write_criteo_sample(tmp_path / "y", 20, seed=0, multi_hot=False)
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()

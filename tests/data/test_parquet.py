@@ -363,3 +363,12 @@ def test_no_keys_are_int64_like_others(kind):
         keys, lengths = arrow_columns.bags(pa.chunked_array([column]), Keys(kind))
         assert (keys.dtype, keys.tolist(), lengths.dtype) == (torch.int64, [], torch.int64)
         assert lengths.tolist() == [0]
+
+
+def test_settings_unless_told_otherwise(tmp_path):
+    path = write(tmp_path / "x.parquet", {"a": pa.array([1.5, None])})
+    assert one(path, dense=["a"]).dense.tolist() == [[1.5], [0.0]]
+    whole = {"missing": 0.0, "on_error": "raise", "shuffle": False, "seed": 0}
+    reader, other = (ParquetReader(path, 5, dense=["a"], **each) for each in ({}, whole))
+    assert reader.state_dict() == other.state_dict()
+    assert reader._on_error == other._on_error

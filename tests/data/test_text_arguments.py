@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekit.data import CsvReader, Keys
+from sparsekit.data import CriteoReader, CsvReader, Keys
 from sparsekit.errors import DataFormatError
 
 from .written import one, write
@@ -79,3 +79,24 @@ def test_bad_files(tmp_path):
     # This line is exactly as long as allowed.
     path = write(tmp_path / "z.csv", "a" * 96 + ",b\r\n1,2\n")
     assert one(path, dense=["b"], max_line_bytes=98).dense.tolist() == [[2]]
+
+
+@pytest.mark.parametrize("make", [CsvReader, CriteoReader])
+def test_settings_unless_told_otherwise(tmp_path, make):
+    names = {"columns": ["a"], "dense": ["a"]}
+    path = write(tmp_path / "x.csv", "1\n2\n")
+    settings = {} if make is CriteoReader else names
+    whole = {"missing": 0.0, "on_error": "raise", "shuffle": False, "seed": 0}
+    reader, other = make(path, 5, **settings), make(path, 5, **settings, **whole)
+    assert reader.state_dict() == other.state_dict()
+    assert (reader.seed, reader.shuffle, reader._on_error) == (0, False, "raise")
+    assert make(path, 5, **settings, shuffle=True).state_dict()["block_bytes"] == 8 << 20
+
+
+def test_a_line_may_have_a_mebibyte_unless_told_otherwise(tmp_path):
+    lines = [letter * 2**20 for letter in "yz"]
+    path = write(tmp_path / "x.csv", "\n".join(["a", *lines]))
+    assert one(path, sparse=["a"]).rows == 2
+    path = write(tmp_path / "x.csv", "\n".join(["a", lines[0] + "y"]))
+    with pytest.raises(DataFormatError, match="too long a line"):
+        one(path, sparse=["a"])
