@@ -71,7 +71,7 @@ def _hash(args: argparse.Namespace) -> int:
             raise UsageError(f"{args.file}: {why(error, args.file)}") from error
         raise UsageError(str(error)) from error
     total = reader.count_rows() if reader.counts_fast else 0
-    rows, writer = 0, None
+    writer = None
     try:
         with Progress(args.out, total, sys.stdout, unit="rows") as progress:
             with replacing(args.out) as part:
@@ -79,15 +79,14 @@ def _hash(args: argparse.Namespace) -> int:
                     table = pyarrow.table(_columns(reader, batch, lists))
                     writer = writer or parquet.ParquetWriter(part, table.schema)
                     writer.write_table(table)
-                    rows += batch.rows
                     progress.update(batch.rows)
                 if writer is None:
                     raise UsageError(f"{args.file}: no rows")
                 writer.close()
             skipped = f", {reader.skipped:,} malformed left out" if args.skip_malformed else ""
-            rate = rows / progress.seconds
+            rate = progress.done / progress.seconds
             progress.finish(
-                f"{rows:,} rows{skipped} in {progress.seconds:.1f} s, {rate:,.0f} rows/s"
+                f"{progress.done:,} rows{skipped} in {progress.seconds:.1f} s, {rate:,.0f} rows/s"
             )
     except OSError as error:
         reason = error.strerror or error

@@ -28,23 +28,19 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
             f"Profile some steps of `sparsekit train {name}`, which has the same options."
         )
         model.set_defaults(train=model.get_default("run"), run=_profile)
-        _add_options(model)
-
-
-def _add_options(model: argparse.ArgumentParser) -> None:
-    of_profile = model.add_argument_group("profile")
-    of_profile.add_argument(
-        "--steps", type=count, default=10, help="training steps to profile, after 3 of warm-up"
-    )
-    of_profile.add_argument(
-        "--lines", type=count, default=20, help="ops to show; those that move bytes always are"
-    )
-    of_profile.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="where to write a Chrome trace, for chrome://tracing or ui.perfetto.dev; rank 1 "
-        "writes FILE with .rank1 in front of its suffix",
-    )
+        of_profile = model.add_argument_group("profile")
+        of_profile.add_argument(
+            "--steps", type=count, default=10, help="training steps to profile, after 3 of warm-up"
+        )
+        of_profile.add_argument(
+            "--lines", type=count, default=20, help="ops to show; those that move bytes always are"
+        )
+        of_profile.add_argument(
+            "--trace",
+            metavar="FILE",
+            help="where to write a Chrome trace, for chrome://tracing or ui.perfetto.dev; rank 1 "
+            "writes FILE with .rank1 in front of its suffix",
+        )
 
 
 def _profile(args: argparse.Namespace) -> int:

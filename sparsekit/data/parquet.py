@@ -46,9 +46,7 @@ class ParquetReader(Reader):
         on_error: ``"raise"``, or ``"skip"`` to leave out rows without a label or with an infinite
             number; `skipped` counts them.
         shuffle: Whether to shuffle the row groups, and the rows within each group, in every epoch.
-        seed: Seed of the shuffle.
-        rank: Index of the share of rows to read; None means torch.distributed's rank, if in use.
-        world_size: Number of shares; None means torch.distributed's number of ranks.
+        seed, rank, world_size: As for `CsvReader`.
 
     Raises:
         ImportError: pyarrow is missing (``pip install 'sparsekit-torch[data]'``).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -64,18 +65,11 @@ def _recommend(args: argparse.Namespace) -> int:
         best.write(args.out)
     print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
     if args.show:
-        _show(best, args.show, _titles(model.source))
+        titles: dict[int, str] = {}
+        with contextlib.suppress(DatasetUnavailableError):  # then the titles are left out
+            titles = movielens_100k_titles() if model.source == MOVIELENS else {}
+        _show(best, args.show, titles)
     return 0
-
-
-def _titles(source: str) -> dict[int, str]:
-    """Return item -> title; empty if the data has no titles or they cannot be downloaded."""
-    if source != MOVIELENS:
-        return {}
-    try:
-        return movielens_100k_titles()
-    except DatasetUnavailableError:
-        return {}
 
 
 def _show(best: Recommendations, lines: int, titles: dict[int, str]) -> None:
