@@ -10,7 +10,6 @@ import torch
 from .. import ops
 from ..distributed.dtensor import local
 from ..tables.weight import EmbeddingWeight
-from .update_call import row_steps
 
 # Number of rows to compare at a time.
 _ROWS = 1 << 18
@@ -33,8 +32,6 @@ class StatesOfRows(Protocol):
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]: ...
 
-    def _has_row_step(self, group: dict[str, Any]) -> bool: ...
-
     def _per_row(self, group: dict[str, Any]) -> bool: ...
 
 
@@ -43,10 +40,8 @@ def untouched(
 ) -> dict[str, torch.Tensor]:
     """Return new states of rows that no step has touched, for a parameter after `step` steps."""
     states = optimizer._new_states(parameter, group)
-    if optimizer._has_row_step(group):
-        states["row_step"] = row_steps(local(parameter))
-        if not optimizer._per_row(group):
-            states["row_step"].fill_(step)  # rows count as having made all steps
+    if "row_step" in states and not optimizer._per_row(group):
+        states["row_step"].fill_(step)  # rows count as having made all steps
     return states
 
 

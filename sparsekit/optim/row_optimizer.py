@@ -17,7 +17,7 @@ from ..ops._checks import accumulate_dtype
 from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
 from .load_state import loaded_states
 from .settings import Allowed, allowed_values
-from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
+from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
 
@@ -300,11 +300,10 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Add the states that are missing before a first step or after a change of settings."""
         new = {"step": torch.zeros((), dtype=torch.int64, device=parameter.device)}
-        if self._has_row_step(group) and "row_step" not in state:
-            new["row_step"] = row_steps(local(parameter))
-        if any(name not in state for name in self._initial_states(group)):
+        row_step = {"row_step"} if self._has_row_step(group) else set()
+        if not self._initial_states(group).keys() | row_step <= state.keys():
             # This is the first step, or a changed setting needs more states.
-            new = self._new_states(parameter, group) | new
+            new |= self._new_states(parameter, group)
         state.update(new | state)  # one call, so that an interrupt cannot leave only some states
 
     def initial_values(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, float]:
@@ -334,6 +333,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for name, value in initial.items():
             if value != 0:
                 states[name].fill_(value)
+        if self._has_row_step(group):
+            states["row_step"] = parameter.new_zeros(rows or 1, dtype=torch.int32)
         return states
 
     def __setstate__(self, state: dict[str, Any]) -> None:

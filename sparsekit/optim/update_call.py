@@ -114,9 +114,3 @@ def as_rows(weight: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor)
     if grad.dim() == 2:  # as of every table, where reshape would take longer than this
         return grad
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])
-
-
-def row_steps(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a step count of zero for each row."""
-    num_rows = parameter.shape[0] if parameter.dim() else 1
-    return torch.zeros(num_rows, dtype=torch.int32, device=parameter.device)
