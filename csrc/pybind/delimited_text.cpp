@@ -3,29 +3,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "bindings.h"
+#include "hash_parts.h"
 
 namespace py = pybind11;
 
 namespace sparsekit {
 namespace {
-
-// Runs each part but the last on a new thread. The calling thread runs the last part, and the parts
-// for which no thread could be started.
-void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body, void* context) {
-  std::vector<std::thread> others;
-  try {
-    for (; begin + 1 < end; ++begin) others.emplace_back(body, begin, begin + 1, context);
-  } catch (const std::exception&) {
-  }
-  body(begin, end, context);
-  for (auto& other : others) other.join();
-}
 
 char one_character(const std::string& text, const char* what) {
   if (text.size() > 1) throw py::value_error(std::string(what) + " must be one byte, got " + text);

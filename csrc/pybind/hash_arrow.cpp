@@ -21,20 +21,6 @@ struct Work {
   int64_t missing;  // code of nulls: equal to the code of ""
 };
 
-// Sets codes[i] = code(i) for valid items, and the code of "" for nulls.
-template <class Code>
-void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int64_t* codes) {
-  const Validity valid = validity_of(array);
-  const int64_t missing = work.missing;
-  split(array.length, work.num_threads, [=](int64_t begin, int64_t end) {
-    if (valid.bits == nullptr) {
-      for (int64_t i = begin; i < end; ++i) codes[i] = code(i);
-    } else {
-      for (int64_t i = begin; i < end; ++i) codes[i] = valid(i) ? code(i) : missing;
-    }
-  });
-}
-
 // Sets codes[i] to the code of texts(i) for valid items, and to the code of "" for nulls.
 template <class Texts>
 void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& work,
@@ -70,13 +56,15 @@ bool with_integer(std::string_view format, const Visit& visit) {
 
 void hash_integer_array(const char* format, const ArrowArray& array, const Work& work,
                         int64_t* codes) {
+  const Validity valid = validity_of(array);
   with_integer(format, [&](auto* type) {
     using Integer = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     const Integer* values = buffer_of<Integer>(array, 1) + array.offset;
-    const auto code = [values, seed = work.seed](int64_t i) {
-      return code_of_integer(values[i], seed);
-    };
-    hash_valid(array, code, work, codes);
+    split(array.length, work.num_threads, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        codes[i] = valid(i) ? code_of_integer(values[i], work.seed) : work.missing;
+      }
+    });
   });
 }
 

@@ -8,7 +8,6 @@
 #include "hash_parts.h"
 #include "hash_values.h"
 #include "sparsekit/xxh64.h"
-#include "utf8.h"
 
 namespace sparsekit {
 namespace {

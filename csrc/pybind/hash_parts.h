@@ -1,11 +1,14 @@
-// Functions shared by the hashing of Python objects, Arrow columns and numpy strings.
+// Functions shared by the hashing of Python objects, Arrow columns and numpy strings: codes of
+// single values, encoding of code points as UTF-8, and threads, which reading text uses too.
 #pragma once
 
 #include <Python.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <string_view>
@@ -14,7 +17,9 @@
 #include <vector>
 
 #include "sparsekit/hash_integers.h"
+#include "sparsekit/parallel.h"
 #include "sparsekit/xxh64.h"
+#include "sparsekit/xxh64_steps.h"
 
 namespace sparsekit {
 
@@ -47,22 +52,25 @@ class Chunks {
   std::atomic<int64_t> next_{0};
 };
 
+// Runs each part but the last on a new thread. The calling thread runs the last part, and the parts
+// for which no thread could be started.
+inline void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body,
+                           void* context) {
+  std::vector<std::thread> others;
+  try {
+    for (; begin + 1 < end; ++begin) others.emplace_back(body, begin, begin + 1, context);
+  } catch (const std::exception&) {
+  }
+  body(begin, end, context);
+  for (auto& other : others) other.join();
+}
+
 // Calls work(chunks) in up to num_threads threads, including this one. `work` must not throw.
 template <class Work>
 void share(Py_ssize_t n, int num_threads, const Work& work) {
   const Py_ssize_t count = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
   Chunks chunks(n, count == 1 ? n : kChunk);
-  std::vector<std::thread> others;
-  try {
-    others.reserve(static_cast<size_t>(count - 1));
-    while (static_cast<Py_ssize_t>(others.size()) < count - 1) {
-      others.emplace_back([&] { work(chunks); });
-    }
-  } catch (const std::exception&) {
-    // If no more threads can be started, the existing ones do all the work.
-  }
-  work(chunks);
-  for (auto& other : others) other.join();
+  ParallelFor(&run_on_threads).each(count, [&](int64_t) { work(chunks); });
 }
 
 // Calls body(begin, end) for parts of [0, n), in up to num_threads threads. `body` must not throw.
@@ -72,6 +80,7 @@ void split(Py_ssize_t n, int num_threads, const Body& body) {
     for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) body(begin, end);
   });
 }
+
 inline int64_t code_of(std::string_view text, uint64_t seed) {
   return static_cast<int64_t>(xxh64(text.data(), text.size(), seed));
 }
@@ -89,6 +98,73 @@ void without_gil(const Body& body) {
   PyThreadState* const state = PyEval_SaveThread();
   body();
   PyEval_RestoreThread(state);
+}
+
+// Writes up to 4 bytes and returns their end, or null if the code point is not a character.
+inline char* put_utf8(uint32_t point, char* out) {
+  const auto put = [&](uint32_t byte) { *out++ = static_cast<char>(byte); };
+  const auto put_rest = [&](int shift) { put(0x80 | (point >> shift & 0x3F)); };
+  if (point < 0x80) {
+    put(point);
+  } else if (point < 0x800) {
+    put(0xC0 | point >> 6);
+    put_rest(0);
+  } else if (point < 0x10000) {
+    if (point >= 0xD800 && point < 0xE000) return nullptr;
+    put(0xE0 | point >> 12);
+    put_rest(6);
+    put_rest(0);
+  } else {
+    if (point > 0x10FFFF) return nullptr;
+    put(0xF0 | point >> 18);
+    put_rest(12);
+    put_rest(6);
+    put_rest(0);
+  }
+  return out;
+}
+
+// Writes the UTF-8 encoding to `out`, a buffer of at least 4 bytes per code point, and returns its
+// end, or null if a code point is not a character.
+template <class Point>
+char* put_utf8(const Point* text, size_t size, char* out) {
+  for (size_t k = 0; k < size && out != nullptr; ++k) out = put_utf8(text[k], out);
+  return out;
+}
+
+// Stores a word in little-endian order, like xxh64_steps::load64(). gcc would not turn writes of
+// single bytes into a single store.
+inline void store64(uint64_t word, char* out) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  word = __builtin_bswap64(word);
+#endif
+  std::memcpy(out, &word, 8);
+}
+
+// Encodes the first `count` bytes of a little-endian word of Latin-1 as UTF-8; the other bytes must
+// be zero. Writes up to 8 bytes beyond the end that it returns.
+inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
+  while (const uint64_t beyond_ascii = word & 0x8080808080808080u) {
+    const auto before = static_cast<size_t>(__builtin_ctzll(beyond_ascii)) / 8;
+    store64(word, out);
+    word >>= 8 * before;
+    out[before] = static_cast<char>(0xC0 | (word >> 6 & 3));
+    out[before + 1] = static_cast<char>(0x80 | (word & 0x3F));
+    out += before + 2;
+    word >>= 8;
+    count -= before + 1;
+  }
+  store64(word, out);
+  return out + count;
+}
+
+// Encodes Latin-1, in which every byte is a character, as UTF-8. `out` must have 8 bytes
+// more than the result.
+inline char* put_utf8(const uint8_t* text, size_t size, char* out) {
+  for (; size >= 8; size -= 8, text += 8) {
+    out = put_latin1_word(xxh64_steps::load64(text), 8, out);
+  }
+  return put_latin1_word(xxh64_steps::load_few(text, size), size, out);
 }
 
 }  // namespace sparsekit

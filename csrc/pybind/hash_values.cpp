@@ -7,7 +7,6 @@
 #include "cpu/first_bad.h"
 #include "hash_parts.h"
 #include "sparsekit/xxh64.h"
-#include "utf8.h"
 
 namespace sparsekit {
 namespace {
