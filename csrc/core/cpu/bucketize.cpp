@@ -1,6 +1,7 @@
 #include "sparsekit/bucketize.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/first_bad.h"
 
@@ -53,10 +54,7 @@ int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_
   for (int64_t owner = 0; owner < world_size; ++owner) {
     const int64_t start = position;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      int64_t& entry = next[chunk * world_size + owner];
-      const int64_t count = entry;
-      entry = position;
-      position += count;
+      position += std::exchange(next[chunk * world_size + owner], position);
     }
     counts[owner] = position - start;
   }

@@ -211,11 +211,15 @@ class DistinctKeyMap {
     }
     for (unsure &= ~absent; unsure != 0; unsure &= unsure - 1) {
       const int k = __builtin_ctzll(unsure);
-      visit(k, find_one(others[k].key, hashes[k]));
+      const auto absent_too = [](const uint32_t*, uint32_t) { return kAbsent; };
+      visit(k, search(others[k].key, hashes[k], absent_too));
     }
   }
 
-  uint32_t find_or_insert(Key key, uint64_t hash) {
+  // Returns the number of a key, or absent(group, empty) with the first group that has an empty
+  // entry, and the mask of its empty entries.
+  template <class Absent>
+  uint32_t search(Key key, uint64_t hash, const Absent& absent) const {
     const uint32_t tag = tag_of(hash);
     for (uint64_t position = hash;; ++position) {
       uint32_t* group = group_at(position);
@@ -223,32 +227,21 @@ class DistinctKeyMap {
       uint32_t matches = match_group(group, ~number_bits_, tag) & ~empty;
       for (; matches != 0; matches &= matches - 1) {
         const uint32_t number = (group[__builtin_ctz(matches)] & number_bits_) - 1;
-        if (distinct_[number].key == key) {
-          ++distinct_[number].count;
-          return number;
-        }
+        if (distinct_[number].key == key) return number;
       }
-      if (empty != 0) {
-        distinct_[size_] = {key, 1};
-        group[__builtin_ctz(empty)] = tag | ++size_;
-        if (size_ == room_) grow();
-        return (size_ - 1) | kFirst;
-      }
+      if (empty != 0) return absent(group, empty);
     }
   }
 
-  uint32_t find_one(Key key, uint64_t hash) const {
-    const uint32_t tag = tag_of(hash);
-    for (uint64_t position = hash;; ++position) {
-      const uint32_t* group = group_at(position);
-      const uint32_t empty = match_empty(group);
-      uint32_t matches = match_group(group, ~number_bits_, tag) & ~empty;
-      for (; matches != 0; matches &= matches - 1) {
-        const uint32_t number = (group[__builtin_ctz(matches)] & number_bits_) - 1;
-        if (distinct_[number].key == key) return number;
-      }
-      if (empty != 0) return kAbsent;
-    }
+  uint32_t find_or_insert(Key key, uint64_t hash) {
+    const uint32_t number = search(key, hash, [&](uint32_t* group, uint32_t empty) {
+      distinct_[size_] = {key, 0};
+      group[__builtin_ctz(empty)] = tag_of(hash) | ++size_;
+      if (size_ == room_) grow();
+      return (size_ - 1) | kFirst;
+    });
+    ++distinct_[number & ~kFirst].count;
+    return number;
   }
 
   void grow() {

@@ -1,6 +1,7 @@
 #include "sparsekit/group_bucketize.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/distinct_keys.h"
 #include "cpu/first_bad.h"
@@ -28,11 +29,7 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
   // Counts become start positions, which advance while keys are moved; afterwards these positions
   // are turned back into counts.
   int64_t begin = 0;
-  for (int64_t r = 0; r < world_size; ++r) {
-    const int64_t count = counts[r * stride];
-    counts[r * stride] = begin;
-    begin += count;
-  }
+  for (int64_t r = 0; r < world_size; ++r) begin += std::exchange(counts[r * stride], begin);
   for (int64_t j = 0; j < n; ++j) {
     const int64_t place = counts[owner_of_key[j] * stride]++;
     sorted[place] = keys[j];

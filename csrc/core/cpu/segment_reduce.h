@@ -19,8 +19,8 @@
 #include "cpu/first_bad.h"
 #include "cpu/sum_rows.h"
 #include "sparsekit/arena.h"
+#include "sparsekit/device_count.h"
 #include "sparsekit/dtypes.h"
-#include "sparsekit/entry_numbers.h"
 #include "sparsekit/hash_table.h"
 #include "sparsekit/parallel.h"
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "sparsekit/arena.h"
 
@@ -53,11 +54,7 @@ class RowSort {
     int64_t next[kDigits] = {};
     for (int64_t j = 0; j < n; ++j) ++next[pairs[j] >> shift & (kDigits - 1)];
     int64_t position = 0;
-    for (int64_t& place : next) {
-      const int64_t count = place;
-      place = position;
-      position += count;
-    }
+    for (int64_t& place : next) position += std::exchange(place, position);
     for (int64_t j = 0; j < n; ++j) to[next[pairs[j] >> shift & (kDigits - 1)]++] = pairs[j];
   }
 

@@ -109,22 +109,12 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
 
 // Calls `sum` with the largest block size that fits in registers: a power of two, at most `width`
 // columns.
-template <class T, class Sum>
+template <class T, int kSize = 256, class Sum>
 inline int64_t with_block(int64_t width, const Sum& sum) {
-  constexpr int kMost = kSumRegisters * kLanes<Acc<T>>;
-  if constexpr (kMost >= 256) {
-    if (width >= 256) return sum(std::integral_constant<int, 256>{});
+  if constexpr (kSize <= kSumRegisters * kLanes<Acc<T>>) {
+    if (width >= kSize) return sum(std::integral_constant<int, kSize>{});
   }
-  if constexpr (kMost >= 128) {
-    if (width >= 128) return sum(std::integral_constant<int, 128>{});
-  }
-  if constexpr (kMost >= 64) {
-    if (width >= 64) return sum(std::integral_constant<int, 64>{});
-  }
-  if (width >= 32) return sum(std::integral_constant<int, 32>{});
-  if (width >= 16) return sum(std::integral_constant<int, 16>{});
-  if (width >= 8) return sum(std::integral_constant<int, 8>{});
-  if (width >= 4) return sum(std::integral_constant<int, 4>{});
+  if constexpr (kSize > 4) return with_block<T, kSize / 2>(width, sum);
   return sum(std::integral_constant<int, 1>{});
 }
 

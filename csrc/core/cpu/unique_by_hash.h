@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/distinct_key_map.h"
 #include "cpu/probe.h"
@@ -79,9 +80,7 @@ class ByHash {
     uint32_t position = 0;
     for (int64_t part = 0; part < parts_; ++part) {
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        const uint32_t count = start(chunk, part);
-        start(chunk, part) = position;
-        position += count;
+        position += std::exchange(start(chunk, part), position);
       }
       start(chunks_, part) = position;
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/distinct_key_map.h"
 #include "sparsekit/arena.h"
@@ -45,9 +46,7 @@ class ByRange {
         firsts_[share] = find_before(range, begin, end, counts);
       });
       for (int64_t share = 0; share < shares; ++share) {
-        const uint32_t firsts = firsts_[share];
-        firsts_[share] = static_cast<uint32_t>(size);
-        size += firsts;
+        size += std::exchange(firsts_[share], static_cast<uint32_t>(size));
       }
       each_share([&](int64_t share, int64_t begin, int64_t end) {
         rank_firsts(range, begin, end, firsts_[share], unique_keys, counts);

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <functional>
 
+#include "sparsekit/device_count.h"
 #include "sparsekit/embedding_bag.h"
-#include "sparsekit/entry_numbers.h"
 #include "sparsekit/init_rows.h"
 #include "sparsekit/parallel.h"
 #include "sparsekit/update_rows.h"
