@@ -114,6 +114,38 @@ def test_without_verify_damage_is_loaded(tmp_path):
         checkpoint.load(model, path, optimizers, verify=False)
 
 
+def test_a_dense_tensor_of_another_shape(tmp_path):
+    path = checkpoint.save(torch.nn.Linear(3, 2), tmp_path / "a")
+    for other in (torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 1, bias=False)):
+        shape = r"\[2, 3\], and \[{}, {}\] in the module".format(*other.weight.shape)
+        with pytest.raises(CheckpointError, match=f"^{path}: weight has shape {shape}$"):
+            checkpoint.load(other, path, strict=False)
+
+
+def test_random_numbers_go_on_if_the_number_of_ranks_is_the_same(tmp_path):
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    torch.manual_seed(5)
+    path = checkpoint.save(layer, tmp_path / "one")
+    two = checkpoint.reshard(path, tmp_path / "two", 2)
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    other = torch.rand(3)
+    for source, found in ((two, other), (path, expected)):
+        torch.manual_seed(6)
+        checkpoint.load(layer, source)
+        assert torch.equal(torch.rand(3), found)
+
+
+def test_a_step_of_the_chain_is_not_built_on_when_it_is_saved_again(tmp_path):
+    keep, layer = Checkpoints(tmp_path, complete_every=9), sparsekit.Embedding(9, 2, name="ids")
+    for step in (0, 1, 1):
+        layer.assign(torch.tensor([step]), torch.ones(1, 2))
+        path = keep.save(step, layer)
+    keep.close()
+    assert read_manifest(path).base is None
+    assert checkpoint.verify(path) == [path]
+
+
 def test_three_complete_checkpoints_are_kept_unless_told_otherwise(tmp_path):
     keep, layer = Checkpoints(tmp_path), sparsekit.Embedding(9, 2, name="ids")
     for step in range(5):

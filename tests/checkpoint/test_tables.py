@@ -352,3 +352,38 @@ def test_what_is_written_in_the_background_is_as_it_was(tmp_path, monkeypatch):
     assert loaded["ids"].vectors(torch.tensor([1])).tolist() == [[1, 1]]
     assert loaded["top"].bias.item() == bias
     assert found.tensor.tolist() == [0, 0, 0]
+
+
+def test_a_table_that_was_replaced_within_a_chain(tmp_path):
+    def model(*keys):
+        layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
+        for layer in layers.values() if keys else ():
+            layer.assign(torch.tensor(keys), torch.ones(len(keys), 2))
+        return torch.nn.ModuleDict(layers)
+
+    saved, keep = model(1, 2), Checkpoints(tmp_path / "run", complete_every=9)
+    keep.save(0, saved)
+    saved["a"].reset_parameters()
+    saved["a"].assign(torch.tensor([7]), torch.ones(1, 2))
+    path = keep.save(1, saved)
+    keep.close()
+    tables = read_manifest(path).tables
+    assert (tables["a"].complete, tables["b"].complete) == (True, False)
+    for source in (path, checkpoint.reshard(path, tmp_path / "two", 2)):
+        loaded = model(3, 4)
+        checkpoint.load(loaded, source)
+        found = {name: sorted(loaded[name].table.keys().tolist()) for name in "ab"}
+        assert found == {"a": [7], "b": [1, 2]}
+
+
+def test_fresh_states_have_the_dtype_of_saved_ones(tmp_path):
+    options = {"use_hashtable": False, "dtype": torch.bfloat16}
+    layers = [sparsekit.Embedding(capacity, 2, name="ids", **options) for capacity in (5, 9)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in layers]
+    layers[0].weight.grad = torch.ones_like(layers[0].weight)
+    optimizers[0].step()
+    path = checkpoint.save(layers[0], tmp_path / "a", optimizers[0])
+    checkpoint.load(layers[1], path, optimizers[1])
+    momentum = optimizers[1].state[layers[1].weight]["momentum_buffer"]
+    assert momentum.dtype == torch.bfloat16
+    assert momentum.tolist() == [[1, 1]] * 5 + [[0, 0]] * 4

@@ -202,3 +202,8 @@ def test_a_source_that_waits_is_left_and_its_place_is_not_mixed_up(monkeypatch):
     ahead.load_state_dict({"place": 4})
     assert ahead.state_dict() == {"place": 4}
     assert list(ahead) == [5, 6]
+
+
+def test_two_batches_are_read_ahead_unless_told_otherwise():
+    assert Prefetcher([]).depth == 2
+    assert Prefetcher([]).device is None
