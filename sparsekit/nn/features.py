@@ -220,8 +220,6 @@ def ask_keyed(
 
     if not (share and all(one.can_share for one in asked)):
         return requests(bags)
-    for one in asked:
-        check_key_dtype(one.table, bags.values)
     shapes = [(batch,)] * len(asked)
     width = sum(one.table.embedding_vec_size for one in asked) if join else None
 
