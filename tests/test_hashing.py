@@ -435,6 +435,8 @@ def test_containers_without_an_order_are_refused(values):
     [
         (np.array([True]), "bool"),
         (np.array([1.5]), "float64"),
+        (np.ma.masked_array([1.5, 2.5], [True, False]), "float64"),
+        (np.ma.masked_array([True, False], [True, False]), "bool"),
         (np.array(["2020-01-01"], dtype="datetime64[D]"), "datetime64"),
         (torch.tensor([True]), "torch.bool"),
         (torch.tensor([1.5]), "torch.float32"),

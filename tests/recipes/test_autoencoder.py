@@ -33,6 +33,8 @@ def test_the_seed_alone_decides_on_weights_and_draws(history):
         with torch.device("meta"):  # stands in for cuda, since it is available anywhere
             weight = autoencoder._linear(3, torch.Generator("cpu").manual_seed(seed)).weight
         assert weight.is_meta
+        spread = autoencoder._linear(100, torch.Generator().manual_seed(seed)).weight.std().item()
+        assert spread == pytest.approx(0.1, rel=0.05)
         model = Autoencoder(history, dim=4, seed=seed, negatives=3)
         kept, drawn = model._draw(torch.arange(24))
         vectors = model.vectors(0, 11)

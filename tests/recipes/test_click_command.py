@@ -6,12 +6,15 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from sparsekit.cli.common import UsageError
+from sparsekit.datasets import Adult
+from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.errors import DivergedError, TableFullError
-from sparsekit.models import DLRM
+from sparsekit.models import DLRM, QuantileBuckets
 from sparsekit.recipes.clicks import command, predict, trained
 from sparsekit.recipes.clicks.config import DLRMConfig, RunConfig
 from sparsekit.train import TensorBoard
@@ -66,9 +69,98 @@ def test_a_full_table_names_its_setting(monkeypatch):
 def test_the_batch_of_a_rank_is_rounded_up(monkeypatch, tmp_path, ranks, expected):
     (tmp_path / "x").write_text("label,a\n1,x\n")
     settings = ["data.sparse=a", f"data.train={tmp_path / 'x'}", "trainer.global_batch_size=10"]
+    settings.append("data.separator=/")
     config = command._config(arguments(settings=settings))
     monkeypatch.setattr(command, "world_size", lambda: ranks)
-    assert command._reader(config, config.data.train, 0).batch_size == expected
+    reader = command._reader(config, config.data.train, 0)
+    assert reader.batch_size == expected
+    assert reader.columns.sparse["a"].separator == "/"
+
+
+def test_buckets_are_of_the_people_who_are_trained_on(tmp_path):
+    columns = {name: np.array(["a"] * 60, object) for name in CATEGORIES}
+    columns |= {name: np.array([str(i) for i in range(60)], object) for name in NUMBERS}
+    train = Adult(columns, torch.arange(60) % 2.0)
+    config = command._config(arguments(settings=["trainer.patience=1"]))
+    written, buckets = command._write_adult((train, train), config, tmp_path)
+    fewer, validation = train.split(0.2, 1)
+    expected = QuantileBuckets.fit(fewer.columns, NUMBERS, 32)
+    assert {name: cuts.tolist() for name, cuts in buckets.edges.items()} == {
+        name: cuts.tolist() for name, cuts in expected.edges.items()
+    }
+    text = Path(written.data.validation[0]).read_text().splitlines()
+    ages = [row.split(",")[1 + text[0].split(",")[1:].index("age")] for row in text[1:]]
+    assert ages == validation.columns["age"].tolist()
+
+
+class Trainer:
+    """A trainer that records how it was asked to fit."""
+
+    interrupted = False
+
+    def fit(self, reader, **asked):
+        self.asked = {"reader": reader, **asked}
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """Stand in for what `_fit` makes; return the trainer and the calls that follow training."""
+    trainer, calls = Trainer(), []
+    reader = SimpleNamespace(columns="columns")
+    monkeypatch.setattr(command, "_reader", lambda *_: reader)
+    monkeypatch.setattr(command, "check_files", lambda config, readers: calls.append(list(readers)))
+    monkeypatch.setattr(command, "_model", lambda *_: "model")
+    monkeypatch.setattr(command, "_trainer", lambda *_: trainer)
+    monkeypatch.setattr(trained, "save", lambda *given: calls.append(given[1:]))
+    monkeypatch.setattr(command, "_report", calls.append)
+    return trainer, calls
+
+
+def test_after_training_the_model_is_saved_and_reported(fitted, monkeypatch):
+    trainer, calls = fitted
+    config = command._config(arguments(settings=["trainer.epochs=4"]))
+    assert command._fit(config, arguments(resume=True), None) == 0
+    assert calls == [["train"], trainer]
+    asked = trainer.asked
+    assert (asked["epochs"], asked["resume"], asked["stop"]) == (4, True, None)
+    del calls[:]
+    monkeypatch.setattr(command, "rank", lambda: 1)
+    assert command._fit(config, arguments(run_folder="x"), "buckets") == 0
+    assert calls == [["train"], ("model", config, "columns", "buckets")]
+    del calls[:]
+    trainer.interrupted = True
+    assert command._fit(config, arguments(run_folder="x"), None) == 130
+    assert calls == [["train"]]
+
+
+def test_training_stops_by_the_validation_auc(fitted):
+    trainer, calls = fitted
+    files = ["data.train=x", "data.sparse=a", "data.validation=y", "data.test=z"]
+    config = command._config(arguments(settings=[*files, "trainer.patience=3"]))
+    assert command._fit(config, arguments(), None) == 0
+    assert calls[0] == ["train", "validation", "test"]
+    stop = trainer.asked["stop"]
+    assert (stop.metric, stop.patience, stop.larger_is_better) == ("validation AUC", 3, True)
+
+
+@pytest.mark.parametrize("error", [OSError("odd"), TypeError("odd"), ValueError("odd")])
+def test_files_that_cannot_be_trained_on(fitted, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(command, "check_files", fail)
+    with pytest.raises(UsageError, match=r"^odd$"):
+        command._fit(command._config(arguments()), arguments(), None)
+
+
+def test_a_loaded_model_has_all_rows_and_gets_no_more(monkeypatch):
+    tables = {str(size): SimpleNamespace(layer=str(size), size=size) for size in (0, 7)}
+    monkeypatch.setattr(trained, "read_manifest", lambda path: SimpleNamespace(tables=tables))
+    monkeypatch.setattr(trained.checkpoint, "load", lambda model, path: None)
+    run = {"model": "dlrm", "sparse": {"0": {}, "7": {}}, "dense": [], "seed": 0}
+    model = trained.load("x", {**run, "settings": {"dim": 2}})
+    assert not model.training
+    assert [layer.capacity for layer in model.embeddings.layers.values()] == [1, 7]
 
 
 @pytest.fixture

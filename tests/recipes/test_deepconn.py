@@ -103,10 +103,17 @@ def test_the_error_of_the_test_part(data, monkeypatch):
         assert command._test_mse(model, data) == 8 / len(test)
     assert sum(value for values in sums for value in values) == pytest.approx(losses.sum().item())
     model.placement = "split"
-    monkeypatch.setattr(model, "forward", lambda users, items: torch.ones(len(users)))
+    modes = set()
+
+    def constant(users, items):
+        modes.add((torch.is_grad_enabled(), model.training))
+        return torch.ones(len(users))
+
+    monkeypatch.setattr(model, "forward", constant)
     assert command._test_mse(model, data) == pytest.approx(
         (test.ratings - 1).square().mean().item()
     )
+    assert modes == {(False, False)}
     monkeypatch.setattr(model, "forward", lambda users, items: torch.full((len(users),), math.nan))
     with pytest.raises(DivergedError, match="the test MSE is nan: training has diverged in its l"):
         command._test_mse(model, data)
