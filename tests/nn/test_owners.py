@@ -1,0 +1,109 @@
+"""Owner maps, and the entry of a state that says whose part of a table it is."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from sparsekit.tables.own_shard import OwnShard, exchange_ref, nothing, warn_of_parts_not_saved
+from sparsekit.tables.owners import CodeOfMap, check_ranks_of, even_map, shared
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_an_even_map_gives_each_rank_its_share(ranks):
+    made = even_map(ranks, CPU)
+    assert made is even_map(ranks, CPU)
+    assert (made.dtype, made.shape) == (torch.int16, (65536,))
+    assert (made.diff() >= 0).all()
+    counts = torch.bincount(made.long(), minlength=ranks)
+    assert counts.max() - counts.min() <= 1
+    assert len(counts) == ranks
+
+
+def test_equal_maps_are_shared():
+    even = even_map(3, CPU)
+    assert shared(even.clone(), 3) is even
+    other = even.flip(0)
+    assert shared(other, 3) is other
+
+
+def test_a_map_made_in_inference_mode_is_used_outside():
+    with torch.inference_mode():
+        made = even_map(11, CPU)
+    assert not made.is_inference()
+
+
+def test_entries_of_a_map_are_ranks():
+    check_ranks_of("n", torch.tensor([0, 1, 2]), 3)
+    for bad in (-1, 3):
+        with pytest.raises(ValueError, match=rf"^n: owners\[1\] is {bad}, but there are 3 rank"):
+            check_ranks_of("n", torch.tensor([0, bad, bad]), 3)
+
+
+def test_the_code_of_a_map_follows_its_values():
+    code, owners = CodeOfMap(), even_map(2, CPU).clone()
+    first = code.of("n", owners, 2)
+    assert code.of("n", owners, 2) == first == CodeOfMap().of("n", owners.clone(), 2)
+    assert len(first) == 16
+    owners[-1] = 0
+    changed = code.of("n", owners, 2)
+    assert changed != first
+    assert code.of("n", even_map(2, CPU), 2) == first
+    owners[5] = 2
+    with pytest.raises(ValueError, match=r"^n: owners\[5\] is 2, but there are 2 rank"):
+        code.of("n", owners, 2)
+    for copied in (copy.deepcopy(code), pickle.loads(pickle.dumps(code))):
+        assert copied._made is None
+    with torch.inference_mode():
+        assert code.of("n", even_map(2, CPU).clone(), 2) == first
+
+
+def test_a_saved_shard_counts_and_is_plain_in_the_file():
+    exchange_type = type("Exchange", (), {"parts_saved": 0})
+    exchange = exchange_type()
+    shard = OwnShard.of(torch.tensor([1, 2]), "n", exchange_ref(exchange))
+    copied = copy.deepcopy({"a": shard, "b": shard})
+    assert copied["a"] is copied["b"]
+    assert type(copied["a"]) is OwnShard
+    assert (copied["a"].layer, copied["a"].tolist()) == ("n", [1, 2])
+    for count, one in enumerate((shard, copied["a"]), 1):
+        file = io.BytesIO()
+        torch.save({"shard": one}, file)
+        assert exchange.parts_saved == count
+        file.seek(0)
+        assert type(torch.load(file)["shard"]) is torch.Tensor
+    assert type(shard.new_empty(3)) is OwnShard
+    with pytest.raises(RuntimeError, match=r"^n: torch.distributed.checkpoint .* rank 1 of 2;"):
+        shard.__create_write_items__("shard", None)
+    del exchange
+    gc.collect()
+    assert type(pickle.loads(pickle.dumps(shard))) is torch.Tensor
+    assert exchange_ref(None) is nothing
+    alone = OwnShard.of(torch.tensor([0, 2]), "n", nothing)
+    assert torch.equal(pickle.loads(pickle.dumps(alone)), torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ([1, 0], r"on ranks \[0\] and not on ranks \[1\]"),
+        ([2, 3, 3], r"on ranks \[1, 2\] and not on ranks \[0\]"),
+        ([0, 1, 2], r"on ranks \[2\] and not on ranks \[0, 1\]"),
+    ],
+)
+def test_a_part_that_was_not_saved_is_warned_of(saved, said):
+    with pytest.warns(UserWarning, match=f"^sparsekit: a state with tables has been saved {said},"):
+        warn_of_parts_not_saved(saved)
+
+
+@pytest.mark.parametrize("saved", [[0, 0], [3, 3, 3], [1]])
+def test_parts_that_all_ranks_saved_are_not_warned_of(saved):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_parts_not_saved(saved)
