@@ -194,10 +194,9 @@ class ColumnWriter:
         """Append the same number of rows to each column."""
         with self._opened("r+b") as file:
             for name, tensor in values.items():
-                if tensor.numel():
-                    file.seek(self._ends[name])
-                    file.write(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
-                    self._ends[name] += tensor.nbytes
+                file.seek(self._ends[name])
+                file.write(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+                self._ends[name] += tensor.nbytes
 
     def finish(self) -> FileRecord:
         """Sync the file to disk, then read it again to compute its CRC-32."""

@@ -114,6 +114,15 @@ def test_without_verify_damage_is_loaded(tmp_path):
         checkpoint.load(model, path, optimizers, verify=False)
 
 
+@pytest.mark.parametrize("step", [None, 0, 7, 2**63 - 1])
+def test_the_step_of_a_save_is_that_of_its_load(tmp_path, step):
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    path = checkpoint.save(layer, tmp_path / "a", step=step)
+    assert checkpoint.load(layer, path).step == read_manifest(path).step == step
+    saving = checkpoint.async_save(layer, tmp_path / "b", step=step)
+    assert checkpoint.load(layer, saving.wait()).step == step
+
+
 def test_a_dense_tensor_of_another_shape(tmp_path):
     path = checkpoint.save(torch.nn.Linear(3, 2), tmp_path / "a")
     for other in (torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 1, bias=False)):

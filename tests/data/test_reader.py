@@ -456,3 +456,24 @@ def test_a_state_is_checked_without_reading_what_comes_behind_it(tmp_path, step)
     resumed.load_state_dict(state)
     with pytest.raises(FileNotFoundError):
         resumed.load_state_dict({**state, "step": 3})
+
+
+def test_a_copy_for_a_worker_knows_its_rank(tmp_path, monkeypatch):
+    """A worker is a process in which torch.distributed is not in use."""
+    path = tmp_path / "x.csv"
+    path.write_text("y\n" + "".join(f"{row}\n" for row in range(9)))
+    reader = CsvReader(path, 2, dense=["y"])
+    with monkeypatch.context() as context:
+        for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+            context.setattr(torch.distributed, name, lambda value=value: value)
+        copied = pickle.loads(pickle.dumps(reader))
+        rows = [batch.dense.tolist() for batch in reader]
+    assert [batch.dense.tolist() for batch in copied] == rows == [[[4], [5]], [[6], [7]], [[8]]]
+
+
+def test_limits_of_labels_without_labels(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("y\n5\n")
+    reader = CsvReader(path, 2, dense=["y"])
+    reader.limit_labels(0, 1)
+    assert [batch.label for batch in reader] == [None]

@@ -62,6 +62,8 @@ def test_bad_files(tmp_path):
         CsvReader(tmp_path / "none", 5, dense=["a"])
     with pytest.raises(IsADirectoryError, match="is a folder"):
         CsvReader(tmp_path, 5, dense=["a"])
+    with pytest.raises(DataFormatError, match="^/dev/zero: is no regular file, from which alone"):
+        CsvReader("/dev/zero", 5, dense=["a"])
     with pytest.raises(ValueError, match="files is empty"):
         CsvReader([], 5, dense=["a"])
     with pytest.raises(ValueError, match=r"y\.csv has the columns \['b', 'a'\], but .*x\.csv has"):
