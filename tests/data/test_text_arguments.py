@@ -1,8 +1,10 @@
 """Readers of text raise errors for invalid arguments and files."""
 
+import os
+
 import pytest
 
-from sparsekit.data import CriteoReader, CsvReader, Keys
+from sparsekit.data import CriteoReader, CsvReader, Keys, text_file
 from sparsekit.errors import DataFormatError
 
 from .written import one, write
@@ -62,7 +64,7 @@ def test_bad_files(tmp_path):
         CsvReader(tmp_path / "none", 5, dense=["a"])
     with pytest.raises(IsADirectoryError, match="is a folder"):
         CsvReader(tmp_path, 5, dense=["a"])
-    with pytest.raises(DataFormatError, match="^/dev/zero: is no regular file, from which alone"):
+    with pytest.raises(DataFormatError, match=r"^/dev/zero: is no regular file, from which alone"):
         CsvReader("/dev/zero", 5, dense=["a"])
     with pytest.raises(ValueError, match="files is empty"):
         CsvReader([], 5, dense=["a"])
@@ -102,3 +104,37 @@ def test_a_line_may_have_a_mebibyte_unless_told_otherwise(tmp_path):
     path = write(tmp_path / "x.csv", "\n".join(["a", lines[0] + "y"]))
     with pytest.raises(DataFormatError, match="too long a line"):
         one(path, sparse=["a"])
+
+
+def test_a_first_row_may_have_a_return_within_a_field(tmp_path):
+    path = write(tmp_path / "x.csv", "1,x\ry\n2,z\n")
+    assert one(path, columns=["a", "b"], dense=["a"]).dense.tolist() == [[1], [2]]
+    path = write(tmp_path / "x.csv", "1,x\r2,z")
+    with pytest.raises(DataFormatError, match=r"x\.csv: lines end with \"\\r\" alone"):
+        one(path, columns=["a", "b"], dense=["a"])
+
+
+def test_a_file_that_is_refused_is_closed(tmp_path):
+    path = write(tmp_path / "x.csv", "a\rb\r")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DataFormatError) as kept:
+        CsvReader(path, 5, dense=["a"])
+    assert len(os.listdir("/proc/self/fd")) == before, kept
+
+
+def test_the_column_of_a_quote_that_is_not_closed(tmp_path):
+    for text, column in (('1,"x\n', r"column 2 \('b'\)"), ('"1,x\n', r"column 1 \('a'\)")):
+        path = write(tmp_path / "x.csv", "a,b\n5,y\n" + text)
+        for on_error in ("raise", "skip"):
+            with pytest.raises(DataFormatError, match=f"line 3, {column}: a quote that is not cl"):
+                one(path, dense=["a"], sparse=["b"], on_error=on_error)
+
+
+def test_a_compressed_file_is_read_once_to_be_counted(tmp_path, monkeypatch):
+    reader = CsvReader(write(tmp_path / "x.csv", "a\n1\n2\n", compress=True), 5, dense=["a"])
+    opened, original = [], text_file.open_content
+    monkeypatch.setattr(
+        text_file, "open_content", lambda path: opened.append(path) or original(path)
+    )
+    assert reader.count_rows() == reader.count_rows() == 2
+    assert len(opened) == 1
