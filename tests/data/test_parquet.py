@@ -372,3 +372,11 @@ def test_settings_unless_told_otherwise(tmp_path):
     reader, other = (ParquetReader(path, 5, dense=["a"], **each) for each in ({}, whole))
     assert reader.state_dict() == other.state_dict()
     assert reader._on_error == other._on_error
+
+
+@pytest.mark.parametrize("missing", [0, -1, 2**63 - 1, -(2**63)])
+def test_any_key_may_stand_for_a_null(tmp_path, missing):
+    path = write(tmp_path / "x.parquet", {"a": pa.array([5, None]), "b": pa.array([[], [7]])})
+    batch = one(path, sparse={name: Keys("int", missing=missing) for name in "ab"})
+    assert bags(batch, "a") == [[5], [missing]]
+    assert bags(batch, "b") == [[missing], [7]]

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsekit
 from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor, Prefetcher
-from sparsekit.errors import DataFormatError
+from sparsekit.errors import DataFormatError, DivergedError
 from sparsekit.train import EarlyStopping, Trainer, fit_data
-from sparsekit.train.feed import rows_of
+from sparsekit.train.feed import Share, rows_of
 from sparsekit.train.fit_data import FitData, checksum
 
 
@@ -147,6 +147,8 @@ def test_a_generator_is_used_up_after_an_epoch():
         (lambda x: x, r"got one tensor of shape \(2,\)"),
         (lambda x: torch.stack([x, x]), r"got one tensor of shape \(2, 2\)"),
         (lambda x: None, "got NoneType"),
+        (lambda x: (), "got tuple of nothing"),
+        (lambda x: [x], "got list of Tensor"),
         (lambda x: (x,), "got tuple of Tensor"),
         (lambda x: (x, 0.0, 0.0), "got tuple of Tensor, float, float"),
         (lambda x: (1.0, 0.0), "got tuple of float, float"),
@@ -429,3 +431,16 @@ def test_what_a_trainer_does_unless_told_otherwise():
 
 def test_early_stopping_waits_for_one_epoch_of_a_loss_unless_told_otherwise():
     assert EarlyStopping("x") == EarlyStopping("x", 1, False, 0.0)
+
+
+def test_a_step_that_diverged_is_named_whatever_is_clipped():
+    x, y = some_data(4)
+    with pytest.raises(DivergedError, match="from step 1 of 2 on"):
+        trained((x * float("nan"), y), batch_size=2, clip_norm=0.5)
+
+
+def test_losses_may_come_in_a_list_and_keep_no_graph():
+    model = Linear()
+    trainer = Trainer(model, lambda m, b: list(squares(m, b)), [], stream=io.StringIO())
+    total = trainer._step.update(trainer.loss_fn, [Share(some_data(4), 4, 4)], None)
+    assert (total.dtype, total.requires_grad) == (torch.float64, False)

@@ -282,3 +282,44 @@ def test_bytes_and_rows_are_those_since_the_last_time():
         found = figures.read(step, None)["t"]
         assert found["new_rows_per_step"] == new
         assert figures.read(step, None)["t"] == found
+
+
+def test_the_folder_of_a_file_is_made(tmp_path):
+    JsonLines(tmp_path / "a" / "b" / "m.jsonl").write({"kind": "step", "step": 1})
+    assert (tmp_path / "a/b/m.jsonl").read_text() == '{"kind": "step", "step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (1, "line 2 was no record of training and is gone"),
+        (2, "lines 2, 3 were no records of training and are gone"),
+        (5, "lines 2, 3, 4, 5, 6 were no records of training and are gone"),
+        (6, "lines 2, 3, 4, 5, 6, ... were no records of training and are gone"),
+    ],
+)
+def test_lines_that_were_no_records_are_told(tmp_path, damaged, said):
+    path, stream = tmp_path / "m.jsonl", io.StringIO()
+    path.write_text('{"step": 1}\n' + "{\n" * damaged + '{"step": 2}\n{"step": 3}\n')
+    go_on([JsonLines(path)], 2, stream)
+    assert stream.getvalue() == f"{path}: {said}\n"
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    go_on([JsonLines(path), JsonLines(tmp_path / "none")], 2, stream)
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_numbers_reach_tensorboard_at_once_and_step_is_none_of_them(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    calls = []
+
+    class Recorded:
+        def add_scalar(self, *arguments):
+            calls.append(arguments)
+
+        def flush(self):
+            calls.append("flush")
+
+    log = TensorBoard(tmp_path)
+    log._make = Recorded
+    log.write({"kind": "step", "step": 7, "loss": 0.5, "tables": {"a": {"rows": 3}}, "x": "text"})
+    assert calls == [("step/loss", 0.5, 7), ("step/tables/a/rows", 3, 7), "flush"]
