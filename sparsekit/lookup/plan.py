@@ -312,9 +312,6 @@ class PlanCache:
     def __init__(self) -> None:
         self._plan: LookupPlan | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
-        return PlanCache()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return PlanCache, ()
 

@@ -57,9 +57,6 @@ class RowsOf:
         if layer is not None:
             layer.weight.detach()[row:].zero_()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowsOf:
-        return RowsOf()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return RowsOf, ()
 

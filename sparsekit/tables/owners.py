@@ -61,8 +61,5 @@ class CodeOfMap:
             made = self._made = owners, version, f"{code % 2**64:016x}"
         return made[2]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> CodeOfMap:
-        return CodeOfMap()
-
     def __reduce__(self) -> tuple[type[CodeOfMap], tuple[()]]:
         return CodeOfMap, ()

@@ -51,6 +51,9 @@ def test_the_code_of_a_map_follows_its_values():
     first = code.of("n", owners, 2)
     assert code.of("n", owners, 2) == first == CodeOfMap().of("n", owners.clone(), 2)
     assert len(first) == 16
+    assert CodeOfMap().of("n", owners.flip(0), 2) != first
+    assert code.of("n", owners.flip(0), 2) != first  # another map of the same version
+    assert code.of("n", owners, 2) == first
     owners[-1] = 0
     changed = code.of("n", owners, 2)
     assert changed != first
@@ -81,8 +84,10 @@ def test_a_saved_shard_counts_and_is_plain_in_the_file():
     assert type(shard.new_empty(3)) is OwnShard
     with pytest.raises(RuntimeError, match=r"^n: torch.distributed.checkpoint .* rank 1 of 2;"):
         shard.__create_write_items__("shard", None)
+    reference = exchange_ref(exchange)
     del exchange
     gc.collect()
+    assert reference() is None
     assert type(pickle.loads(pickle.dumps(shard))) is torch.Tensor
     assert exchange_ref(None) is nothing
     alone = OwnShard.of(torch.tensor([0, 2]), "n", nothing)
