@@ -309,3 +309,53 @@ def test_rank_0_alone_writes_the_predictions(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predict, "Prefetcher", lambda reader: [])
     with pytest.raises(UsageError, match=r"^--data x y: no rows$"):
         predict._predict(run, args)
+
+
+CENSUS = {"buckets": {"age": [10.0]}, "dense": ["age"], "sparse": {"city": {}, "age bucket": {}}}
+
+
+def test_buckets_are_added_to_a_copy_of_a_file(tmp_path):
+    file, out = tmp_path / "x.csv", tmp_path / "out.csv"
+    file.write_text('note,city, age\n"a,b", Bern, 5\n\n\u00e9,Oslo,20\n')
+    trained.with_buckets(CENSUS, str(file), out)
+    assert out.read_text(encoding="utf-8").splitlines() == [
+        *("note,city,age,age bucket", '"a,b",Bern,5,0', "\u00e9,Oslo,20,1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"x\.csv is empty"),
+        ("age,ctiy\n", r"has no column 'city'; did you mean ctiy\?"),
+        ("age,city\n1,a\n\n1\n", "x.csv, line 4: 1 fields, where the first line has 2$"),
+        ("age,city\n1,a,2\n", "x.csv, line 2: 3 fields, where the first line has 2$"),
+        ("age,city\n1,a\nold,a\n", r"x.csv, line 3: .*age\[0\] is no number: 'old'$"),
+    ],
+)
+def test_files_without_numbers_for_buckets(tmp_path, text, message):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        trained.with_buckets(CENSUS, str(tmp_path / "x.csv"), tmp_path / "out")
+
+
+def test_files_are_read_as_the_note_says(tmp_path):
+    file = tmp_path / "x"
+    file.write_text("age\tcity\n5\tBern/Oslo\n")
+    note = {
+        "format": "tsv",
+        "dense": ["age"],
+        "sparse": {"city": {"kind": "hash", "separator": "/"}},
+    }
+    (batch,) = trained.reader(note, [str(file)], 9)
+    assert (batch.label, batch.dense.tolist()) == (None, [[5]])
+    assert len(batch.sparse["city"][0]) == 2
+    file.write_text("\t".join(["", *["3"] * 13, *["ff"] * 26]) + "\n")
+    dense, sparse = (
+        [f"I{i}" for i in range(1, 14)],
+        {f"C{i}": {"kind": "hex"} for i in range(1, 27)},
+    )
+    note = {"format": "criteo", "dense": dense, "sparse": sparse}
+    (batch,) = trained.reader(note, [str(file)], 9)
+    assert (batch.label, batch.dense.tolist()) == (None, [[3] * 13])
+    assert batch.sparse["C26"][0].tolist() == [255]
