@@ -494,3 +494,16 @@ def test_a_place_without_facts_of_its_data_fits_any_data():
     data = FitData(tensors(), BATCH, None, 1)
     place.check(data)
     assert "facts" not in vars(data)  # no checksum has been computed
+
+
+@pytest.mark.parametrize(("ranks", "there"), [(0, True), (1, True), (2, False)])
+def test_a_place_of_other_ranks_is_the_start_of_its_epoch(ranks, there):
+    generator, stream = torch.Generator(), io.StringIO()
+    order, random = generator.get_state(), torch.get_rng_state()
+    loader = FitData(batches(SAMPLES), None, None, 1)
+    place = resume.Position(order, random, None, ranks, 3, 24, 1.5, {"total": 1.0})
+    place.find(generator, loader, stream)
+    found = place.ranks, place.batches, place.samples, place.seconds, place.losses
+    assert found == ((1, 3, 24, 1.5, {"total": 1.0}) if there else (1, 0, 0, 0.0, {}))
+    said = "resumed: the epoch begins again, as batches were those of 2 ranks, not 1\n"
+    assert stream.getvalue() == ("" if there else said)
