@@ -68,7 +68,7 @@ class TableTensors(torch.nn.Module, Sharded):
         """Apply the optimizer steps that these rows, or all rows, have missed."""
         # The weight may be another kind of tensor, for example under functional_call.
         weight = self.weight
-        if isinstance(weight, EmbeddingWeight) and weight.before_read is not None:
+        if isinstance(weight, EmbeddingWeight):
             weight.catch_up(rows)
 
     def rows_changing(self) -> AbstractContextManager[None]:
