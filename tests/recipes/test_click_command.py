@@ -14,6 +14,7 @@ from sparsekit.cli.common import UsageError
 from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.errors import DivergedError, TableFullError
+from sparsekit.hashing import xxh64
 from sparsekit.models import DLRM, QuantileBuckets
 from sparsekit.recipes.clicks import command, predict, trained
 from sparsekit.recipes.clicks.config import DLRMConfig, RunConfig
@@ -359,3 +360,7 @@ def test_files_are_read_as_the_note_says(tmp_path):
     (batch,) = trained.reader(note, [str(file)], 9)
     assert (batch.label, batch.dense.tolist()) == (None, [[3] * 13])
     assert batch.sparse["C26"][0].tolist() == [255]
+    file.write_text(file.read_text().replace("ff", '"f'))  # here, a quote is text
+    note["sparse"] = {name: {"kind": "hash"} for name in sparse}
+    (batch,) = trained.reader(note, [str(file)], 9)
+    assert batch.sparse["C1"][0].tolist() == xxh64(['"f']).tolist()

@@ -6,8 +6,9 @@ import torch
 from sparsekit import TableFullError
 from sparsekit.datasets import Ratings
 from sparsekit.hashing import SplitHashEncoder
-from sparsekit.models import QuantileBuckets, RatingModel, WideModel
+from sparsekit.models import QuantileBuckets, RatingModel, UserHistory, WideModel
 from sparsekit.recipes import saved
+from sparsekit.recipes.ratings import model as ratings
 
 USERS, ITEMS = torch.arange(12) // 3, torch.arange(12) % 5
 RATINGS = Ratings(USERS, ITEMS, 1.0 + torch.arange(12) % 4, torch.arange(12).double())
@@ -50,7 +51,9 @@ def test_defaults_of_rating_models():
     assert {layer.capacity for layer in model.embeddings.layers.values()} == {100_000}
     sizes = [layer.embedding_vec_size for layer in model.embeddings.layers.values()]
     assert sizes == [33, 33, 32]
-    assert model.history.max_items == 32
+    assert model.history.max_items == UserHistory(RATINGS).max_items == 32
+    # The figures in the docs were measured with these.
+    assert (ratings.L2_VECTORS, ratings.L2_RATED, ratings.L2_BIASES) == (0.15, 0.4, 0.01)
     assert torch.equal(model.project.weight, torch.eye(32))
     assert model.mean.item() == RATINGS.ratings.mean().item()
     vectors = model.embeddings.layers["user"].vectors(torch.arange(50))
