@@ -25,6 +25,8 @@ from .written import one, write
         ({"sparse": {"a": Keys(separator=",")}}, ValueError, "separator is ','"),
         ({"sparse": {"a": Keys(missing=2**63)}}, ValueError, r"missing must be in"),
         ({"sparse": {"a": Keys(missing=-(2**63) - 1)}}, ValueError, r"missing must be in"),
+        ({"sparse": {"a": Keys(missing=False)}}, TypeError, "missing must be an int, got False"),
+        ({"sparse": {"a": Keys(seed=True)}}, TypeError, "seed must be an int, got True"),
         ({"sparse": {"a": Keys(seed=-1)}}, ValueError, r"seed must be in"),
         ({"sparse": {"a": Keys(seed=2**64)}}, ValueError, r"seed must be in"),
         ({"sparse": {"a": Keys(separator="ü")}}, ValueError, "separator must be one byte"),
@@ -138,3 +140,10 @@ def test_a_compressed_file_is_read_once_to_be_counted(tmp_path, monkeypatch):
     )
     assert reader.count_rows() == reader.count_rows() == 2
     assert len(opened) == 1
+
+
+def test_no_more_than_twenty_columns_are_listed(tmp_path):
+    names = [f"x{number}" for number in range(30)]
+    path = write(tmp_path / "x.csv", ",".join(names) + "\n")
+    with pytest.raises(ValueError, match=r"; its columns are \['x0', .*'x19'\]$"):
+        CsvReader(path, 5, dense=["price"])
