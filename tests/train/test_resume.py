@@ -507,3 +507,13 @@ def test_a_place_of_other_ranks_is_the_start_of_its_epoch(ranks, there):
     assert found == ((1, 3, 24, 1.5, {"total": 1.0}) if there else (1, 0, 0, 0.0, {}))
     said = "resumed: the epoch begins again, as batches were those of 2 ranks, not 1\n"
     assert stream.getvalue() == ("" if there else said)
+
+
+def test_a_run_may_begin_behind_a_checkpoint_of_its_start(tmp_path):
+    trainer = trainer_for(tmp_path)
+    first = Checkpoints(tmp_path)
+    first.save(0, trainer.model)
+    first.close()
+    trainer.fit(few(BATCH), epochs=1, batch_size=BATCH)
+    assert trainer.checkpoints.latest().name == "step-000000000001"
+    trainer.checkpoints.close()
