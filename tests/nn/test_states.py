@@ -174,3 +174,25 @@ def test_zeros_written_over_keys_are_refused_unless_keys_start_from_zero():
     with torch.no_grad():
         layer.weight[:3].zero_()
     layer(T([7]))  # one row still has a vector
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_that_torch_swaps_is_as_frozen_as_before(frozen):
+    layer, saved = Embedding(9, 2, name="n").requires_grad_(not frozen), filled()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(saved.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert type(layer.weight) is EmbeddingWeight
+    assert layer.weight.requires_grad != frozen
+    assert torch.equal(layer.weight, saved.weight)
+
+
+def test_entries_of_nothing_are_unexpected():
+    layer = filled()
+    state = {**layer.state_dict(), "tables": T([1])}
+    found = layer.load_state_dict(state, strict=False)
+    assert found.unexpected_keys == ["tables"]
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "tables"'):
+        layer.load_state_dict(state)
