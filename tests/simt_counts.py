@@ -35,7 +35,9 @@ class Count:
     kernels: int = 0
     memsets: int = 0
     library: int = 0
-    """Scans and sorts; each launches several kernels of CUB."""
+    """Scans and sorts; each is one or more operations of CUB."""
+    of_library: int = 0
+    """Kernels and memsets of scans and sorts."""
     torch: int = 0
     """Torch's ops that launch something."""
     waits: int = 0
@@ -59,8 +61,13 @@ class Count:
 
     @property
     def launches(self) -> int:
-        """Return the number of operations put on the stream."""
+        """Return the number of launches, where a scan or sort counts as one."""
         return self.kernels + self.memsets + self.library + self.torch
+
+    @property
+    def operations(self) -> int:
+        """Return the number of operations put on the stream, CUB's included."""
+        return self.kernels + self.memsets + self.of_library + self.torch
 
     @property
     def moved(self) -> int:
@@ -105,6 +112,7 @@ class _Record(ctypes.Structure):
         ("accessed", ctypes.c_int64),
         ("read", ctypes.c_int64),
         ("written", ctypes.c_int64),
+        ("operations", ctypes.c_int64),
         ("busiest", ctypes.c_int64),
     )
 
@@ -116,6 +124,7 @@ class _Record(ctypes.Structure):
             _Request.READ_BACK: "waits",
         }[_Request(self.request)]
         return Count(
+            of_library=self.operations if field == "library" else 0,
             atomics=self.atomics,
             accessed=self.accessed,
             read=self.read,

@@ -133,9 +133,10 @@ def tables() -> str:
     parts = []
     for i, (title, count) in enumerate(cases()):
         counts = count()
-        launches, waits = counts.sum().launches, counts.sum().waits
+        total = counts.sum()
         parts.append(
-            f"**{title}**: {launches} launches, {waits} waits.\n\n{table(counts, kernels=i == 0)}\n"
+            f"**{title}**: {total.launches} launches, {total.waits} waits; {total.operations} "
+            f"operations of the device with those of CUB.\n\n{table(counts, kernels=i == 0)}\n"
         )
     return "\n".join(parts)
 

@@ -86,7 +86,8 @@ void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void*, void*) {
     out[i] = sum;
     sum += value;
   }
-  simt::host::note(simt::host::Request::kLibrary, "scan", 4 * n, 4 * n);
+  constexpr int64_t kOperations = 2;  // kernels of CUB 3.0: one sets up the state of the other
+  simt::host::note(simt::host::Request::kLibrary, "scan", 4 * n, 4 * n, kOperations);
 }
 
 void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
@@ -102,9 +103,12 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
     sorted_values[i] = values[order[i]];
   }
   // Counts bytes as CUB moves them: it reads the keys once to count digits of 8 bits, and moves the
-  // pairs once for each digit.
+  // pairs once for each digit. CUB 3.0 sorts up to 4864 pairs in one kernel; otherwise it clears
+  // memory twice, counts and sums the digits, and clears and sorts once for each digit.
   const int64_t digits = (bits + 7) / 8;
-  simt::host::note(simt::host::Request::kLibrary, "sort", n * (4 + 8 * digits), n * 8 * digits);
+  const int64_t operations = n <= 4864 ? 1 : 4 + 2 * digits;
+  simt::host::note(simt::host::Request::kLibrary, "sort", n * (4 + 8 * digits), n * 8 * digits,
+                   operations);
 }
 
 #endif

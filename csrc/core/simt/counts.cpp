@@ -48,7 +48,7 @@ void Traffic::add(const Traffic& other) {
 }
 
 Record Traffic::record(const char* kernel) const {
-  Record record{kernel, Request::kKernel, atomics_, accessed_, 0, 0, 0};
+  Record record{kernel, Request::kKernel, atomics_, accessed_, 0, 0, 1, 0};
   for (const auto& [number, page] : pages_) {
     record.read += kSectorBytes * static_cast<int64_t>(page.read.count());
     record.written += kSectorBytes * static_cast<int64_t>(page.written.count());
@@ -64,8 +64,8 @@ void add_record(const Record& record) {
   if (records != nullptr) records->push_back(record);
 }
 
-void note(Request request, const char* name, int64_t read, int64_t written) {
-  add_record(Record{name, request, 0, read + written, read, written, 0});
+void note(Request request, const char* name, int64_t read, int64_t written, int64_t operations) {
+  add_record(Record{name, request, 0, read + written, read, written, operations, 0});
 }
 
 bool only_plans() {

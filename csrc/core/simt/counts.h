@@ -18,7 +18,8 @@ struct Record {
   int64_t accessed;  // bytes that threads read and wrote, repeated accesses included
   int64_t read;      // bytes of the distinct sectors that were read
   int64_t written;
-  int64_t busiest;  // bytes that one block accessed, repeats included; the largest of all blocks
+  int64_t operations;  // number of operations on the stream
+  int64_t busiest;     // bytes that one block accessed, repeats included; the largest of all blocks
 };
 
 // Accesses to device memory. Memory is moved in sectors of 32 bytes, and a repeated access is

@@ -38,10 +38,11 @@ enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 const Position& position();
 // Sometimes lets other fibers of this OS thread run.
 void maybe_switch();
-// saw() counts a thread's access to device memory; note() records a request of the host and the
-// bytes that it moves. Neither does anything unless the launching thread is counting (counts.h).
+// saw() counts a thread's access to device memory; note() records a request of the host, the bytes
+// that it moves, and the number of operations that it puts on the stream. Neither does anything
+// unless the launching thread is counting (counts.h).
 void saw(Access access, const void* address, int64_t bytes);
-void note(Request request, const char* name, int64_t read, int64_t written);
+void note(Request request, const char* name, int64_t read, int64_t written, int64_t operations = 1);
 // Returns true if the calling thread only plans: its launches are checked and noted but do not run,
 // and its outputs and workspace have addresses without memory. So a call may have any size.
 bool only_plans();
