@@ -1,6 +1,7 @@
 """The trainer with data loaders, and settings of its steps."""
 
 import io
+import json
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sparsekit
 from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor, Prefetcher
 from sparsekit.errors import DataFormatError, DivergedError
-from sparsekit.train import EarlyStopping, Trainer, fit_data
+from sparsekit.train import EarlyStopping, JsonLines, Trainer, fit_data
 from sparsekit.train.feed import Share, rows_of
 from sparsekit.train.fit_data import FitData, checksum
 
@@ -444,3 +445,13 @@ def test_losses_may_come_in_a_list_and_keep_no_graph():
     trainer = Trainer(model, lambda m, b: list(squares(m, b)), [], stream=io.StringIO())
     total = trainer._step.update(trainer.loss_fn, [Share(some_data(4), 4, 4)], None)
     assert (total.dtype, total.requires_grad) == (torch.float64, False)
+
+
+def test_a_new_run_overwrites_a_log_without_a_word(tmp_path):
+    path, stream = tmp_path / "metrics.jsonl", io.StringIO()
+    path.write_text("of another program\n")
+    Trainer(Linear(), squares, [], stream=stream, logs=[JsonLines(path)]).fit(
+        batches_of([4]), epochs=1
+    )
+    assert "no record" not in stream.getvalue()
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["epoch"]
