@@ -87,7 +87,7 @@ def test_rows_beyond_the_state_are_free(rows, assign):
     layer.load_state_dict(filled(rows).state_dict(), assign=assign)
     assert layer.weight.shape == (9, 2)
     assert not layer.weight[4:].any()
-    assert layer.table.keys().tolist() == [0, 1, 2, 3]
+    assert layer.table.keys().tolist() == layer.weight.keys().tolist() == [0, 1, 2, 3]
     assert not layer.weight.written()
     assert layer(T([99])).shape == (1, 2)
 
