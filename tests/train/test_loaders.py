@@ -9,11 +9,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsekit
-from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor, Prefetcher
+from sparsekit.data import CsvReader, Prefetcher
 from sparsekit.errors import DataFormatError, DivergedError
 from sparsekit.train import EarlyStopping, JsonLines, Trainer, fit_data
-from sparsekit.train.feed import Share, rows_of
-from sparsekit.train.fit_data import FitData, checksum
+from sparsekit.train.feed import Share
 
 
 class Linear(torch.nn.Module):
@@ -184,21 +183,6 @@ def test_an_error_of_a_step_ends_the_thread_of_the_loader():
     assert threading.active_count() == threads, kept
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows"),
-    [
-        (torch.zeros(3, 2), 3),
-        ((torch.zeros(4), "x"), 4),
-        ([torch.zeros(0)], 0),
-        ({"a": torch.zeros(5), "b": None}, 5),
-        (KeyedJaggedTensor(["a", "b"], torch.arange(3), torch.tensor([0, 1, 1, 2, 3])), 2),
-        (Batch(None, torch.zeros(6, 0), None), 6),
-    ],
-)
-def test_samples_of_a_batch(batch, rows):
-    assert rows_of(batch) == rows
-
-
 @pytest.mark.parametrize("batch", [None, 3, (), torch.zeros(()), "text"])
 def test_what_is_no_batch(batch):
     with pytest.raises(TypeError, match="Trainer: a batch must be"):
@@ -350,31 +334,6 @@ def test_batches_are_read_ahead_by_one_thread(make, threads):
     assert seen[0] == threads
 
 
-def test_data_say_what_they_are():
-    assert str(FitData((torch.arange(4.0),), 2, None, 3)) == "[4] samples in batches of 6"
-    assert str(FitData((torch.arange(4.0),), None, 3, 3)) == "[4] samples in batches of 3"
-    assert str(FitData([], None, None, 3)) == "batches of loaders"
-
-
-def test_a_checksum_is_of_dtypes_shapes_and_order_whatever_the_pieces(monkeypatch):
-    x = torch.arange(12).view(3, 4)
-    others = [
-        (x.int(),),
-        (x.view(4, 3),),
-        (x.T,),
-        (x + 1,),
-        (x, x[:0]),
-        (x[:2], x[2:]),
-        (x[2:], x[:2]),
-    ]
-    codes = [checksum(each) for each in [(x,), *others]]
-    assert len(set(codes)) == len(codes)
-    monkeypatch.setattr(fit_data, "_PIECE", 20)
-    assert [checksum(each) for each in [(x,), *others]] == codes
-    assert checksum((x.T.contiguous().T,)) == codes[0]
-    assert checksum((x.float().requires_grad_(),)) == checksum((x.float(),))
-
-
 def test_batches_of_tensors_are_tuples():
     seen = []
 
@@ -384,22 +343,6 @@ def test_batches_of_tensors_are_tuples():
 
     Trainer(Linear(), losses, [], stream=io.StringIO()).fit(some_data(), epochs=1, batch_size=20)
     assert seen == [tuple]
-
-
-def test_a_loader_whose_length_is_not_known_has_no_facts():
-    class Stream(list):
-        def __len__(self):
-            raise NotImplementedError
-
-    assert FitData(Stream(), None, None, 1).facts == {}
-    assert FitData(Prefetcher(Stream()), None, None, 1).facts == {}
-    assert FitData(iter([]), None, None, 1).facts == {}
-    assert FitData([1, 2], None, None, 1).facts == {"batches": 2}
-
-
-def test_a_checksum_of_a_part_of_another_tensor():
-    x = torch.arange(12)
-    assert checksum((x[::2],)) == checksum((x[::2].clone(),))
 
 
 def test_a_trainer_without_checkpoints_computes_no_checksum(monkeypatch):
