@@ -10,7 +10,9 @@ import typing
 import pytest
 import torch
 
+import sparsekit
 from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, Embedding, EmbeddingBag
+from sparsekit.distributed.world import settings
 from sparsekit.tables.options import TableKeywords, TableOptions
 
 BY_POSITION = {
@@ -168,3 +170,13 @@ def test_layers_derived_from_ours_have_signatures_of_their_own():
     assert list(inspect.signature(Mine).parameters) == ["rows"]
     with pytest.raises(TypeError, match=r"^Mine: there is no onfull; did you mean on_full\?"):
         Mine(3)
+
+
+def test_the_seed_of_init_is_for_layers_without_a_seed_of_their_own(monkeypatch):
+    given = {"name": "n"}, {"name": "n", "seed": 5}
+    before = [int(Embedding(9, 4, **options).seed) for options in given]
+    monkeypatch.setattr(settings, "seed", settings.seed)  # so that it is restored
+    sparsekit.init(seed=7)
+    after = [int(Embedding(9, 4, **options).seed) for options in given]
+    assert before[0] != after[0]
+    assert before[1] == after[1] == 5

@@ -65,6 +65,16 @@ def test_a_new_key_in_the_row_of_a_dropped_one(kind, way, fused, tmp_path):
         before = after
 
 
+@pytest.mark.parametrize("kind", [optim.Adagrad, torch.optim.Adagrad])
+def test_states_of_dropped_keys_go_back_to_their_initial_value(kind):
+    layer = table()
+    optimizer = kind(layer.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    train(layer, optimizer, [1, 2])
+    layer.reset_parameters()
+    train(layer, optimizer, [9])
+    assert optimizer.state[layer.weight]["sum"][:3, 0].tolist() == [1.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("copied", [lambda layer: layer, copy.deepcopy])
 def test_states_follow_keys_to_other_rows(copied):
     layer, other = copied(table()), table()

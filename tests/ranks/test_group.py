@@ -172,6 +172,23 @@ def test_an_error_shows_where_many_tables_differ(two_ranks):
         assert ", auto, sum, " not in rank_1
 
 
+def gradients_of_two_reductions(rank):
+    """Return the gradient of a key that all ranks ask for, by layer; 0 where it has no row."""
+    made = {
+        name: sparsekit.Embedding(9, 1, name=name, gradient_reduction=name)
+        for name in ("mean", "sum")
+    }
+    outputs = sparsekit.EmbeddingGroup(made)({name: torch.tensor([5]) for name in made})
+    sum(outputs.values()).sum().backward()
+    return [float(layer.weight.grad.to_dense().sum()) for layer in made.values()]
+
+
+def test_each_layer_of_a_group_has_its_own_gradient_reduction(ranks):
+    n = ranks.world_size
+    of_ranks = ranks(gradients_of_two_reductions)
+    assert [sum(of_layer) for of_layer in zip(*of_ranks, strict=True)] == [1, n]
+
+
 def prefetched(rank):
     """Compare steps with and without prefetch; one step gets a batch that was not prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
