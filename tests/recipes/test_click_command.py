@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparsekit.cli.common import UsageError
+from sparsekit.data import Batch
 from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.errors import DivergedError, TableFullError
@@ -226,6 +227,20 @@ def test_settings_and_curves_are_written_beside_the_log(tmp_path, monkeypatch, t
 
 
 # A trained model's folder
+
+
+def test_models_get_the_logarithms_of_numbers_and_of_no_negative_ones():
+    batch = Batch(None, torch.tensor([[-3.0, 0.0, math.e - 1]]), None)
+    assert trained.scores(lambda dense, _: dense, batch).tolist() == [[0.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("read", ["rows.csv", "run.json", "model.json"])
+def test_predictions_do_not_replace_what_is_read(tmp_path, read):
+    file = tmp_path / read
+    file.write_text("text")
+    data = [str(tmp_path / "rows.csv")]
+    with pytest.raises(UsageError, match=f"^--out {file}: is the file that is read, {file}; "):
+        predict._run(arguments(folder=str(tmp_path), data=data, out=str(file)))
 
 
 def test_a_new_model_needs_a_folder_of_its_own(tmp_path):

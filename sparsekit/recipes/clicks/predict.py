@@ -45,7 +45,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
-    for file in (*args.data, f"{args.folder}/{RUN}"):
+    for file in (*args.data, f"{args.folder}/{trained.NOTE}", f"{args.folder}/{RUN}"):
         check_other_file("--out", args.out, file)
     return ranks.start(args, _load, _predict)
 

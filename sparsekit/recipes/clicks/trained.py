@@ -31,7 +31,7 @@ FORMAT = "sparsekit clicks 1"
 _MODEL = "model"
 # Name of the file, in the model's folder, with the entries below. It must not be run.json: in a
 # folder of checkpoints, that file has the options of the run.
-_NOTE = "model.json"
+NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
 
@@ -84,7 +84,7 @@ def save(
     if rank() == 0:
         with writing("--save", args.run_folder):
             folder.mkdir(exist_ok=True)
-            (folder / _NOTE).write_text(json.dumps(run, indent=1) + "\n")
+            (folder / NOTE).write_text(json.dumps(run, indent=1) + "\n")
     checkpoint.save(model, folder / _MODEL)  # last and atomic: without it there is no model
 
 
@@ -95,7 +95,7 @@ def read(folder: str) -> dict[str, Any]:
         UsageError: the folder does not contain such a note, or cannot be read.
     """
     try:
-        run = json.loads((Path(folder) / _NOTE).read_text())
+        run = json.loads((Path(folder) / NOTE).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         run = None
     except OSError as error:
