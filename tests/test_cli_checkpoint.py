@@ -127,6 +127,8 @@ def test_import_says_what_it_has_made(saved, capsys):
     lines = run(capsys, "import", "e", "f", "--from", "npz", "--rename", "users=u")
     assert lines[:-1] == ["rows: 9 rows, dim 2", "users: 2 rows, dim 3; left behind: sum"]
     assert lines[-1] == f"{saved}/f: load it with strict=False, and without optimizers"
+    tables = [line.partition(",")[0] for line in run(capsys, "inspect", "f")[1:]]
+    assert tables == ["  rows: 9 rows", "  u: 2 rows"]
 
 
 def test_the_largest_number_of_ranks():

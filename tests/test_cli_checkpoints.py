@@ -51,8 +51,12 @@ def test_a_new_run_writes_its_options(run, monkeypatch):
         found = json.load(file)
     contents = {"x.csv": [4, zlib.crc32(b"1,2\n")]}
     assert found == {"data": "x.csv", "dim": 4, "optimizer.lr": 0.5, "contents": contents}
-    options = checkpoints.options(run(checkpoint_every=7))
+
+
+def test_a_trainer_saves_and_keeps_as_the_options_say(run):
+    options = checkpoints.options(run(checkpoint_every=7, keep=5))
     assert options["checkpoint_every"] == 7
+    assert options["checkpoints"].keep == 5
 
 
 def test_a_folder_with_checkpoints_is_only_resumed(run, saved):

@@ -72,6 +72,18 @@ def test_a_batch_without_users_has_no_losses(history):
     assert Autoencoder(history, dim=2).losses(torch.empty(0, dtype=torch.int64)).shape == (0,)
 
 
+def test_a_rated_item_counts_once_in_the_loss_although_it_is_drawn(history):
+    model, rows = Autoencoder(history, dim=2, dropout=0.0, negatives=1000), torch.arange(6)
+    found = model.losses(rows)
+    scores = model.score(model.encode(rows), model.vectors(0, 11))  # all items have been drawn
+    entries, _, row = history(rows)
+    weights = scores.new_zeros(6, 11)
+    weights[row, history.columns[entries]] = history.weights()[entries]
+    targets = weights / weights.sum(1, keepdim=True)
+    expected = torch.nn.functional.cross_entropy(scores, targets, reduction="none")
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("ranks", [None, 1, 3])
 def test_the_capacity_of_a_rank(monkeypatch, ranks):
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)
