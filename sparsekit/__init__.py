@@ -25,6 +25,7 @@ from .nn import (  # noqa: E402
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
 from .tables.hash_table import HashTable  # noqa: E402
+from .tables.reports import raise_errors  # noqa: E402
 
 __version__: str = _pybind.build_info()["version"]
 
@@ -63,6 +64,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "raise_errors",
     "replace_embeddings",
     "split_embedding_variable_from_others",
 ]

@@ -6,6 +6,7 @@ depends on that name, then gets this copy.
 """
 
 import ctypes
+import functools
 import re
 import warnings
 from pathlib import Path
@@ -119,10 +120,11 @@ class checked:
     """A switch for immediate checks of values in CUDA memory.
 
     With checks off, the default, a row or offset out of range is ignored (it reads zeros and writes
-    nothing), and the next op that waits for the device anyway, such as `ops.unique`, raises the
-    error. With checks on, every op waits for the device, and the call itself raises an error that
-    names the position and the value. Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in
-    the environment turns them on from the start.
+    nothing). A lookup at most 8 lookups later raises the error, or the next op that waits for the
+    device anyway, such as `ops.unique`; `raise_errors` waits for it. With checks on, every op waits
+    for the device, and the call itself raises an error that names the position and the value.
+    Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in the environment turns them on from
+    the start.
 
     It takes effect immediately; as a context manager, only until the end of the block::
 
@@ -146,4 +148,13 @@ class checked:
 def _set_checked(on: bool) -> bool:
     if not (_LIB / _CUDA).exists():
         return True  # without CUDA there are only the CPU's checks, which are always on
-    return bool(ctypes.CDLL(str(_LIB / _CUDA)).sparsekit_set_checked(int(on)))
+    return bool(device_library().sparsekit_set_checked(int(on)))
+
+
+@functools.cache
+def device_library() -> ctypes.CDLL:
+    """Return the library of CUDA kernels, for functions that are no ops."""
+    library = ctypes.CDLL(str(_LIB / _CUDA))
+    library.sparsekit_num_errors.restype = ctypes.c_int64
+    library.sparsekit_reported_error.restype = ctypes.c_char_p
+    return library

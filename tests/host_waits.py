@@ -12,7 +12,8 @@ tensors, tensors made with the ``device=`` of a tensor or a module (but not with
 - bytes are copied from the device's memory to the host's, or from pageable memory of the host to
   the device's: cpu, to, copy_, tensor(device=), and an element set to a number, because torch
   copies the number there as a CPU tensor;
-- an op of sparsekit reads words back, as counted by the host runner.
+- an op of sparsekit reads words back, as counted by the host runner;
+- a lookup waits for a report of its own or an earlier one (tests/late_reports.py).
 
 This tracks the calling thread and its backward. Streams and events have a separate stand-in
 (tests/nccl/streams.py).
@@ -27,6 +28,7 @@ from typing import Any
 
 import simt
 import torch
+from late_reports import late_reports
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,8 +154,9 @@ class _Ops(TorchDispatchMode):
             self._waits[name] += 1
         if "index" in name and any(tensor.dtype == torch.bool for tensor in inputs[1:]):
             self._waits["a boolean mask"] += 1
-        for tensor in _tensors(result):
-            self._device.add(tensor)
+        for i, tensor in enumerate(_tensors(result)):
+            if simt.RESULT_ON_HOST.get(name) != i:
+                self._device.add(tensor)
         return result
 
 
@@ -201,10 +204,13 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
         module = isinstance(thing, torch.nn.Module)
         for tensor in [*thing.parameters(), *thing.buffers()] if module else _tensors(thing):
             device.add(tensor)
-    checked = library.sparsekit_set_checked(0)
     _kept_offsets.cache_clear()  # the cached offsets were made before tensors were tracked
     try:
-        with _Functions(device, waits) as _following.mode, _Ops(device, waits):
+        with (
+            late_reports(on_wait=lambda: waits.update(["a report"])),
+            _Functions(device, waits) as _following.mode,
+            _Ops(device, waits),
+        ):
             for _ in range(warm_ups):
                 step()
             waits.clear()
@@ -214,5 +220,4 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
                 waits["ops of sparsekit"] = of_ops
     finally:
         _following.mode = None
-        library.sparsekit_set_checked(checked)
     return waits

@@ -21,6 +21,10 @@ LIBRARY = Path(
 )
 
 
+# The position of an op's result that is in host memory on every device.
+RESULT_ON_HOST = {"group_embedding_bag_backward": 2}
+
+
 class SimtMode(TorchDispatchMode):
     """Mode in which the current thread's sparsekit ops run on the host runner."""
 

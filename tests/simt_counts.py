@@ -78,6 +78,9 @@ class Count:
 class Counts(dict[tuple[str, str], Count]):
     """Dict of (op, launch name) to Count; the name "" is for work outside the op's launches."""
 
+    on_host: torch.Tensor | None = None
+    """The last result that an op has returned in host memory, which can be read without a wait."""
+
     def sum(self, op: str | None = None, name: str | None = None) -> Count:
         """Add up all entries, or only the entries of an op or of a launch name."""
         chosen = (c for key, c in self.items() if op in (None, key[0]) and name in (None, key[1]))
@@ -224,7 +227,10 @@ class _Dispatch(simt.SimtMode):
         try:
             # Skip autograd, and keep this mode on for the torch ops that the kernel calls.
             with self:
-                return op.redispatch(_CPU, *args, **(kwargs or {}))
+                result = op.redispatch(_CPU, *args, **(kwargs or {}))
+                if name in simt.RESULT_ON_HOST:
+                    self._counts.on_host = result[simt.RESULT_ON_HOST[name]]
+                return result
         finally:
             self._op = None
             for launched, count in self._runner.take():
@@ -261,7 +267,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the method, and count a wait if it reads a tensor's values."""
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+        reads = func in (torch.Tensor.tolist, torch.Tensor.numpy)
+        if reads and args[0] is not self._counts.on_host:
             self._counts.add(f"Tensor.{func.__name__}", "", Count(calls=1, waits=1))
         return func(*args, **(kwargs or {}))
 

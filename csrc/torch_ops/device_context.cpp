@@ -37,7 +37,26 @@ constexpr ErrorInfo kErrors[] = {
     SPARSEKIT_DEVICE_ERRORS(SPARSEKIT_INFO)
 #undef SPARSEKIT_INFO
 };
-constexpr int64_t kNumErrors = sizeof(kErrors) / sizeof(ErrorInfo);
+
+// Returns the message of the first error in these words, or an empty string.
+std::string message_of(const int64_t* words) {
+  for (int64_t kind = 0; kind < kNumErrors; ++kind) {
+    if (words[kind] == cuda::kNoPosition) continue;
+    const int64_t table = cuda::table_of_position(words[kind]);
+    const int64_t position = cuda::position_in_table(words[kind]);
+    const auto& [op, argument] = kErrors[kind];
+    if (kind == static_cast<int64_t>(DeviceError::kGroupRefused)) {
+      const std::string what = position == 0 ? "is damaged" : message("was full");
+      return message(op, ": table ", table, " ", what, " in an earlier call on this device, and ",
+                     position == 0 ? std::string("its") : std::to_string(position),
+                     " new keys were not inserted");
+    }
+    return message(op, table == 0 ? "" : message(": table ", table), ": ", argument, "[", position,
+                   "] was out of range in an earlier call on this device; it was left out. Set "
+                   "SPARSEKIT_CHECKED=1 to have the call itself raise");
+  }
+  return {};
+}
 
 // Returns the error words of a device, which are allocated at first use and never freed.
 int64_t* error_words_of(const Tensor& on, void* stream) {
@@ -127,8 +146,12 @@ void DeviceContext::begin() const {
   raise_left_over(positions);
 }
 
+bool DeviceContext::capturing() const {
+  return cuda::is_capturing(stream_);
+}
+
 bool DeviceContext::checking() const {
-  return checks_on && !cuda::is_capturing(stream_);
+  return checks_on && !capturing();
 }
 
 int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
@@ -220,16 +243,10 @@ void DeviceContext::read(const int64_t* device, int64_t count, int64_t* host) co
 
 // Throws the error that an earlier call has reported, if there is one.
 void DeviceContext::raise_left_over(const int64_t* positions) const {
-  for (int64_t kind = 0; kind < kNumErrors; ++kind) {
-    if (positions[kind] == cuda::kNoPosition) continue;
-    cuda::fill_bytes(error_words_, cuda::kNoPositionByte, kNumErrors * sizeof(int64_t), stream_);
-    const int64_t table = cuda::table_of_position(positions[kind]);
-    throw std::out_of_range(
-        message(kErrors[kind].op, table == 0 ? "" : message(": table ", table), ": ",
-                kErrors[kind].argument, "[", cuda::position_in_table(positions[kind]),
-                "] was out of range in an earlier call on this device; it was left out. Set "
-                "SPARSEKIT_CHECKED=1 to have the call itself raise"));
-  }
+  const std::string found = message_of(positions);
+  if (found.empty()) return;
+  cuda::fill_bytes(error_words_, cuda::kNoPositionByte, kNumErrors * sizeof(int64_t), stream_);
+  throw std::out_of_range(found);
 }
 
 }  // namespace sparsekit::ops
@@ -238,6 +255,25 @@ void DeviceContext::raise_left_over(const int64_t* positions) const {
 // as an op without tensors could not be dispatched to an engine.
 extern "C" __attribute__((visibility("default"))) int sparsekit_set_checked(int on) {
   return sparsekit::ops::checks_on.exchange(on != 0);
+}
+
+// Returns whether checks are on.
+extern "C" __attribute__((visibility("default"))) int sparsekit_checks_on() {
+  return sparsekit::ops::checks_on;
+}
+
+// Returns the number of error words, which the `report` of an op begins with.
+extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_errors() {
+  return sparsekit::ops::kNumErrors;
+}
+
+// Returns the message of the first error in the words of a report, or null if there is none. The
+// string is valid until this thread's next call.
+extern "C" __attribute__((visibility("default"))) const char* sparsekit_reported_error(
+    const int64_t* words) {
+  thread_local std::string found;
+  found = sparsekit::ops::message_of(words);
+  return found.empty() ? nullptr : found.c_str();
 }
 
 // Returns how often ops have waited for a device. torch.cuda.set_sync_debug_mode does not see these

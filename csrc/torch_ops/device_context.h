@@ -41,6 +41,7 @@ namespace sparsekit::ops {
   X(kGroupOffset, "group_find", "offsets")              \
   X(kGroupBag, "group_find", "max_nnz of bag")          \
   X(kGroupKey, "group_find", "keys")                    \
+  X(kGroupRefused, "group_find_or_insert_", "tables")   \
   X(kGroupIndex, "group_embedding_bag_", "index")       \
   X(kOwner, "bucketize", "owners")                      \
   X(kGroupOwners, "group_bucketize", "owners of table") \
@@ -53,6 +54,10 @@ enum class DeviceError {
 #undef SPARSEKIT_NAME
 };
 
+#define SPARSEKIT_ONE(name, op, argument) +1
+constexpr int64_t kNumErrors = 0 SPARSEKIT_DEVICE_ERRORS(SPARSEKIT_ONE);
+#undef SPARSEKIT_ONE
+
 #if defined(SPARSEKIT_ENGINE_CPU)
 
 constexpr bool kOnDevice = false;
@@ -62,6 +67,8 @@ class DeviceContext {
   explicit DeviceContext(const Tensor&) {}
   void* stream() const { return nullptr; }
   int64_t* error_word(DeviceError) const { return nullptr; }
+  int64_t* error_words() const { return nullptr; }
+  bool capturing() const { return false; }
   int64_t error_position(DeviceError, int64_t) const { return -1; }
   int64_t value(const Tensor& words, int64_t i) const {
     return dtype_of(words) == ScalarType::Short ? data<int16_t>(words)[i] : int64_data(words)[i];
@@ -82,8 +89,9 @@ constexpr bool kOnDevice = true;
 //
 // Kernels report invalid values in one word per device and kind of error: the smallest bad
 // position. Reading the words means waiting for the device, so a call reads them only with checks
-// on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, the next call that waits
-// for another reason throws the error.
+// on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups copy the words to
+// the host without a wait (sparsekit/lookup/reports.py), and a call that waits for another reason
+// throws the error.
 class DeviceContext {
  public:
   explicit DeviceContext(const Tensor& on);
@@ -94,6 +102,9 @@ class DeviceContext {
   // Returns the position below `limit` that this call's kernel has reported, or -1 if there is
   // none. Always returns -1 with checks off and while a graph is captured.
   int64_t error_position(DeviceError error, int64_t limit) const;
+  // Returns the error words, kNumErrors of them.
+  int64_t* error_words() const { return error_words_; }
+  bool capturing() const;
   // Returns an element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
   // Returns a copy of these bytes on the device. Keep the copy until the kernels that read it are

@@ -100,12 +100,11 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   });
 }
 
-std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector<int64_t>& dims,
-                                         const Tensor& index, const std::optional<Tensor>& rows,
-                                         const Tensor& counts, const Tensor& bags,
-                                         const Tensor& features, const Tensors& sample_weights,
-                                         const std::optional<Tensor>& key_starts, int64_t divisor,
-                                         bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor> pool_backward(
+    const Tensors& grads, const std::vector<int64_t>& dims, const Tensor& index,
+    const std::optional<Tensor>& rows, const Tensor& counts, const Tensor& bags,
+    const Tensor& features, const Tensors& sample_weights, const std::optional<Tensor>& key_starts,
+    int64_t divisor, bool deterministic) {
   Arguments given("group_embedding_bag_backward");
   given.check(!grads.empty() || dims.empty(), "grads must not be empty");
   const ScalarType dtype = grads.empty() ? kAnyDtype : dtype_of(grads[0]);
@@ -114,7 +113,10 @@ std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector
                             divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
-  if (grads.empty()) return {sorted_rows, out};
+  // On the host, where the caller needs the counts too; the op has had to wait for them anyway.
+  Tensor num_rows = new_output(features, {static_cast<int64_t>(dims.size())}, ScalarType::Long);
+  std::copy_n(gradients.counts.data(), dims.size(), mutable_data<int64_t>(num_rows));
+  if (grads.empty()) return {sorted_rows, out, num_rows};
   given.dispatch_rows("grads", grads[0], [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto features_of = gradients.arguments.bags_of<T>(gradients.grads, false);
@@ -126,7 +128,7 @@ std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector
     }
     gradients.sum(tables, deterministic);
   });
-  return {sorted_rows, out};
+  return {sorted_rows, out, num_rows};
 }
 
 void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides,

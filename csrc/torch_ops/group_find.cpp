@@ -60,13 +60,30 @@ cuda::GroupCall device_call(const GroupTables& group, const NewRows* new_rows) {
   return call;
 }
 
+// Checks the argument `report`: words that the host reads later, without a wait. It begins with the
+// error words of the device. The CPU engine has none, and ignores it.
+void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t num_words) {
+  if (!report.has_value()) return;
+  given.written("report", *report, ScalarType::Long, 1);
+  given.check_size("report", *report, 0, kNumErrors + num_words);
+}
+
+// While a graph is captured, errors stay in the words: the host reads no report of a replay.
+cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
+  if (!report.has_value() || context.capturing()) return {};
+  return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};
+}
+
 std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& hash_seeds,
                                         const Tensor& tables, const Tensors& keys,
-                                        const Tensors& offsets, const Tensor& features) {
-  Arguments given("group_find");
+                                        const Tensors& offsets, const Tensor& features,
+                                        const std::optional<Tensor>& report) {
+  Arguments given("group_find", report ? Arguments::kWrites : Arguments::kReads);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());
   GroupTables group(given, buckets, hash_seeds, table_rows, input);
+  check_report(given, report, 0);
+  if (report) given.check_apart();
   const Tensor& like = given.first_or(features);
   const DeviceContext context(like);
   const auto results = new_bags(input, like);
@@ -75,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
     const DeviceCall device(input, device_call(group, nullptr), cuda::group_find_workspace_bytes,
                             results, like);
     device.begin(input, context);
-    cuda::group_find(device.call, device.bags, mutable_data<int32_t>(rows), device.memory.data(),
-                     context.stream());
+    cuda::group_find(device.call, device.bags, mutable_data<int32_t>(rows),
+                     errors_to(report, context), device.memory.data(), context.stream());
   } else {
     begin_on_cpu(input, group.tables, results, context);
     const auto count = static_cast<int64_t>(input.features.size());
@@ -117,7 +134,7 @@ std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     const Tensors& buckets, const Tensors& hash_seeds, const Tensors& sizes, const Tensors& weights,
     const Tensors& seeds, const Tensor& tables, const Tensor& initializers, const Tensors& keys,
-    const Tensors& offsets, const Tensor& features) {
+    const Tensors& offsets, const Tensor& features, const std::optional<Tensor>& report) {
   Arguments given("group_find_or_insert_", Arguments::kWrites);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());
@@ -136,6 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     group.tables[t].size = mutable_data<int64_t>(sizes[h]);
   }
   const std::vector<NewRows> new_rows = new_rows_of(given, weights, seeds, initializers, group);
+  check_report(given, report, cuda::kStatusWords * static_cast<int64_t>(group.tables.size()));
   given.check_apart();
   const Tensor& like = given.first_or(features);
   const Exclusive alone(given, buckets);
@@ -152,14 +170,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
       const DeviceCall device(input, device_call(group, new_rows.data()),
                               cuda::group_find_workspace_bytes, results, like);
       device.begin(input, context);
-      const Tensor status = new_output(like, {2 * count}, ScalarType::Long);
-      cuda::group_find_or_insert<T>(device.call, device.bags, process_seed(),
-                                    mutable_data<int32_t>(rows), mutable_data<int32_t>(inverse),
-                                    mutable_data<int64_t>(counts), mutable_data<int64_t>(status),
-                                    device.memory.data(), context.stream());
-      std::vector<int64_t> host_status(2 * count);
-      context.read(int64_data(status), 2 * count, host_status.data());
-      for (int64_t t = 0; t < count; ++t) refused[t] = host_status[2 * t + 1];
+      const int64_t num_words = cuda::kStatusWords * count;
+      const Tensor own = report ? *report : new_output(like, {num_words}, ScalarType::Long);
+      int64_t* status = mutable_data<int64_t>(own) + (report ? kNumErrors : 0);
+      int64_t* word =
+          context.capturing() ? context.error_word(DeviceError::kGroupRefused) : nullptr;
+      cuda::group_find_or_insert<T>(
+          device.call, device.bags, process_seed(), mutable_data<int32_t>(rows),
+          mutable_data<int32_t>(inverse), mutable_data<int64_t>(counts), status, word,
+          errors_to(report, context), device.memory.data(), context.stream());
+      if (report) return;
+      std::vector<int64_t> host_status(num_words);
+      context.read(status, num_words, host_status.data());
+      for (int64_t t = 0; t < count; ++t) refused[t] = host_status[cuda::kStatusWords * t + 1];
     } else {
       begin_on_cpu(input, group.tables, results, context);
       for (const GroupTable& table : group.tables) {

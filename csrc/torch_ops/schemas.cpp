@@ -42,11 +42,12 @@ constexpr const char* kSchemas[] = {
 
     // Ops on many tables; sparsekit/ops/_group.py explains tables, initializers and features.
     "group_find(Tensor[] buckets, Tensor[] hash_seeds, Tensor tables, Tensor[] keys,"
-    " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor bags, Tensor key_starts)",
+    " Tensor[] offsets, Tensor features, Tensor(a!)? report=None)"
+    " -> (Tensor rows, Tensor bags, Tensor key_starts)",
     "group_find_or_insert_(Tensor(a!)[] buckets, Tensor[] hash_seeds, Tensor(b!)[] sizes,"
     " Tensor(c!)[] weights, Tensor[] seeds, Tensor tables, Tensor initializers, Tensor[] keys,"
-    " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor inverse, Tensor counts,"
-    " Tensor bags, Tensor key_starts)",
+    " Tensor[] offsets, Tensor features, Tensor(d!)? report=None) -> (Tensor rows, Tensor inverse,"
+    " Tensor counts, Tensor bags, Tensor key_starts)",
     "group_bucketize(Tensor[] owners, int[] maps, int[] ends, Tensor[] keys, Tensor[] offsets,"
     " Tensor features, int world_size, bool distinct=True) -> (Tensor keys, Tensor counts,"
     " Tensor numbers, Tensor inverse, Tensor places, Tensor bags, Tensor key_starts)",
@@ -58,7 +59,7 @@ constexpr const char* kSchemas[] = {
     " Tensor[] keys, Tensor[] seeds, Tensor? initializers) -> ()",
     "group_embedding_bag_backward(Tensor[] grads, int[] dims, Tensor index, Tensor? rows,"
     " Tensor counts, Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? key_starts,"
-    " int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor grads)",
+    " int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor grads, Tensor num_rows)",
     "group_embedding_bag_backward_at_(Tensor(a!) out, int[] row_strides, Tensor[] grads,"
     " int[] dims, Tensor index, Tensor rows, Tensor counts, Tensor bags, Tensor features,"
     " Tensor[] sample_weights, Tensor? key_starts, bool deterministic=True) -> ()",

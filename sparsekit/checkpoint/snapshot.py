@@ -16,6 +16,7 @@ from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
+from ..tables.reports import raise_errors
 from .encoding import encoded, scalar
 from .manifest_file import ROW_DTYPES
 from .tensor_file import Column, carried, check_storable, column_of, dtype_name
@@ -219,6 +220,7 @@ class Snapshot:
 
     Raises:
         CheckpointError: the state has a value that cannot be saved.
+        IndexError, ValueError, TableFullError: see `sparsekit.raise_errors`.
     """
 
     def __init__(
@@ -234,6 +236,7 @@ class Snapshot:
         self.own: dict[str, torch.Tensor] = {}
         layers = named_tables(module)
         for layer in layers.values():
+            raise_errors(layer.weight.device)
             layer.refuse_meta()
             layer.catch_up()
             if layer.table is not None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from ..ops._checks import accumulate_dtype
-from ..ops._group import GROUP_COMBINERS
+from ..ops._group import GROUP_COMBINERS, FeatureColumn
 from .plan import TableBatch, remember
 from .request import LazyRequests, Request
 
@@ -24,6 +24,8 @@ class Descriptors:
     offsets: list[torch.Tensor]
     sample_weights: list[torch.Tensor]  # empty if there are none
     features: torch.Tensor
+    # For each row of `features`: its table, its source, and the most keys that its bags can have.
+    limits: Sequence[tuple[int, int, int]]
     shapes: Sequence[tuple[int, ...]]  # shapes of the outputs without the last dimension
     width: int | None  # columns of the shared output; None if each request has one
 
@@ -58,10 +60,11 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
                 for r, s in zip(requests, numbers, strict=True)
             ]
         )
-    features = batch.features.get(form)
-    if features is None:
-        features = _features(requests, batch.table_of_request, numbers, width is not None)
-        remember(batch.features, form, features)
+    described = batch.features.get(form)
+    if described is None:
+        described = _features(requests, batch.table_of_request, numbers, width is not None)
+        remember(batch.features, form, described)
+    features, limits = described
     sample_weights: list[torch.Tensor] = []
     if any(bags.weights is not None for bags in of_requests):
         dtype = accumulate_dtype(weight.dtype)
@@ -74,6 +77,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
         [none if bags.offsets is None else bags.offsets for bags in of_requests],
         sample_weights,
         features,
+        limits,
         shapes,
         width,
     )
@@ -87,14 +91,17 @@ def no_offsets(device: torch.device) -> torch.Tensor:
 
 def _features(
     requests: Sequence[Request], places: Sequence[int], sources: Sequence[int], join: bool
-) -> torch.Tensor:
-    """Return ``features``, with its rows sorted by table."""
-    rows = [
+) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
+    """Return ``features``, with its rows sorted by table, and `Descriptors.limits`."""
+    of_requests = [
         _rows(request, table, source, None if join else i)
         for i, (request, table, source) in enumerate(zip(requests, places, sources, strict=True))
     ]
-    order = sorted(range(len(rows)), key=places.__getitem__)
-    return torch.tensor([row for i in order for row in rows[i]], device="cpu")
+    order = sorted(range(len(of_requests)), key=places.__getitem__)
+    rows = [row for i in order for row in of_requests[i]]
+    at = FeatureColumn
+    limits = [(row[at.table], row[at.source], row[at.bags] * row[at.max_nnz]) for row in rows]
+    return torch.tensor(rows, device="cpu"), limits
 
 
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:

@@ -24,6 +24,8 @@ def explain_refusal(
 ) -> NoReturn:
     """Raise an error that explains the refusal of an op that finds or inserts keys."""
     explain(requests)
+    if isinstance(refusal, TableFullError):  # of a report
+        raise refusal
     if isinstance(refusal, RuntimeError):
         if "another thread" in str(refusal):
             names = ", ".join(table.name for table in tables)

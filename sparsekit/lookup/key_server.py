@@ -56,7 +56,9 @@ class KeyServer:
                 batch.dims,
             )
             self._features.append(features)
-            descriptors = Descriptors(self._keys, offsets, [], features, [], 1)
+            counts = self._vectors.counts[:, columns].T.tolist()
+            limits = [(t, rank, n) for t, own in enumerate(counts) for rank, n in enumerate(own)]
+            descriptors = Descriptors(self._keys, offsets, [], features, limits, [], 1)
             asked.append((OnDemand(partial(self._requests, columns)), descriptors))
         return run_into(self._plan, asked, memory)
 

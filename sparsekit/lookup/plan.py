@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -13,6 +14,8 @@ import torch
 from ..distributed.exchange import Exchange
 from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.hash_table import HashTable
+from ..tables.reports import errors_are_late
 from .request import check_weight
 
 # Maximum number of input forms to cache; the batch size is part of a form.
@@ -50,7 +53,9 @@ class TableBatch:
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed: indices of the tables that have a hash table.
-        features: cached arguments ``features`` of the ops, by everything that they depend on.
+        names: name of each table.
+        features: cached arguments ``features`` of the ops and `Descriptors.limits`, by everything
+            that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
         seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
@@ -77,6 +82,7 @@ class TableBatch:
         self.sum_bytes = [x.embedding_vec_size * x.sum_dtype_on_wire.itemsize for x in tables]
         self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
         self.dedupe = all(table.dedupe for table in tables)
+        self.names = [table.name for table in tables]
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
         numbers = {t: number for number, t in enumerate(self.hashed)}
         self.described = torch.tensor(
@@ -97,12 +103,16 @@ class TableBatch:
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
         self._process = -1  # id of a process that is known to be allowed to insert
-        self.features: dict[Any, torch.Tensor] = {}
+        self.features: dict[Any, Any] = {}
 
     @property
     def tables(self) -> list[EmbeddingTable]:
         """The distinct tables."""
         return [cast(EmbeddingTable, table()) for table in self._tables]
+
+    def hash_tables(self) -> dict[int, HashTable]:
+        """Return the hash tables, by the index of their table."""
+        return {t: x.table for t, x in enumerate(self.tables) if x.table is not None}
 
     def tensors(self) -> Tensors:
         """Check the tables where needed, and return their tensors for the next lookup.
@@ -229,6 +239,10 @@ class LookupPlan:
         limits = [limit for limit in most if limit is not None]
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
+        # The words of tables that `signature` has read last, and their tensors.
+        self._numbers: list[int] = []
+        self._words: list[torch.Tensor] = []
+        self._versions: list[int | None] = []
         self.fits_alone = False
         # Weak, so that an exchange is freed together with its group.
         self._fits: ref[Exchange] | None = None
@@ -256,12 +270,19 @@ class LookupPlan:
         """
         # Collect everything that may have changed, in a form that is quick to compare.
         buffers = [of_table for batch in self.batches for of_table in batch.buffers]
-        # Read everything in one go, since each read from a device waits for the device.
-        numbers = torch.cat([b[name] for b in buffers for name in ("seed", "shard")]).tolist()
+        words = [b[name] for b in buffers for name in ("seed", "shard")]
+        versions = _versions(words)
+        same = len(words) == len(self._words) and all(map(operator.is_, words, self._words))
+        same = same and versions == self._versions and None not in versions
+        # A write through .data changes no version. Where a read costs no wait, it is noticed too.
+        if not (same and errors_are_late(words[0].device)):
+            # Everything in one go, since each read from a device waits for the device.
+            self._numbers = torch.cat(words).tolist()
+            self._words, self._versions = words, versions
+        numbers = self._numbers
         maps = [owners for batch in self.batches for owners in batch.owners()[0]]
-        versions = [-1 if owners.is_inference() else owners._version for owners in maps]
         taking = [taken for batch in self.batches for taken in batch.take_gradients()]
-        now = numbers, versions, taking
+        now = numbers, _versions(maps), taking
         if self._signature[0] != now:
             tables = [table for batch in self.batches for table in batch.tables]
             of_tables = {
@@ -297,6 +318,11 @@ class LookupPlan:
             self.fits_alone = True
         else:
             self._fits = ref(exchange)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return the version of each tensor; None if its writes are not counted."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def remember(values: dict[Any, Any], form: Any, value: Any) -> None:

@@ -150,7 +150,7 @@ class CallRecord:
         asked_of = index, rows, counts, bags, features, self.sample_weights, key_starts
 
         def updates() -> list[Update]:
-            sorted_rows, sums = _backward(
+            sorted_rows, sums, num_rows = _backward(
                 given,
                 dims,
                 *asked_of,
@@ -159,9 +159,7 @@ class CallRecord:
             )
             # Gradients of sums may have a wider dtype than the rows.
             sums = sums.to(self.weights[0].dtype)
-            # The number of rows of a single table is known without waiting for a device.
-            num_rows = [len(sorted_rows)] if len(dims) == 1 else counts.tolist()
-            parts = split_by_table(dims, num_rows, sorted_rows, sums)
+            parts = split_by_table(dims, num_rows.tolist(), sorted_rows, sums)
             return [(self.weights[t], parts[0][t], parts[1][t]) for t in taken]
 
         def update(*step: Any, **options: Any) -> None:

@@ -11,7 +11,9 @@ import torch
 
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.reports import errors_are_late
 from .inputs import Bags, check_bags, check_device, is_jagged, read_bags
+from .late import Changes, changed
 from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within
 
@@ -219,15 +221,44 @@ def ask_bags(
     odd = rest != 0 or bags.slots not in (None, slot_num)
     # Bags are checked before they are changed.
     changes = truncate or by_slot or isinstance(combiner, tuple)
-    if odd or changes or max_feature_num is not None or table.padding_key is not None:
+    changes = changes or max_feature_num is not None or table.padding_key is not None
+    limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
+    own_limits = limits if truncate or by_slot else None
+    if changes and not odd and change_late(request, slot_num, own_limits, truncate):
+        return request
+    if odd or changes:
         request.check()
         leave_padding_out(request)
     if truncate or by_slot:
-        limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
         request.bags = within(request.bags, request.name, limits, truncate)
     if isinstance(combiner, tuple) and not bags.slot_major:
         request.bags = slot_by_slot(request.bags, slot_num)
     return request
+
+
+def change_late(
+    request: Request,
+    slots: int = 1,
+    limits: Sequence[int | None] | None = None,
+    truncate: bool = False,
+) -> bool:
+    """Change the bags of a request on a device without waiting; see `late.Changes`.
+
+    Returns:
+        Whether that is possible; otherwise the request is unchanged.
+    """
+    table = request.table
+    # The route by bag sends whole bags, and layers that pool here look up all keys.
+    by_key = table.world_size == 1 or table.strategy == "all_to_all"
+    if request.pooled_here or not by_key or not errors_are_late(table.weight.device):
+        return False
+    by_slot = isinstance(request.combiner, tuple)
+    changes = Changes(
+        *(slots, table.padding_key, request.max_nnz, request.max_feature_num),
+        *(limits, truncate, by_slot),
+    )
+    request.bags, request.checked = changed(request.bags, changes), True
+    return True
 
 
 def leave_padding_out(request: Request) -> None:
@@ -256,7 +287,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
     bags = Bags(keys.reshape(-1), None, None)
     request = Request(table, bags, "none", 1, tuple(keys.shape))
     check_key_dtype(table, keys)
-    if table.padding_key is not None:
+    if table.padding_key is not None and not change_late(request):
         request.check()
         leave_padding_out(request)
     return request

@@ -12,6 +12,14 @@ from torch.autograd.graph import increment_version
 
 from .. import ops
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.reports import (
+    LATE_DEVICES,
+    Report,
+    Reports,
+    entries_by_table,
+    errors_are_late,
+    reports_of,
+)
 from ..tables.weight import count_own_writes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
@@ -47,9 +55,10 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     if len(batches) == 1:
         call = TableOps(batches[0], requests, None)
         return _result([call], call.run())
-    # Otherwise one call might already have inserted keys when the next call is refused.
-    for request in requests:
-        request.check()
+    if not errors_are_late(batches[0].tensors().weights[0].device):
+        # Otherwise one call might already have inserted keys when the next call is refused.
+        for request in requests:
+            request.check()
     outputs: dict[int, torch.Tensor] = {}
     joined: list[torch.Tensor] = []
     calls = []
@@ -144,7 +153,11 @@ class TableOps:
         late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        # On CUDA only the device knows whether there are new keys, and usually there are none.
+        device = sources.keys[0].device
+        reports = reports_of(device) if device.type in LATE_DEVICES else None
+        report = None if reports is None else self._report(reports)
+        words = () if report is None else (report.words,)
+        # On a device the host does not know whether there are new keys; usually there are none.
         sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
         before = _numbers(sizes)
         if late and tables.inserts:
@@ -155,13 +168,15 @@ class TableOps:
                     self.rows, self._index, self._counts, self._bags, self._key_starts = (
                         _find_or_insert(
                             *hash_tables, self.weights, seeds, tables.described,
-                            tables.initializers, *asked
+                            tables.initializers, *asked, *words
                         )
                     )  # fmt: skip
                 else:
                     self._index, self._bags, self._key_starts = _find(
-                        *hash_tables[:2], tables.described, *asked
+                        *hash_tables[:2], tables.described, *asked, *words
                     )
+            if report is not None and reports is not None:
+                report.send(reports)
         except Exception as refusal:
             explain_refusal(refusal, self._requests, self._batch.tables)
         if tables.inserts and not tables.seen:
@@ -175,6 +190,16 @@ class TableOps:
             count_own_writes(changed)
         if late or tables.max_norms:
             self._prepare(late)
+
+    def _report(self, reports: Reports) -> Report:
+        """Read the reports of earlier lookups that have arrived, and return this lookup's own."""
+        reports.poll()
+        batch, sources = self._batch, self._descriptors
+        device, names = sources.keys[0].device, batch.names
+        if not batch.inserts:
+            return Report(device, names, {}, [], [])
+        entries = entries_by_table(sources.limits, sources.keys, len(names))
+        return Report(device, names, batch.hash_tables(), self._tensors.sizes, entries)
 
     def _pool(self, outs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         sources = self._descriptors

@@ -15,6 +15,7 @@ from ..lookup.request import (
     GROUP,
     LazyRequests,
     Request,
+    change_late,
     check_key_dtype,
     leave_padding_out,
     name_of,
@@ -270,6 +271,9 @@ def _request(
     )
     check_key_dtype(one.table, bags.values)
     if bags.count >= 0 and one.can_share:
+        return request
+    pools_own = bags.count >= 0 and first_bag is None and one.feature.combiner is not None
+    if pools_own and change_late(request, 1, [most] if truncate else None, truncate):
         return request
     request.check()
     if one.feature.combiner is not None:

@@ -26,7 +26,7 @@ def group_embedding_bag_backward(
     key_starts: torch.Tensor | None = None,
     divisor: int = 1,
     deterministic: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of all tables' distinct rows from the gradients of the outputs.
 
     Args:
@@ -48,7 +48,7 @@ def group_embedding_bag_backward(
         table; and their gradients in the same order, 1-D, in the dtype of grads. The gradients of a
         table begin at the next multiple of 16 elements; elements in between are undefined. If rows
         is None, the first result is empty and the gradients are in the order of the row indices in
-        `index`.
+        `index`. The third result is counts, on the CPU.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_`.
@@ -173,14 +173,19 @@ def group_embedding_bag_update_(
 
 @_backward.fake
 def _(
-    grads: Tensors, index: torch.Tensor, rows: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grads: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    features: torch.Tensor,
+    dims: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     context = torch.library.get_ctx()
     num_rows = 0 if rows is None else context.new_dynamic_size()
     like = grads[0] if grads else index
     return (
         index.new_empty([num_rows], dtype=torch.int64),
         like.new_empty([context.new_dynamic_size()]),
+        features.new_empty([len(dims)]),
     )
 
 

@@ -61,6 +61,55 @@ class RowsOf:
         return RowsOf, ()
 
 
+# Version of a tensor whose writes cannot be seen.
+_UNKNOWN = -1
+
+
+class RowBound:
+    """An upper bound on the rows in use of a table on a device, which is known without a wait.
+
+    The bound belongs to the tensor `size` and its version: after a write by others it is unknown.
+
+    Attributes:
+        most: the bound; infinite if it is unknown.
+        entries: number of keys that have been looked up, ever, and may have been inserted.
+    """
+
+    def __init__(self) -> None:
+        self.most: float = math.inf
+        self.entries = 0
+        self._size: torch.Tensor | None = None
+        self._version = _UNKNOWN
+        self._lost = False
+        self._known_since = 0  # `entries` when the bound was last unknown
+
+    def add(self, size: torch.Tensor, entries: int) -> int:
+        """Count keys that are about to be looked up, and return `entries`."""
+        version = _UNKNOWN if self._lost or size.is_inference() else size._version
+        if self._size is not size or self._version != version or version == _UNKNOWN:
+            self._size, self._version = size, version
+            self.most, self._known_since = math.inf, self.entries
+        entries = max(entries, 1)  # so that two lookups have different marks
+        self.entries += entries
+        self.most += entries
+        return self.entries
+
+    def lose(self) -> None:
+        """Give up the bound for good, because replays of a graph insert keys, too."""
+        self._lost = True
+
+    def learn(self, rows: int, mark: int) -> None:
+        """Take the rows in use after the first `mark` keys; ignore it if others wrote later."""
+        if mark > self._known_since and self._version != _UNKNOWN:
+            self.most = min(self.most, rows + self.entries - mark)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowBound:
+        return RowBound()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowBound, ()
+
+
 class HashTable(torch.nn.Module):
     """A map from int64 keys to dense row numbers, in order of first occurrence.
 
@@ -121,6 +170,7 @@ class HashTable(torch.nn.Module):
             self.register_buffer(word, torch.empty(1, dtype=torch.int64, device=device))
         # If several processes share the table's memory, only this process may insert keys.
         self._maker = os.getpid()
+        self.row_bound = RowBound()
         self.clear_()
 
     def refuse_sharing(self) -> None:
@@ -147,7 +197,7 @@ class HashTable(torch.nn.Module):
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_maker": os.getpid(), **state})
+        super().__setstate__({"_maker": os.getpid(), "row_bound": RowBound(), **state})
         self._note_maker()
 
     def clear_(self) -> None:

@@ -6,6 +6,7 @@
 
 #include "cuda/descriptors.cuh"
 #include "sparsekit/arena.h"
+#include "sparsekit/device_memory.h"
 #include "sparsekit/group_bucketize.h"
 #include "sparsekit/group_find.h"
 
@@ -96,6 +97,13 @@ struct DeviceGroup {
 SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64_t least) {
   const int64_t at = offset_at(source, bag);
   return at < least ? least : at > source.n ? source.n : at;
+}
+
+// Moves the error words; one thread for each word. Other calls may report errors at the same time.
+SPARSEKIT_DEVICE void move_errors(const ErrorReport& errors) {
+  const int64_t i = simt::global_thread();
+  if (i >= errors.count) return;
+  errors.report[i] = simt::atomic_exchange(&errors.words[i], kNoPosition);
 }
 
 // Returns the group of a call, laid out in the first part of the workspace. Once begin_group has

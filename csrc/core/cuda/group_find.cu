@@ -1,6 +1,8 @@
 // Finds and inserts the keys of all tables of a call in the same launches.
 #include "sparsekit/group_find.h"
 
+#include <algorithm>
+
 #include "cuda/group_distinct.cuh"
 #include "cuda/initial_row.cuh"
 
@@ -18,7 +20,8 @@ SPARSEKIT_DEVICE int32_t row_of_key(const DeviceGroup& group, int t, int64_t key
   return group.takes(t, key) ? static_cast<int32_t>(key / table.world_size) : -1;
 }
 
-SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows) {
+SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows, ErrorReport errors) {
+  move_errors(errors);
   const int32_t entries = group.entries();
   // All lanes of a warp loop together: `first` is the entry of lane 0.
   for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
@@ -53,14 +56,17 @@ SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ran
     if (there) inverse[e] = number;
     if (is_first) rows[begin + number] = row;
     const bool hashed = table.buckets != nullptr;
-    if (is_first && hashed && row >= table.capacity) simt::store(&status[2 * t + 1], int64_t{-1});
+    if (is_first && hashed && row >= table.capacity)
+      simt::store(&status[kStatusWords * t + 1], int64_t{-1});
     missing.mark(word, is_first && hashed && row < 0);
   }
 }
 
 // One thread per table decides whether the new keys fit, so that a refusal changes nothing.
 SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing,
-                                    int64_t* counts, int64_t* status) {
+                                    int64_t* counts, int64_t* status, int64_t* refused,
+                                    ErrorReport errors) {
+  move_errors(errors);
   const int64_t t = simt::global_thread();
   if (t >= group.num_tables) return;
   const int32_t begin = group.first_entry(t), end = group.first_entry(t + 1);
@@ -70,11 +76,16 @@ SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks m
   const int64_t absent = missing.rank(end) - missing.rank(begin);
   int64_t* size = simt::global(table.size);
   const int64_t before = *size, after = before + absent;
-  const bool damaged =
-      status[2 * t + 1] != 0 || before < 0 || before > table.num_buckets * kSlotsPerBucket;
-  status[2 * t] = before;
-  status[2 * t + 1] = damaged ? -1 : after > table.capacity ? absent : 0;
-  if (status[2 * t + 1] == 0) *size = after;
+  const bool damaged = status[kStatusWords * t + 1] != 0 || before < 0 ||
+                       before > table.num_buckets * kSlotsPerBucket;
+  status[kStatusWords * t] = before;
+  status[kStatusWords * t + 1] = damaged ? -1 : after > table.capacity ? absent : 0;
+  if (status[kStatusWords * t + 1] == 0) {
+    *size = after;
+  } else if (refused != nullptr) {
+    simt::atomic_min(refused, position_of_table(t, damaged ? 0 : absent));
+  }
+  status[kStatusWords * t + 2] = *size;
 }
 
 // Each warp handles one word of `missing`, which has a bit for each of 32 entries: each lane with a
@@ -95,15 +106,16 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
       const auto e = static_cast<int32_t>(word * simt::kWarp + simt::lane());
       const int f = group.feature_of(e);
       t = group.features[f].table;
-      if (simt::load(&status[2 * t + 1]) == 0) {
+      if (simt::load(&status[kStatusWords * t + 1]) == 0) {
         const DeviceTable& table = group.tables[t];
         const int32_t begin = group.first_entry(t);
-        row = static_cast<int32_t>(status[2 * t]) + missing.rank(e) - missing.rank(begin);
+        row =
+            static_cast<int32_t>(status[kStatusWords * t]) + missing.rank(e) - missing.rank(begin);
         key = group.key(f, e);
         rows[begin + inverse[e]] = row;
         if (!insert_absent(table.buckets, table.num_buckets, *simt::global(table.hash_seed), key,
-                           row, &status[2 * t + 1])) {
-          simt::store(&status[2 * t + 1], int64_t{-1});
+                           row, &status[kStatusWords * t + 1])) {
+          simt::store(&status[kStatusWords * t + 1], int64_t{-1});
         }
       }
     }
@@ -145,31 +157,32 @@ int64_t group_find_workspace_bytes(const GroupCall& call) {
   return arena.bytes();
 }
 
-void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, void* workspace,
-                void* stream) {
+void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows,
+                const ErrorReport& errors, void* workspace, void* stream) {
   Arena arena(workspace);
   const DeviceGroup group = device_group(call, bags, arena);
   simt::launch("group_find: find", group_find_kernel,
-               simt::strided_grid_for(call.entries, kGroupThreads), stream, group, rows);
+               simt::strided_grid_for(call.entries, kGroupThreads), stream, group, rows, errors);
 }
 
 template <class T>
 void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t seed, int32_t* rows,
-                          int32_t* inverse, int64_t* counts, int64_t* status, void* workspace,
-                          void* stream) {
+                          int32_t* inverse, int64_t* counts, int64_t* status, int64_t* refused,
+                          const ErrorReport& errors, void* workspace, void* stream) {
   if (call.num_tables == 0) return;
   Arena arena(workspace);
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   const simt::Grid grid = grid_for_entries(call);
   // `inverse` holds slots until group_number_kernel replaces these slots with indices.
-  find_first_entries(call, group, seed, work.firsts, inverse, status, 2 * call.num_tables, stream);
+  find_first_entries(call, group, seed, work.firsts, inverse, status,
+                     kStatusWords * call.num_tables, stream);
   simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,
                work.missing, inverse, rows, status);
   work.missing.scan_marks(stream);
   simt::launch("group_find: admit", group_admit_kernel,
-               simt::grid_for(call.num_tables, kGroupThreads), stream, group, work.firsts.ranks,
-               work.missing, counts, status);
+               simt::grid_for(std::max(call.num_tables, errors.count), kGroupThreads), stream,
+               group, work.firsts.ranks, work.missing, counts, status, refused, errors);
   simt::launch("group_find: insert", group_insert_kernel<T>, grid, stream, group, work.missing,
                inverse, rows, status);
 }

@@ -168,6 +168,10 @@ SPARSEKIT_DEVICE int64_t atomic_min(int64_t* address, int64_t value) {
 SPARSEKIT_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t value) {
   return atomicOr(address, value);
 }
+SPARSEKIT_DEVICE int64_t atomic_exchange(int64_t* address, int64_t value) {
+  return static_cast<int64_t>(atomicExch(reinterpret_cast<unsigned long long*>(address),
+                                         static_cast<unsigned long long>(value)));
+}
 SPARSEKIT_DEVICE int32_t atomic_cas(int32_t* address, int32_t expected, int32_t desired) {
   return atomicCAS(address, expected, desired);
 }

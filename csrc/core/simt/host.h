@@ -181,6 +181,9 @@ T atomic_min(T* address, T value) {
 inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
   return atomic_change(address, [=](uint32_t seen) { return seen | value; });
 }
+inline int64_t atomic_exchange(int64_t* address, int64_t value) {
+  return atomic_change(address, [=](int64_t) { return value; });
+}
 template <class T>
 T atomic_cas(T* address, T expected, T desired) {
   host::saw(host::Access::kAtomic, address, sizeof(T));

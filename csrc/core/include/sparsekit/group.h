@@ -101,6 +101,14 @@ struct GroupErrors {
   int64_t* bad_key;
 };
 
+// Moves error words of the device, `words` [count], to `report` [count] in stream order, so that
+// the host can read them later without a wait. Nothing is moved if count is 0.
+struct ErrorReport {
+  int64_t* words;
+  int64_t* report;
+  int64_t count;
+};
+
 // Outputs of begin_group, the same as those of cpu::write_bags.
 struct GroupBags {
   int32_t* bags;        // [num_bags + 1]

@@ -61,15 +61,20 @@ namespace cuda {
 int64_t group_find_workspace_bytes(const GroupCall& call);
 
 // Like the CPU version, but rows[e] is -1 for a key out of range.
-void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, void* workspace,
-                void* stream);
+void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows,
+                const ErrorReport& errors, void* workspace, void* stream);
 
-// Like the CPU version. status [tables, 2] has the two words that hash_table_find_or_insert writes,
-// with distinct keys counted instead of entries; they are 0 for a table without buckets.
+// Words of the status of each table.
+constexpr int64_t kStatusWords = 3;
+
+// Like the CPU version. status [tables, kStatusWords] has the two words that
+// hash_table_find_or_insert writes, with distinct keys counted instead of entries, and the rows in
+// use after the call; all are 0 for a table without buckets. If `refused` is not null, it gets the
+// smallest position_of_table(t, new keys) of a full table, with a position of 0 for a damaged one.
 template <class T>
 void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t seed, int32_t* rows,
-                          int32_t* inverse, int64_t* counts, int64_t* status, void* workspace,
-                          void* stream);
+                          int32_t* inverse, int64_t* counts, int64_t* status, int64_t* refused,
+                          const ErrorReport& errors, void* workspace, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

@@ -1,0 +1,136 @@
+"""Changes bags on a device without waiting for it: padding, truncation, an order by slot.
+
+A lookup on the CPU checks bags and drops keys before it calls an op. Here the host knows neither
+the offsets nor the number of keys that remain. So keys are moved, not dropped: those that no bag
+keeps come last, in an extra bag that no output is made of. Bags that must be refused get an invalid
+first offset, which the op reports, as it does for invalid offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .inputs import Bags, offsets_of
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes that a layer makes to its bags; limits count the keys of a bag or sample.
+
+    Attributes:
+        slots: number of slots of a sample.
+        padding_key: key that is dropped.
+        max_nnz: limit on each bag, padding included.
+        max_feature_num: limit on each sample, padding included.
+        limits: limit of each slot, without padding; None for no limit.
+        truncate: whether a bag beyond its slot's limit keeps its first keys and is not refused.
+        by_slot: whether bags must be sorted by slot.
+    """
+
+    slots: int
+    padding_key: int | None = None
+    max_nnz: int | None = None
+    max_feature_num: int | None = None
+    limits: Sequence[int | None] | None = None
+    truncate: bool = False
+    by_slot: bool = False
+
+
+def changed(bags: Bags, changes: Changes) -> Bags:
+    """Return the bags that a layer looks up, and the extra bag behind them.
+
+    Args:
+        bags: values, offsets and weights are on a device; offsets may have invalid values.
+        changes: the changes.
+    """
+    n, count = len(bags.values), bags.count
+    places = torch.arange(n + 1, device=bags.values.device)
+    given = places if bags.offsets is None else bags.offsets.to(torch.int64)
+    if n == 0 or count == 0:
+        return Bags(bags.values, torch.cat([given, given.new_full((1,), n)]), bags.weights)
+    of_bags = _Limits(given, bags.slot_major, changes)
+    # Clamped, invalid offsets address no memory out of bounds.
+    offsets = given.clamp(0, n)
+    order = None
+    keep = None
+    if changes.padding_key is not None:
+        keep = bags.values.to(torch.int64) != changes.padding_key
+    if changes.limits is not None:
+        kept_before = places if keep is None else offsets_of(keep.to(torch.int64))
+        bag = _bag_of(offsets, places[:-1])
+        within = kept_before[:-1] - kept_before[offsets[bag]] < of_bags.most[bag]
+        of_bags.refuse_beyond(kept_before[offsets])
+        keep = within if keep is None else keep & within
+    if keep is not None:
+        order, offsets = _dropped_last(keep, offsets, places)
+    if changes.by_slot and not bags.slot_major:
+        of_slots, offsets = _slot_by_slot(offsets, changes.slots, places)
+        order = of_slots if order is None else order[of_slots]
+    offsets = torch.cat([offsets, offsets.new_full((1,), n)])
+    offsets[:1].masked_fill_(of_bags.refused, -1)
+    values, weights = bags.values, bags.weights
+    if order is not None:
+        values, weights = values[order], None if weights is None else weights[order]
+    return Bags(values, offsets, weights, bags.slot_major or changes.by_slot)
+
+
+class _Limits:
+    """The limits on bags with these offsets.
+
+    Attributes:
+        refused: bool ``[]``, whether the bags must be refused.
+        most: the limit of each bag, without padding.
+    """
+
+    def __init__(self, given: torch.Tensor, slot_major: bool, changes: Changes) -> None:
+        self._truncate = changes.truncate
+        counts = given.diff()
+        samples = len(counts) // changes.slots
+        self.refused = (given[0] != 0) | (counts < 0).any()
+        if changes.max_nnz is not None:
+            self.refused |= (counts > changes.max_nnz).any()
+        if changes.max_feature_num is not None:
+            shape = (changes.slots, samples) if slot_major else (samples, changes.slots)
+            of_samples = counts.view(shape).sum(0 if slot_major else 1)
+            self.refused |= (of_samples > changes.max_feature_num).any()
+        if changes.limits is not None:
+            most = [torch.iinfo(torch.int64).max if m is None else m for m in changes.limits]
+            # Filled by kernels: a tensor of these numbers would be copied from the host.
+            each = torch.stack([counts.new_full((samples,), m) for m in most])
+            self.most = (each if slot_major else each.T).reshape(-1)
+
+    def refuse_beyond(self, offsets: torch.Tensor) -> None:
+        """Refuse bags with these offsets that are beyond the limits of their slots."""
+        if not self._truncate:
+            self.refused |= (offsets.diff() > self.most).any()
+
+
+def _bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the bag of each place; any bag if offsets are invalid."""
+    return torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
+
+
+def _dropped_last(
+    keep: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order with all kept keys first, and the offsets of the kept keys' bags."""
+    kept_before = offsets_of(keep.to(torch.int64))
+    before, total = kept_before[:-1], kept_before[-1]
+    target = torch.where(keep, before, total + places[:-1] - before)
+    return torch.empty_like(target).scatter_(0, target, places[:-1]), kept_before[offsets]
+
+
+def _slot_by_slot(
+    offsets: torch.Tensor, slots: int, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order that sorts bags by slot, and their offsets; keys behind them stay there."""
+    begins, counts = (x.view(-1, slots).T.reshape(-1) for x in (offsets[:-1], offsets.diff()))
+    sorted_offsets = offsets_of(counts)
+    place = places[:-1]
+    bag = _bag_of(sorted_offsets, place)
+    moved = begins[bag] + place - sorted_offsets[bag]
+    order = torch.where(place < sorted_offsets[-1], moved, place)
+    return order.clamp(0, len(place) - 1), sorted_offsets

@@ -1,0 +1,226 @@
+"""Reports of lookups on a device, which the host reads later, without waiting.
+
+An op that inserts keys on a device writes how many rows each table had in use, and the errors that
+kernels have found since the last report. The host starts a copy of this report, and reads it in a
+later lookup. Until then it knows an upper bound on the rows in use: the last known number and all
+keys that have been looked up since. Only a lookup whose keys might not fit waits for its report.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from .._load import device_library
+from ..errors import TableFullError
+from .hash_table import HashTable
+
+# Types of devices on which lookups do not wait for their errors.
+LATE_DEVICES = {"cuda"}
+
+# Words of a table in a report: rows in use before the lookup, new keys that did not fit (negative
+# for a damaged table), rows in use after it.
+_STATUS_WORDS = 3
+
+# Number of reports on their way, so an error is raised at most this number of lookups late. A
+# lookup that would exceed it waits for the oldest report.
+MOST_REPORTS = 8
+
+
+class HostCopy:
+    """A copy of a tensor of a device in page-locked memory, made in the order of the stream."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._made = torch.cuda.Event()
+        self._made.record(torch.cuda.current_stream(tensor.device))
+
+    def is_made(self) -> bool:
+        """Return whether the copy has been made."""
+        return self._made.query()
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the copy, and return it."""
+        self._made.synchronize()
+        return self._copy
+
+
+class Report:
+    """The report of one lookup: written by the op, sent to the host, and read later.
+
+    Args:
+        device: device of the tables.
+        names: names of the tables.
+        hash_tables: the hash table of each table that inserts keys, by the table's index.
+        sizes: the tensor `size` of each of these.
+        entries: for each table, an upper bound on the number of keys that are looked up.
+
+    Attributes:
+        words: the argument ``report`` of the op: the words of errors, then those of each table.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        names: Sequence[str],
+        hash_tables: dict[int, HashTable],
+        sizes: Sequence[torch.Tensor],
+        entries: Sequence[int],
+    ) -> None:
+        words = device_library().sparsekit_num_errors() + _STATUS_WORDS * len(entries)
+        self.words = torch.empty(words, dtype=torch.int64, device=device)
+        self._names = names
+        self._hash_tables = hash_tables
+        self._in_graph = _is_capturing(device)
+        bounds = [table.row_bound for table in hash_tables.values()]
+        if self._in_graph:  # replays insert keys that nobody counts
+            for bound in bounds:
+                bound.lose()
+        each = zip(bounds, sizes, hash_tables, strict=True)
+        self._marks = [bound.add(size, entries[t]) for bound, size, t in each]
+        self._fits = all(x.row_bound.most <= x.capacity for x in hash_tables.values())
+
+    def send(self, reports: Reports) -> None:
+        """Start the copy to the host; wait for it only if the keys may not have fitted.
+
+        Raises:
+            IndexError, ValueError, TableFullError: an error of this lookup or of an earlier one.
+        """
+        if self._in_graph:
+            return  # a replay would copy it again; errors stay on the device
+        self.copy = HostCopy(self.words)
+        reports.add(self)
+        if not self._fits:
+            reports.drain()
+
+    def read(self) -> None:
+        """Wait for the copy, learn the number of rows in use, and raise the error in the report."""
+        words = self.copy.wait()
+        num_errors = device_library().sparsekit_num_errors()
+        status = words[num_errors:].view(-1, _STATUS_WORDS).tolist()
+        full = None
+        for (t, table), mark in zip(self._hash_tables.items(), self._marks, strict=True):
+            rows, refused, after = status[t]
+            table.row_bound.learn(after, mark)
+            if refused > 0 and full is None:
+                full = TableFullError(table.name, table.rank, rows, table.capacity, refused)
+            elif refused < 0:
+                raise ValueError(
+                    f"{table.name}: the table is damaged: its size is {rows} of {table.capacity}, "
+                    f"and no slot was free for the new keys"
+                )
+        if full is not None:
+            raise full
+        found = device_library().sparsekit_reported_error(ctypes.c_void_p(words.data_ptr()))
+        if found is not None:
+            more = f" and {len(self._names) - 3} more" if len(self._names) > 3 else ""
+            raise IndexError(f"{', '.join(self._names[:3])}{more}: {found.decode()}")
+
+
+class Reports:
+    """The reports of a device that the host has not read yet, oldest first."""
+
+    def __init__(self) -> None:
+        self._sent: deque[Report] = deque()
+        self._lock = threading.RLock()
+
+    def add(self, report: Report) -> None:
+        """Add a report whose copy has been started."""
+        with self._lock:
+            self._sent.append(report)
+
+    def poll(self) -> None:
+        """Read the reports that have arrived; wait only for one that is MOST_REPORTS lookups old.
+
+        Raises:
+            IndexError, ValueError, TableFullError: the error of an earlier lookup.
+        """
+        with self._lock:
+            while self._sent and (len(self._sent) >= MOST_REPORTS or self._sent[0].copy.is_made()):
+                self._sent.popleft().read()
+
+    def drain(self) -> None:
+        """Wait for all reports, and read them; raises the same errors as `poll`."""
+        with self._lock:
+            while self._sent:
+                self._sent.popleft().read()
+
+
+def entries_by_table(
+    limits: Sequence[tuple[int, int, int]], keys: Sequence[torch.Tensor], num_tables: int
+) -> list[int]:
+    """Return an upper bound on the number of keys that a call looks up in each table.
+
+    Args:
+        limits: the table, the source and the most keys of each feature.
+        keys: keys of each source.
+        num_tables: number of tables.
+    """
+    lengths = [len(one) for one in keys]
+    entries = [0] * num_tables
+    for t, source, most in limits:
+        entries[t] += min(most, lengths[source])
+    return entries
+
+
+_reports: dict[torch.device, Reports] = {}
+
+
+def reports_of(device: torch.device) -> Reports | None:
+    """Return the reports of a device; None if ops on it raise their errors themselves.
+
+    Ops do so on the CPU, and on a device with checks on; see `sparsekit.checked`.
+    """
+    if device.type not in LATE_DEVICES:
+        return None
+    reports = _reports.get(device)
+    if reports is None:
+        reports = _reports.setdefault(device, Reports())
+    if device_library().sparsekit_checks_on():
+        reports.drain()
+        return None
+    return reports
+
+
+def errors_are_late(device: torch.device) -> bool:
+    """Return whether lookups on a device do not wait for their errors."""
+    return reports_of(device) is not None
+
+
+def raise_errors(device: torch.device | str | None = None) -> None:
+    """Wait for a device, and raise the error that an earlier call on it has found.
+
+    With `sparsekit.checked` off, a CUDA op does not wait for its kernels, so an invalid key, offset
+    or row raises up to 8 lookups later. Saving a checkpoint, and the end of an evaluation or of
+    `Trainer.fit`, call this function; a training loop of one's own calls it before its results are
+    used. On the CPU ops raise their errors themselves, and this function does nothing.
+
+    Args:
+        device: the device; None for all devices that have been used.
+
+    Raises:
+        IndexError, ValueError, TableFullError: the error; it is raised once.
+
+    Example:
+        >>> sparsekit.raise_errors()
+    """
+    for used in list(_reports) if device is None else [torch.device(device)]:
+        reports = reports_of(used)
+        if reports is None:
+            continue
+        reports.drain()
+        # Errors after the last report are still on the device.
+        report = Report(used, ["sparsekit"], {}, [], [])
+        nothing, features = (torch.empty(0, n, dtype=torch.int64, device="cpu") for n in (3, 9))
+        torch.ops.sparsekit.group_find([], [], nothing, [], [], features, report.words)
+        report.send(reports)
+        reports.drain()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

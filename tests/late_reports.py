@@ -1,0 +1,124 @@
+"""Lets lookups with the host runner report their errors late, as lookups on a GPU do.
+
+Copies to the host are replaced by stand-ins that are made when a test says so. Threads may do this
+at the same time; each has its own reports, as the ranks have for which they stand.
+"""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import simt
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from sparsekit.tables import reports
+
+
+def _at_second_look(looks: int) -> bool:
+    return looks > 0
+
+
+class _Thread(threading.local):
+    """Values set for a thread."""
+
+    is_made: Callable[[int], bool] = staticmethod(_at_second_look)
+    on_wait: Callable[[], None] = staticmethod(lambda: None)
+    reports: Any = None
+
+
+_thread = _Thread()
+
+
+class Copy:
+    """Stand-in for `reports.HostCopy`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with _disable_current_modes():
+            self._words = tensor.clone()
+        self._looks, self._made = 0, False
+
+    def is_made(self) -> bool:
+        """Return whether the copy has been made; once it has, it stays so."""
+        self._made = self._made or _thread.is_made(self._looks)
+        self._looks += 1
+        return self._made
+
+    def wait(self) -> torch.Tensor:
+        """Return the words."""
+        if not self._made:
+            self._made = True
+            _thread.on_wait()
+        return self._words
+
+
+class _ReportsOfThread(dict[torch.device, reports.Reports]):
+    """The reports of the calling thread, in place of those of each device."""
+
+    def get(self, device: torch.device, default: Any = None) -> Any:
+        return _thread.reports
+
+    def setdefault(self, device: torch.device, default: Any = None) -> Any:
+        self[device] = _thread.reports = default
+        return default
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the host runner's library, in place of that of the CUDA kernels."""
+    simt.load()
+    runner = ctypes.CDLL(str(simt.LIBRARY))
+    runner.sparsekit_num_errors.restype = ctypes.c_int64
+    runner.sparsekit_reported_error.restype = ctypes.c_char_p
+    return runner
+
+
+class _Patch:
+    """Replaces what needs a device while any thread uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._patch = pytest.MonkeyPatch()
+            reports.LATE_DEVICES.add("cpu")
+            self._patch.setattr(reports, "_reports", _ReportsOfThread())
+            self._patch.setattr(reports, "device_library", library)
+            self._patch.setattr(reports, "HostCopy", Copy)
+            self._checked = library().sparsekit_set_checked(0)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                library().sparsekit_set_checked(self._checked)
+                self._patch.undo()
+                reports.LATE_DEVICES.remove("cpu")
+
+
+_patch = _Patch()
+
+
+@contextmanager
+def late_reports(
+    is_made: Callable[[int], bool] = _at_second_look, on_wait: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Context in which this thread's lookups with the host runner report late.
+
+    Args:
+        is_made: called when the host looks whether a copy has been made, with the number of times
+            that it has looked before.
+        on_wait: called if the host has to wait for a copy.
+    """
+    _thread.is_made, _thread.on_wait, _thread.reports = is_made, on_wait, None
+    with _patch:
+        yield

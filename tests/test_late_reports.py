@@ -1,0 +1,293 @@
+"""Errors of lookups on a device arrive late, name the layer, and are not lost."""
+
+import copy
+import random
+
+import pytest
+import torch
+from conftest import generator
+from late_reports import late_reports, library
+from simt import SimtMode
+
+import sparsekit
+from sparsekit import checkpoint
+from sparsekit.optim import LazyAdam, fuse_in_backward
+from sparsekit.tables.reports import MOST_REPORTS
+
+ROWS = 50
+
+
+def table(capacity=ROWS, name="late", **options):
+    torch.manual_seed(0)
+    return sparsekit.DistributedEmbedding("sum", capacity, 4, 1, 8, seed=1, name=name, **options)
+
+
+def keys(*values):
+    return torch.tensor(values).view(-1, 1, 1)
+
+
+def never(looks):
+    return False
+
+
+def at_once(looks):
+    return True
+
+
+class Waits:
+    """Counts waits for reports, in lookups with the host runner that report late."""
+
+    def __init__(self, is_made=at_once):
+        self.count = 0
+        self._context = late_reports(is_made, self._waited), SimtMode()
+
+    def _waited(self):
+        self.count += 1
+
+    def __enter__(self):
+        for context in self._context:
+            context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        for context in reversed(self._context):
+            context.__exit__(*error)
+
+
+def test_only_lookups_whose_keys_might_not_fit_wait():
+    layer = table()
+    with Waits() as waits:
+        layer(keys(*range(20)))
+        assert waits.count == 1  # nothing is known of the table
+        layer(keys(*range(25)))
+        layer(keys(*range(25)))
+        assert waits.count == 1
+        layer(keys(*range(25, 50)))
+        layer(keys(*range(25, 50)))
+        assert waits.count == 1 + 1  # 50 rows and 25 keys might be too many
+    assert len(layer.table) == 50
+
+
+def test_keys_on_their_way_count_as_inserted():
+    layer = table()
+    with Waits(never) as waits:
+        layer(keys(1))
+        waits.count = 0
+        for _ in range(4):
+            layer(keys(*range(12)))
+        assert waits.count == 0  # 1 + 48 keys fit in any case
+        layer(keys(*range(12)))
+        assert waits.count == 5  # all five reports
+        layer(keys(*range(12)))
+        assert waits.count == 5  # now it is known that there are 12 rows
+
+
+def test_a_full_table_raises_at_once():
+    layer = table(4)
+    with Waits(never):
+        layer(keys(1, 2, 3))
+        with pytest.raises(sparsekit.TableFullError, match=r"late.*3 of 4 rows.*2 new keys"):
+            layer(keys(3, 4, 5, 4))
+        layer(keys(4))
+        sparsekit.raise_errors()
+    assert layer.table.keys().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda layer: layer.table.find_or_insert(torch.arange(100, 148)),
+        lambda layer: layer.load_state_dict(full_state()),
+        lambda layer: layer.table.load_state_dict(
+            {k[6:]: v for k, v in full_state().items() if k.startswith("table.")}
+        ),
+        lambda layer: layer.load_state_dict(full_state(), assign=True),
+    ],
+)
+def test_what_others_insert_is_counted(write):
+    layer = table()
+    with Waits(never) as waits:
+        for _ in range(3):
+            layer(keys(1, 2))
+        write(layer)
+        waits.count = 0
+        with pytest.raises(sparsekit.TableFullError, match=r"late.*of 50 rows"):
+            layer(keys(*range(200, 210)))
+        assert waits.count > 0
+
+
+def full_state():
+    layer = table()
+    layer(keys(*range(300, 348)))
+    return layer.state_dict()
+
+
+def test_a_copy_of_a_layer_has_a_bound_of_its_own():
+    layer = table()
+    with Waits(at_once) as waits:
+        layer(keys(1))
+        other = copy.deepcopy(layer)
+        waits.count = 0
+        other(keys(2))
+        assert waits.count == 1
+        layer(keys(*range(10)))
+        assert waits.count == 1
+
+
+def offsets_beyond(layer):
+    layer((torch.arange(4), torch.tensor([0, 9, 4])))
+
+
+def bag_too_long(layer):
+    layer((torch.arange(12), torch.tensor([0, 12])))
+
+
+def key_out_of_range(layer):
+    layer(keys(3, 10**6))
+
+
+def key_out_of_range_in_evaluation(layer):
+    layer.eval()
+    layer(keys(3, 10**6))
+    layer.train()
+
+
+FAULTS = {
+    "offsets": (offsets_beyond, {}, "offsets"),
+    "a long bag": (bag_too_long, {}, "max_nnz"),
+    "a key": (key_out_of_range, {"use_hashtable": False}, "keys"),
+    "a key in evaluation": (key_out_of_range_in_evaluation, {"use_hashtable": False}, "keys"),
+    "offsets of padded bags": (offsets_beyond, {"padding_key": 7}, "offsets"),
+    "a sample with many keys": (
+        lambda layer: layer((torch.arange(3), torch.tensor([0, 3]))),
+        {"max_feature_num": 2},
+        "offsets",
+    ),
+    "a bag that is too long beside its padding": (
+        lambda layer: layer((torch.tensor([7, 7, *range(7)]), torch.tensor([0, 9]))),
+        {"padding_key": 7},
+        "offsets",
+    ),
+}
+
+
+def error_of(layer):
+    try:
+        layer(keys(1, 2))
+    except IndexError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("seed", range(30))
+def test_an_error_arrives_within_a_few_lookups(fault, seed):
+    make, options, argument = FAULTS[fault]
+    draw = random.Random(seed)
+    layer, other = table(**options), table(name="other")
+    with Waits(lambda looks: draw.random() < 0.3):
+        for one in (layer, other):
+            one(keys(1))
+        before = layer.weight.detach().clone()
+        make(layer)
+        lookups = 0
+        while (error := error_of(draw.choice([layer, other]))) is None:
+            lookups += 1
+        assert lookups < MOST_REPORTS
+        assert error.startswith("late: ")
+        assert argument in error
+        # It is raised once, and nothing that had been there was changed.
+        for _ in range(3):
+            layer(keys(1, 2))
+        sparsekit.raise_errors()
+    assert torch.equal(layer.weight[:1], before[:1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_that_is_reused_at_once_loses_no_error(seed):
+    draw = random.Random(seed)
+    layer = table(use_hashtable=False)
+    with Waits(lambda looks: draw.random() < 0.2):
+        raised = 0
+        for _ in range(60):
+            bad = draw.random() < 0.5
+            try:
+                layer(keys(3, 10**6 if bad else 4))
+                if bad:
+                    sparsekit.raise_errors()
+            except IndexError:
+                raised += 1
+                continue
+            assert not bad
+        assert raised > 10
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_after_a_fault_refuses(fault, tmp_path):
+    make, options, argument = FAULTS[fault]
+    layer = table(**options)
+    with Waits(never):
+        layer(keys(1))
+        make(layer)
+        with pytest.raises(Exception, match=f"late: .*{argument}"):
+            checkpoint.save(layer, tmp_path / "one")
+        assert not list(tmp_path.glob("one*"))
+        checkpoint.save(layer, tmp_path / "two")
+
+
+def test_an_error_behind_the_last_report_is_raised():
+    layer = table()
+    optimizer = LazyAdam(layer.parameters())
+    fuse_in_backward(optimizer, layer)
+    with Waits(never):
+        layer(keys(1))
+        weight = layer.weight.detach()
+        torch.ops.sparsekit.gather_rows(weight, torch.tensor([0, 10**6]))
+        with pytest.raises(IndexError, match=r"gather_rows: rows\[1\]"):
+            sparsekit.raise_errors()
+        sparsekit.raise_errors()
+
+
+def test_on_the_cpu_there_is_nothing_to_raise():
+    layer = table()
+    layer(keys(1))
+    sparsekit.raise_errors()
+    sparsekit.raise_errors("cpu")
+
+
+def test_checks_raise_what_is_on_its_way_first():
+    layer = table(use_hashtable=False)
+    with Waits(never):
+        layer(keys(1))
+        key_out_of_range(layer)
+        library().sparsekit_set_checked(1)
+        with pytest.raises(IndexError, match=r"late: .*keys"):
+            layer(keys(1))
+        with pytest.raises(IndexError, match=r"late: key 1000000 at position 1"):
+            key_out_of_range(layer)
+
+
+def test_an_error_of_a_group_names_its_tables():
+    layers = {f"t{i}": table(name=f"table {i}", use_hashtable=False) for i in range(5)}
+    group = sparsekit.EmbeddingGroup(layers)
+    with Waits(never):
+        group(dict.fromkeys(layers, keys(1)))
+        group(dict.fromkeys(layers, keys(10**6)))
+        with pytest.raises(IndexError, match=r"table 0, table 1, table 2 and 2 more: .*keys"):
+            sparsekit.raise_errors()
+
+
+def test_two_lookups_of_the_same_batches_are_equal():
+    """Late or not, with tables of several kinds."""
+    inputs = [torch.randint(0, 40, (8, 1, 3), generator=generator(i)) for i in range(4)]
+    found = []
+    for late in (True, False):
+        layer = table()
+        with SimtMode():
+            if late:
+                with late_reports():
+                    found.append([layer(one).detach() for one in inputs])
+            else:
+                found.append([layer(one).detach() for one in inputs])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
