@@ -1,6 +1,7 @@
 """Errors of lookups on a device arrive late, name the layer, and are not lost."""
 
 import copy
+import io
 import random
 
 import pytest
@@ -13,6 +14,7 @@ import sparsekit
 from sparsekit import checkpoint
 from sparsekit.optim import LazyAdam, fuse_in_backward
 from sparsekit.tables.reports import MOST_REPORTS
+from sparsekit.train import Trainer
 
 ROWS = 50
 
@@ -291,3 +293,35 @@ def test_two_lookups_of_the_same_batches_are_equal():
                 found.append([layer(one).detach() for one in inputs])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.dense = torch.nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.dense(self.layer(ids.view(-1, 1, 1)).flatten(1)).squeeze(1)
+
+
+def mean_of_squares(model, batch):
+    (ids,) = batch
+    return model(ids) ** 2, 0.0
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_an_epoch_of_a_trainer_ends_with_its_errors(evaluates):
+    layer = table(use_hashtable=False)
+    model = Model(layer)
+    optimizers = [LazyAdam([layer.weight]), torch.optim.SGD(model.dense.parameters(), 0.1)]
+    trainer = Trainer(model, mean_of_squares, optimizers, stream=io.StringIO())
+    ids = torch.tensor([1, 2, 3, 4 if evaluates else 10**6])
+
+    def evaluate(model):
+        return {"mean": float(model(torch.tensor([10**6])).mean())} if evaluates else {}
+
+    with Waits(never):
+        with pytest.raises(IndexError, match=r"late: .*keys"):
+            trainer.fit((ids,), epochs=1, batch_size=2, evaluate=evaluate)
+        assert trainer.history == []

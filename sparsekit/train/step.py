@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import wrap_ddp
+from ..distributed import Exchange, wrap_ddp
 from ..distributed.averaging import averaging_of
+from ..distributed.exchange import attempt
 from ..optim import clip_grad_norm_, split_embedding_variable_from_others
+from ..tables.reports import errors_are_late, raise_errors
 from .feed import Share
 
 LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
@@ -60,6 +62,15 @@ class Step:
             averaging = averaging_of(self._loss.device)
             if averaging is not None:
                 self._loss.register_comm_hook(None, averaging.average)
+
+    def raise_errors(self, exchange: Exchange | None) -> None:
+        """Raise, on all ranks, an error of an earlier step that has not been raised yet."""
+        if not errors_are_late(self._device):
+            return
+        if exchange is None:
+            raise_errors(self._device)
+        else:
+            exchange.agree("errors of steps", attempt(lambda: raise_errors(self._device)))
 
     def update(
         self, loss_fn: LossFn, shares: Sequence[Share], following: Share | None

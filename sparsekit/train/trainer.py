@@ -16,7 +16,6 @@ from ..checkpoint import Checkpoints
 from ..distributed import Exchange, exchange_of
 from ..distributed.exchange import attempt
 from ..errors import ResumeError, check_int
-from ..tables.reports import raise_errors
 from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
 from .fit_data import FitData
 from .logs import Log, go_on, write_record
@@ -344,10 +343,7 @@ class Trainer:
             mean = losses.mean(title)
             seconds = progress.seconds
             metrics = {} if evaluate is None else evaluated(self.model, evaluate)
-            if self._exchange is None:
-                raise_errors(device)
-            elif device.type == "cuda":
-                self._exchange.agree(f"errors of {title}", attempt(lambda: raise_errors(device)))
+            self._step.raise_errors(self._exchange)
             tables = self._telemetry.read(self.steps, self._exchange)
             rate = progress.done / seconds
             epoch = Epoch(len(self.history) + 1, mean, seconds, rate, metrics, tables)
