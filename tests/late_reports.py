@@ -77,6 +77,13 @@ def library() -> ctypes.CDLL:
     return runner
 
 
+def _forget_errors() -> None:
+    """Reset the words of errors, such as those of an update with the row of a refused key."""
+    words = torch.empty(library().sparsekit_num_errors(), dtype=torch.int64)
+    tables, features = (torch.empty(0, n, dtype=torch.int64) for n in (3, 9))
+    torch.ops.sparsekit_simt.group_find([], [], tables, [], [], features, words)
+
+
 class _Patch:
     """Replaces what needs a device while any thread uses it."""
 
@@ -100,6 +107,7 @@ class _Patch:
         with self._lock:
             self._users -= 1
             if self._users == 0:
+                _forget_errors()
                 library().sparsekit_set_checked(self._checked)
                 self._patch.undo()
                 reports.LATE_DEVICES.remove("cpu")

@@ -128,14 +128,14 @@ class Exchange:
         self._check_open(plan)
         code, ranks = _code(plan), self.world_size
         facts = (0, 0, 0) if offer is None else offer.facts
-        words = np.zeros((ranks, _BLOCK), dtype=np.int64)
-        words[:, :_FACTS] = code, error is not None, *facts
-        block = torch.from_numpy(words).to(self.device)
+        block = torch.zeros(ranks, _BLOCK, dtype=torch.int64, device=self.device)
+        for word, value in enumerate((code, int(error is not None), *facts)):
+            block[:, word].fill_(value)  # by a kernel; a copy from the host would wait for a device
         tables = 0 if offer is None else offer.counts.shape[1]
         here = slice(_FACTS, min(_FACTS + tables, _BLOCK))
         if offer is not None:
             block[:, here] = offer.counts[:, : here.stop - _FACTS]
-        sizes = [words.nbytes // ranks] * ranks
+        sizes = [block.nbytes // ranks] * ranks
         room = self._room(sizes)
         begun = self._begin(sent := block.view(-1).view(torch.uint8), sizes, room)
         with self._answered(plan):

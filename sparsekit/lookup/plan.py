@@ -14,8 +14,7 @@ import torch
 from ..distributed.exchange import Exchange
 from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.hash_table import HashTable
-from ..tables.reports import errors_are_late
+from ..tables.reports import Inserting, errors_are_late
 from .request import check_weight
 
 # Maximum number of input forms to cache; the batch size is part of a form.
@@ -54,6 +53,7 @@ class TableBatch:
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed: indices of the tables that have a hash table.
         names: name of each table.
+        inserting: what `Report` must know of the tables that insert keys.
         features: cached arguments ``features`` of the ops and `Descriptors.limits`, by everything
             that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
@@ -83,6 +83,8 @@ class TableBatch:
         self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
         self.dedupe = all(table.dedupe for table in tables)
         self.names = [table.name for table in tables]
+        own = [table.table for table in tables] if inserts else []
+        self.inserting = [Inserting.of(t, x) for t, x in enumerate(own) if x is not None]
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
         numbers = {t: number for number, t in enumerate(self.hashed)}
         self.described = torch.tensor(
@@ -109,10 +111,6 @@ class TableBatch:
     def tables(self) -> list[EmbeddingTable]:
         """The distinct tables."""
         return [cast(EmbeddingTable, table()) for table in self._tables]
-
-    def hash_tables(self) -> dict[int, HashTable]:
-        """Return the hash tables, by the index of their table."""
-        return {t: x.table for t, x in enumerate(self.tables) if x.table is not None}
 
     def tensors(self) -> Tensors:
         """Check the tables where needed, and return their tensors for the next lookup.

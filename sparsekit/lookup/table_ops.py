@@ -197,9 +197,9 @@ class TableOps:
         batch, sources = self._batch, self._descriptors
         device, names = sources.keys[0].device, batch.names
         if not batch.inserts:
-            return Report(device, names, {}, [], [])
+            return Report(device, names)
         entries = entries_by_table(sources.limits, sources.keys, len(names))
-        return Report(device, names, batch.hash_tables(), self._tensors.sizes, entries)
+        return Report(device, names, batch.inserting, self._tensors.sizes, entries)
 
     def _pool(self, outs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         sources = self._descriptors

@@ -12,12 +12,13 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from .._load import device_library
 from ..errors import TableFullError
-from .hash_table import HashTable
+from .hash_table import HashTable, RowBound
 
 # Types of devices on which lookups do not wait for their errors.
 LATE_DEVICES = {"cuda"}
@@ -50,13 +51,28 @@ class HostCopy:
         return self._copy
 
 
+class Inserting(NamedTuple):
+    """A table that inserts keys, without the table itself, which is freed when its layer is."""
+
+    number: int  # index among the tables of a lookup
+    bound: RowBound
+    name: str
+    rank: int
+    capacity: int
+
+    @classmethod
+    def of(cls, number: int, table: HashTable) -> Inserting:
+        """Return the facts about a table."""
+        return cls(number, table.row_bound, table.name, table.rank, table.capacity)
+
+
 class Report:
     """The report of one lookup: written by the op, sent to the host, and read later.
 
     Args:
         device: device of the tables.
         names: names of the tables.
-        hash_tables: the hash table of each table that inserts keys, by the table's index.
+        inserting: the tables among them that insert keys.
         sizes: the tensor `size` of each of these.
         entries: for each table, an upper bound on the number of keys that are looked up.
 
@@ -68,22 +84,21 @@ class Report:
         self,
         device: torch.device,
         names: Sequence[str],
-        hash_tables: dict[int, HashTable],
-        sizes: Sequence[torch.Tensor],
-        entries: Sequence[int],
+        inserting: Sequence[Inserting] = (),
+        sizes: Sequence[torch.Tensor] = (),
+        entries: Sequence[int] = (),
     ) -> None:
         words = device_library().sparsekit_num_errors() + _STATUS_WORDS * len(entries)
         self.words = torch.empty(words, dtype=torch.int64, device=device)
         self._names = names
-        self._hash_tables = hash_tables
+        self._inserting = inserting
         self._in_graph = _is_capturing(device)
-        bounds = [table.row_bound for table in hash_tables.values()]
         if self._in_graph:  # replays insert keys that nobody counts
-            for bound in bounds:
-                bound.lose()
-        each = zip(bounds, sizes, hash_tables, strict=True)
-        self._marks = [bound.add(size, entries[t]) for bound, size, t in each]
-        self._fits = all(x.row_bound.most <= x.capacity for x in hash_tables.values())
+            for table in inserting:
+                table.bound.lose()
+        each = zip(inserting, sizes, strict=True)
+        self._marks = [table.bound.add(size, entries[table.number]) for table, size in each]
+        self._fits = all(table.bound.most <= table.capacity for table in inserting)
 
     def send(self, reports: Reports) -> None:
         """Start the copy to the host; wait for it only if the keys may not have fitted.
@@ -103,23 +118,26 @@ class Report:
         words = self.copy.wait()
         num_errors = device_library().sparsekit_num_errors()
         status = words[num_errors:].view(-1, _STATUS_WORDS).tolist()
-        full = None
-        for (t, table), mark in zip(self._hash_tables.items(), self._marks, strict=True):
-            rows, refused, after = status[t]
-            table.row_bound.learn(after, mark)
-            if refused > 0 and full is None:
-                full = TableFullError(table.name, table.rank, rows, table.capacity, refused)
-            elif refused < 0:
-                raise ValueError(
-                    f"{table.name}: the table is damaged: its size is {rows} of {table.capacity}, "
-                    f"and no slot was free for the new keys"
+        error: Exception | None = None
+        for table, mark in zip(self._inserting, self._marks, strict=True):
+            before, refused, after = status[table.number]
+            table.bound.learn(after, mark)
+            if refused < 0:
+                error = ValueError(
+                    f"{table.name}: the table is damaged: its size is {before} of "
+                    f"{table.capacity}, and no slot was free for the new keys"
                 )
-        if full is not None:
-            raise full
+            elif refused > 0 and error is None:
+                error = TableFullError(table.name, table.rank, before, table.capacity, refused)
         found = device_library().sparsekit_reported_error(ctypes.c_void_p(words.data_ptr()))
+        beside = None
         if found is not None:
             more = f" and {len(self._names) - 3} more" if len(self._names) > 3 else ""
-            raise IndexError(f"{', '.join(self._names[:3])}{more}: {found.decode()}")
+            beside = IndexError(f"{', '.join(self._names[:3])}{more}: {found.decode()}")
+        if error is not None:
+            raise error from beside
+        if beside is not None:
+            raise beside
 
 
 class Reports:
@@ -209,13 +227,18 @@ def raise_errors(device: torch.device | str | None = None) -> None:
     Example:
         >>> sparsekit.raise_errors()
     """
-    for used in list(_reports) if device is None else [torch.device(device)]:
+    devices = list(_reports)
+    if device is not None:
+        wanted = torch.device(device)
+        of_type = [used for used in devices if used.type == wanted.type]
+        devices = of_type if wanted.index is None else [wanted]
+    for used in devices:
         reports = reports_of(used)
         if reports is None:
             continue
         reports.drain()
         # Errors after the last report are still on the device.
-        report = Report(used, ["sparsekit"], {}, [], [])
+        report = Report(used, ["sparsekit"])
         nothing, features = (torch.empty(0, n, dtype=torch.int64, device="cpu") for n in (3, 9))
         torch.ops.sparsekit.group_find([], [], nothing, [], [], features, report.words)
         report.send(reports)
