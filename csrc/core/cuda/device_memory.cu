@@ -2,6 +2,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "cuda/simt.cuh"
 
@@ -33,26 +35,73 @@ bool is_capturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+namespace {
+
+struct Buffer {
+  char* bytes;
+  int64_t size;
+};
+
+// A buffer for the copies of one call. It is page-locked, so that the copies are asynchronous and
+// one wait is enough. Buffers are kept for the calls of all threads, and never freed: when a
+// process ends, the driver may already be gone.
+class Staging {
+ public:
+  explicit Staging(int64_t bytes) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex());
+      if (!kept().empty()) {
+        buffer_ = kept().back();
+        kept().pop_back();
+      }
+    }
+    if (bytes > buffer_.size) allocate(bytes > 4096 ? bytes : 4096);
+  }
+  ~Staging() {
+    const std::lock_guard<std::mutex> lock(mutex());
+    kept().push_back(buffer_);
+  }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  char* at(int64_t position) const { return buffer_.bytes + position; }
+
+ private:
+  static std::mutex& mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::vector<Buffer>& kept() {
+    static auto* kept = new std::vector<Buffer>;
+    return *kept;
+  }
+
+  void allocate(int64_t bytes) {
+    // In any other mode, this would invalidate a graph that another thread is capturing.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    simt::check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
+    void* memory = nullptr;
+    const cudaError_t error = cudaMallocHost(&memory, static_cast<size_t>(bytes));
+    simt::check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
+    simt::check(error, "page-locked memory");
+    if (buffer_.bytes != nullptr) (void)cudaFreeHost(buffer_.bytes);
+    buffer_ = {static_cast<char*>(memory), bytes};
+  }
+
+  Buffer buffer_{};
+};
+
+}  // namespace
+
 void read_back(const Piece* pieces, int count, void* stream) {
-  // Page-locked, so that the copies are asynchronous and one wait is enough. The buffer is freed
-  // only to allocate a larger one: when a thread ends, the driver may already be gone.
-  thread_local char* staging = nullptr;
-  thread_local int64_t size = 0;
   ++waits;
   int64_t used = 0;
   for (int i = 0; i < count; ++i) used += pieces[i].bytes;
-  if (used > size) {
-    if (staging != nullptr) simt::check(cudaFreeHost(staging), "page-locked memory");
-    staging = nullptr;
-    size = 0;
-    const int64_t wanted = used > 4096 ? used : 4096;
-    simt::check(cudaMallocHost(&staging, static_cast<size_t>(wanted)), "page-locked memory");
-    size = wanted;
-  }
+  const Staging staging(used);
   used = 0;
   for (int i = 0; i < count; ++i) {
     if (pieces[i].bytes == 0) continue;
-    simt::check(cudaMemcpyAsync(staging + used, pieces[i].device, pieces[i].bytes,
+    simt::check(cudaMemcpyAsync(staging.at(used), pieces[i].device, pieces[i].bytes,
                                 cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)),
                 "copy to the host");
     used += pieces[i].bytes;
@@ -61,7 +110,7 @@ void read_back(const Piece* pieces, int count, void* stream) {
   used = 0;
   for (int i = 0; i < count; ++i) {
     if (pieces[i].bytes == 0) continue;
-    std::memcpy(pieces[i].host, staging + used, pieces[i].bytes);
+    std::memcpy(pieces[i].host, staging.at(used), pieces[i].bytes);
     used += pieces[i].bytes;
   }
 }
