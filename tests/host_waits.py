@@ -13,7 +13,7 @@ tensors, tensors made with the ``device=`` of a tensor or a module (but not with
   the device's: cpu, to, copy_, tensor(device=), and an element set to a number, because torch
   copies the number there as a CPU tensor;
 - an op of sparsekit reads words back, as counted by the host runner;
-- a lookup waits for a report of its own or an earlier one (tests/late_reports.py).
+- a lookup waits for a report of its own or an earlier one (tests/deferred_errors.py).
 
 This tracks the calling thread and its backward. Streams and events have a separate stand-in
 (tests/nccl/streams.py).
@@ -28,7 +28,7 @@ from typing import Any
 
 import simt
 import torch
-from late_reports import late_reports
+from deferred_errors import deferred_errors
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,7 +207,7 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
     _kept_offsets.cache_clear()  # the cached offsets were made before tensors were tracked
     try:
         with (
-            late_reports(on_wait=lambda: waits.update(["a report"])),
+            deferred_errors(on_wait=lambda: waits.update(["a report"])),
             _Functions(device, waits) as _following.mode,
             _Ops(device, waits),
         ):

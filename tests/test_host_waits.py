@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import generator
+from deferred_errors import deferred_errors
 from host_waits import waits_of
-from late_reports import late_reports
 from nn.keyed import Keyed
 from simt import SimtMode
 
@@ -190,7 +190,7 @@ def test_a_step_that_does_not_wait_gives_the_weights_of_one_that_does(case):
         module.load_state_dict(early.state_dict())
     outputs = []
     with SimtMode():
-        for module, context in ((early, nullcontext()), (late, late_reports())):
+        for module, context in ((early, nullcontext()), (late, deferred_errors())):
             step = step_of(module, inputs)
             with context:
                 for _ in range(3):

@@ -20,7 +20,7 @@ STATUS = ROOT / "docs" / "gpu-status.md"
 BEGIN, END = "<!-- begin: make cuda-counts -->\n", "<!-- end: make cuda-counts -->\n"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from late_reports import late_reports  # noqa: E402
+from deferred_errors import deferred_errors  # noqa: E402
 from simt_counts import Count, Counts, counted  # noqa: E402
 
 TABLES = 26
@@ -82,7 +82,7 @@ class Step:
     def count(self) -> Counts:
         """Return the counts of a second step, which has states already and some new keys."""
         waits: list[int] = []
-        with late_reports(on_wait=lambda: waits.append(1)):
+        with deferred_errors(on_wait=lambda: waits.append(1)):
             with counted():
                 self(self.batches[0])
             waits.clear()

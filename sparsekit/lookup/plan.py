@@ -14,7 +14,7 @@ import torch
 from ..distributed.exchange import Exchange
 from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.reports import Inserting, errors_are_late
+from ..tables.reports import Inserting, errors_are_deferred
 from .request import check_weight
 
 # Maximum number of input forms to cache; the batch size is part of a form.
@@ -273,7 +273,7 @@ class LookupPlan:
         same = len(words) == len(self._words) and all(map(operator.is_, words, self._words))
         same = same and versions == self._versions and None not in versions
         # A write through .data changes no version. Where a read costs no wait, it is noticed too.
-        if not (same and errors_are_late(words[0].device)):
+        if not (same and errors_are_deferred(words[0].device)):
             # Everything in one go, since each read from a device waits for the device.
             self._numbers = torch.cat(words).tolist()
             self._words, self._versions = words, versions

@@ -11,11 +11,11 @@ import torch
 
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.reports import errors_are_late
+from ..tables.reports import errors_are_deferred
 from .inputs import Bags, check_bags, check_device, is_jagged, read_bags
-from .late import Changes, changed
 from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within
+from .without_waiting import Changes, changed
 
 # Prefix of errors about the input of a whole group.
 GROUP = "EmbeddingGroup"
@@ -224,7 +224,7 @@ def ask_bags(
     changes = changes or max_feature_num is not None or table.padding_key is not None
     limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
     own_limits = limits if truncate or by_slot else None
-    if changes and not odd and change_late(request, slot_num, own_limits, truncate):
+    if changes and not odd and change_without_waiting(request, slot_num, own_limits, truncate):
         return request
     if odd or changes:
         request.check()
@@ -236,13 +236,13 @@ def ask_bags(
     return request
 
 
-def change_late(
+def change_without_waiting(
     request: Request,
     slots: int = 1,
     limits: Sequence[int | None] | None = None,
     truncate: bool = False,
 ) -> bool:
-    """Change the bags of a request on a device without waiting; see `late.Changes`.
+    """Change the bags of a request on a device without waiting; see `without_waiting.Changes`.
 
     Returns:
         Whether that is possible; otherwise the request is unchanged.
@@ -250,7 +250,7 @@ def change_late(
     table = request.table
     # The route by bag sends whole bags, and layers that pool here look up all keys.
     by_key = table.world_size == 1 or table.strategy == "all_to_all"
-    if request.pooled_here or not by_key or not errors_are_late(table.weight.device):
+    if request.pooled_here or not by_key or not errors_are_deferred(table.weight.device):
         return False
     by_slot = isinstance(request.combiner, tuple)
     changes = Changes(
@@ -287,7 +287,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
     bags = Bags(keys.reshape(-1), None, None)
     request = Request(table, bags, "none", 1, tuple(keys.shape))
     check_key_dtype(table, keys)
-    if table.padding_key is not None and not change_late(request):
+    if table.padding_key is not None and not change_without_waiting(request):
         request.check()
         leave_padding_out(request)
     return request

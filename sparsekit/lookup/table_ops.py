@@ -13,11 +13,11 @@ from torch.autograd.graph import increment_version
 from .. import ops
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.reports import (
-    LATE_DEVICES,
+    DEFERRING_DEVICES,
     Report,
     Reports,
     entries_by_table,
-    errors_are_late,
+    errors_are_deferred,
     reports_of,
 )
 from ..tables.weight import count_own_writes, update_of_all
@@ -55,7 +55,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     if len(batches) == 1:
         call = TableOps(batches[0], requests, None)
         return _result([call], call.run())
-    if not errors_are_late(batches[0].tensors().weights[0].device):
+    if not errors_are_deferred(batches[0].tensors().weights[0].device):
         # Otherwise one call might already have inserted keys when the next call is refused.
         for request in requests:
             request.check()
@@ -154,7 +154,7 @@ class TableOps:
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         device = sources.keys[0].device
-        reports = reports_of(device) if device.type in LATE_DEVICES else None
+        reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
         report = None if reports is None else self._report(reports)
         words = () if report is None else (report.words,)
         # On a device the host does not know whether there are new keys; usually there are none.

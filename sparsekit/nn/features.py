@@ -15,7 +15,7 @@ from ..lookup.request import (
     GROUP,
     LazyRequests,
     Request,
-    change_late,
+    change_without_waiting,
     check_key_dtype,
     leave_padding_out,
     name_of,
@@ -273,7 +273,7 @@ def _request(
     if bags.count >= 0 and one.can_share:
         return request
     pools_own = bags.count >= 0 and first_bag is None and one.feature.combiner is not None
-    if pools_own and change_late(request, 1, [most] if truncate else None, truncate):
+    if pools_own and change_without_waiting(request, 1, [most] if truncate else None, truncate):
         return request
     request.check()
     if one.feature.combiner is not None:

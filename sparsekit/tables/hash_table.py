@@ -89,7 +89,7 @@ class RowBound:
         if self._size is not size or self._version != version or version == _UNKNOWN:
             self._size, self._version = size, version
             self.most, self._known_since = math.inf, self.entries
-        entries = max(entries, 1)  # so that two lookups have different marks
+        entries = max(entries, 1)  # so that each lookup changes `entries`
         self.entries += entries
         self.most += entries
         return self.entries
@@ -98,10 +98,10 @@ class RowBound:
         """Give up the bound for good, because replays of a graph insert keys, too."""
         self._lost = True
 
-    def learn(self, rows: int, mark: int) -> None:
-        """Take the rows in use after the first `mark` keys; ignore it if others wrote later."""
-        if mark > self._known_since and self._version != _UNKNOWN:
-            self.most = min(self.most, rows + self.entries - mark)
+    def learn(self, rows: int, entries: int) -> None:
+        """Take the rows in use after the first `entries` keys; ignore it if others wrote later."""
+        if entries > self._known_since and self._version != _UNKNOWN:
+            self.most = min(self.most, rows + self.entries - entries)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowBound:
         return RowBound()

@@ -21,7 +21,7 @@ from ..errors import TableFullError
 from .hash_table import HashTable, RowBound
 
 # Types of devices on which lookups do not wait for their errors.
-LATE_DEVICES = {"cuda"}
+DEFERRING_DEVICES = {"cuda"}
 
 # Words of a table in a report: rows in use before the lookup, new keys that did not fit (negative
 # for a damaged table), rows in use after it.
@@ -97,7 +97,7 @@ class Report:
             for table in inserting:
                 table.bound.lose()
         each = zip(inserting, sizes, strict=True)
-        self._marks = [table.bound.add(size, entries[table.number]) for table, size in each]
+        self._counted = [table.bound.add(size, entries[table.number]) for table, size in each]
         self._fits = all(table.bound.most <= table.capacity for table in inserting)
 
     def send(self, reports: Reports) -> None:
@@ -119,9 +119,9 @@ class Report:
         num_errors = device_library().sparsekit_num_errors()
         status = words[num_errors:].view(-1, _STATUS_WORDS).tolist()
         error: Exception | None = None
-        for table, mark in zip(self._inserting, self._marks, strict=True):
+        for table, counted in zip(self._inserting, self._counted, strict=True):
             before, refused, after = status[table.number]
-            table.bound.learn(after, mark)
+            table.bound.learn(after, counted)
             if refused < 0:
                 error = ValueError(
                     f"{table.name}: the table is damaged: its size is {before} of "
@@ -194,7 +194,7 @@ def reports_of(device: torch.device) -> Reports | None:
 
     Ops do so on the CPU, and on a device with checks on; see `sparsekit.checked`.
     """
-    if device.type not in LATE_DEVICES:
+    if device.type not in DEFERRING_DEVICES:
         return None
     reports = _reports.get(device)
     if reports is None:
@@ -205,7 +205,7 @@ def reports_of(device: torch.device) -> Reports | None:
     return reports
 
 
-def errors_are_late(device: torch.device) -> bool:
+def errors_are_deferred(device: torch.device) -> bool:
     """Return whether lookups on a device do not wait for their errors."""
     return reports_of(device) is not None
 

@@ -14,7 +14,7 @@ from ..distributed import Exchange, wrap_ddp
 from ..distributed.averaging import averaging_of
 from ..distributed.exchange import attempt
 from ..optim import clip_grad_norm_, split_embedding_variable_from_others
-from ..tables.reports import errors_are_late, raise_errors
+from ..tables.reports import errors_are_deferred, raise_errors
 from .feed import Share
 
 LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
@@ -65,7 +65,7 @@ class Step:
 
     def raise_errors(self, exchange: Exchange | None) -> None:
         """Raise, on all ranks, an error of an earlier step that has not been raised yet."""
-        if not errors_are_late(self._device):
+        if not errors_are_deferred(self._device):
             return
         if exchange is None:
             raise_errors(self._device)

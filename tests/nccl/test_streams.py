@@ -11,8 +11,8 @@ import pytest
 import simt
 import torch
 from conftest import generator
+from deferred_errors import deferred_errors
 from host_waits import waits_of
-from late_reports import late_reports
 
 import sparsekit
 from sparsekit.distributed import Exchange
@@ -308,7 +308,7 @@ def waits_of_ops(rank, tables):
     before = library.sparsekit_num_waits()
 
     def steps(of):
-        with late_reports(), simt.SimtMode():
+        with deferred_errors(), simt.SimtMode():
             of.step(of.batch(0), following := of.batch(1))
             of.step(following)
 

@@ -1,4 +1,4 @@
-"""Lets lookups with the host runner report their errors late, as lookups on a GPU do.
+"""Lets lookups with the host runner defer their errors, as lookups on a GPU do.
 
 Copies to the host are replaced by stand-ins that are made when a test says so. Threads may do this
 at the same time; each has its own reports, as the ranks have for which they stand.
@@ -97,7 +97,7 @@ class _Patch:
             if self._users > 1:
                 return
             self._patch = pytest.MonkeyPatch()
-            reports.LATE_DEVICES.add("cpu")
+            reports.DEFERRING_DEVICES.add("cpu")
             self._patch.setattr(reports, "_reports", _ReportsOfThread())
             self._patch.setattr(reports, "device_library", library)
             self._patch.setattr(reports, "HostCopy", Copy)
@@ -110,17 +110,17 @@ class _Patch:
                 _forget_errors()
                 library().sparsekit_set_checked(self._checked)
                 self._patch.undo()
-                reports.LATE_DEVICES.remove("cpu")
+                reports.DEFERRING_DEVICES.remove("cpu")
 
 
 _patch = _Patch()
 
 
 @contextmanager
-def late_reports(
+def deferred_errors(
     is_made: Callable[[int], bool] = _at_second_look, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Context in which this thread's lookups with the host runner report late.
+    """Context in which this thread's lookups with the host runner defer their errors.
 
     Args:
         is_made: called when the host looks whether a copy has been made, with the number of times

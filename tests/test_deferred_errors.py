@@ -1,4 +1,4 @@
-"""Errors of lookups on a device arrive late, name the layer, and are not lost."""
+"""Errors of lookups on a device are deferred, name the layer, and are not lost."""
 
 import copy
 import io
@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import generator
-from late_reports import late_reports, library
+from deferred_errors import deferred_errors, library
 from simt import SimtMode
 
 import sparsekit
@@ -19,7 +18,7 @@ from sparsekit.train import Trainer
 ROWS = 50
 
 
-def table(capacity=ROWS, name="late", **options):
+def table(capacity=ROWS, name="users", **options):
     torch.manual_seed(0)
     return sparsekit.DistributedEmbedding("sum", capacity, 4, 1, 8, seed=1, name=name, **options)
 
@@ -37,11 +36,11 @@ def at_once(looks):
 
 
 class Waits:
-    """Counts waits for reports, in lookups with the host runner that report late."""
+    """Counts waits for reports, in lookups with the host runner whose errors are deferred."""
 
     def __init__(self, is_made=at_once):
         self.count = 0
-        self._context = late_reports(is_made, self._waited), SimtMode()
+        self._context = deferred_errors(is_made, self._waited), SimtMode()
 
     def _waited(self):
         self.count += 1
@@ -88,7 +87,7 @@ def test_a_full_table_raises_at_once():
     layer = table(4)
     with Waits(never):
         layer(keys(1, 2, 3))
-        with pytest.raises(sparsekit.TableFullError, match=r"late.*3 of 4 rows.*2 new keys"):
+        with pytest.raises(sparsekit.TableFullError, match=r"users.*3 of 4 rows.*2 new keys"):
             layer(keys(3, 4, 5, 4))
         layer(keys(4))
         sparsekit.raise_errors()
@@ -113,7 +112,7 @@ def test_what_others_insert_is_counted(write):
             layer(keys(1, 2))
         write(layer)
         waits.count = 0
-        with pytest.raises(sparsekit.TableFullError, match=r"late.*of 50 rows"):
+        with pytest.raises(sparsekit.TableFullError, match=r"users.*of 50 rows"):
             layer(keys(*range(200, 210)))
         assert waits.count > 0
 
@@ -196,7 +195,7 @@ def test_an_error_arrives_within_a_few_lookups(fault, seed):
         while (error := error_of(draw.choice([layer, other]))) is None:
             lookups += 1
         assert lookups < MOST_REPORTS
-        assert error.startswith("late: ")
+        assert error.startswith("users: ")
         assert argument in error
         # It is raised once, and nothing that had been there was changed.
         for _ in range(3):
@@ -231,7 +230,7 @@ def test_a_save_after_a_fault_refuses(fault, tmp_path):
     with Waits(never):
         layer(keys(1))
         make(layer)
-        with pytest.raises(Exception, match=f"late: .*{argument}"):
+        with pytest.raises(Exception, match=f"users: .*{argument}"):
             checkpoint.save(layer, tmp_path / "one")
         assert not list(tmp_path.glob("one*"))
         checkpoint.save(layer, tmp_path / "two")
@@ -263,9 +262,9 @@ def test_checks_raise_what_is_on_its_way_first():
         layer(keys(1))
         key_out_of_range(layer)
         library().sparsekit_set_checked(1)
-        with pytest.raises(IndexError, match=r"late: .*keys"):
+        with pytest.raises(IndexError, match=r"users: .*keys"):
             layer(keys(1))
-        with pytest.raises(IndexError, match=r"late: key 1000000 at position 1"):
+        with pytest.raises(IndexError, match=r"users: key 1000000 at position 1"):
             key_out_of_range(layer)
 
 
@@ -277,22 +276,6 @@ def test_an_error_of_a_group_names_its_tables():
         group(dict.fromkeys(layers, keys(10**6)))
         with pytest.raises(IndexError, match=r"table 0, table 1, table 2 and 2 more: .*keys"):
             sparsekit.raise_errors()
-
-
-def test_two_lookups_of_the_same_batches_are_equal():
-    """Late or not, with tables of several kinds."""
-    inputs = [torch.randint(0, 40, (8, 1, 3), generator=generator(i)) for i in range(4)]
-    found = []
-    for late in (True, False):
-        layer = table()
-        with SimtMode():
-            if late:
-                with late_reports():
-                    found.append([layer(one).detach() for one in inputs])
-            else:
-                found.append([layer(one).detach() for one in inputs])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 class Model(torch.nn.Module):
@@ -322,6 +305,6 @@ def test_an_epoch_of_a_trainer_ends_with_its_errors(evaluates):
         return {"mean": float(model(torch.tensor([10**6])).mean())} if evaluates else {}
 
     with Waits(never):
-        with pytest.raises(IndexError, match=r"late: .*keys"):
+        with pytest.raises(IndexError, match=r"users: .*keys"):
             trainer.fit((ids,), epochs=1, batch_size=2, evaluate=evaluate)
         assert trainer.history == []
