@@ -243,11 +243,11 @@ class TablePlan:
     def _fresh_states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return states for all rows as they are before the first step."""
         weight = self.layer.weight
+        group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
         if isinstance(optimizer, RowOptimizer):
-            group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
             return untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
         # Adagrad is torch's only optimizer whose states do not begin with zeros.
-        initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
+        initial = group.get("initial_accumulator_value", 0.0)
         return {
             name: weight.detach().new_full(
                 (len(weight), *state.shape), initial, dtype=getattr(torch, state.dtype)

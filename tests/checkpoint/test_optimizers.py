@@ -191,6 +191,20 @@ def test_fresh_states_are_those_of_the_tables_group(tmp_path):
         assert (states[:3] > value).all()
 
 
+@pytest.mark.parametrize("kind", [optim.Adagrad, torch.optim.Adagrad])
+def test_fresh_states_of_adagrad_are_the_saved_initial_value(tmp_path, kind):
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    optimizer = kind(layer.parameters(), lr=0.1, initial_accumulator_value=0.25)
+    layer(torch.arange(3)).sum().backward()
+    optimizer.step()
+    checkpoint.save(layer, tmp_path / "a", optimizer)
+    loaded = kind(layer.parameters(), lr=0.1)  # takes on the saved settings
+    checkpoint.load(layer, tmp_path / "a", loaded)
+    (sums,) = (each for each in loaded.state[layer.weight].values() if each.dim())
+    assert sums[3:].unique().tolist() == [0.25]
+    assert (sums[:3] > 0.25).all()
+
+
 def test_a_state_of_a_tables_rows_of_another_shape(tmp_path):
     layer = sparsekit.Embedding(9, 2, name="ids")
     optimizer = optim.LazyAdam(layer.parameters(), lr=0.1)
