@@ -43,6 +43,12 @@ def test_a_loader_whose_length_is_not_known_has_no_facts():
     assert FitData([1, 2], None, None, 1).facts == {"batches": 2}
 
 
+def test_a_prefetcher_stands_for_its_source():
+    fit = FitData(Prefetcher([1, 2]), None, None, 1)
+    assert not fit.is_reader  # the prefetcher has a state only if its source has one
+    assert fit.facts == {"batches": 2}
+
+
 def test_a_checksum_of_a_part_of_another_tensor():
     x = torch.arange(12)
     assert checksum((x[::2],)) == checksum((x[::2].clone(),))
