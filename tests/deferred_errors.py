@@ -1,7 +1,7 @@
 """Lets lookups with the host runner defer their errors, as lookups on a GPU do.
 
-Copies to the host are replaced by stand-ins that are made when a test says so. Threads may do this
-at the same time; each has its own reports, as the ranks have for which they stand.
+Copies to the host are replaced by stand-ins that are complete when a test says so. Several threads
+may do this at once: each stands for a rank, and has reports of its own as a rank does.
 """
 
 import ctypes
@@ -43,13 +43,13 @@ class Copy:
         self._looks, self._made = 0, False
 
     def is_made(self) -> bool:
-        """Return whether the copy has been made; once it has, it stays so."""
+        """Return whether the copy has been made; once True, the answer stays True."""
         self._made = self._made or _thread.is_made(self._looks)
         self._looks += 1
         return self._made
 
     def wait(self) -> torch.Tensor:
-        """Return the words."""
+        """Return the words; call `on_wait` first if the copy has not been made."""
         if not self._made:
             self._made = True
             _thread.on_wait()
@@ -78,14 +78,14 @@ def library() -> ctypes.CDLL:
 
 
 def _forget_errors() -> None:
-    """Reset the words of errors, such as those of an update with the row of a refused key."""
+    """Reset the words of errors, which a test may leave behind."""
     words = torch.empty(library().sparsekit_num_errors(), dtype=torch.int64)
     tables, features = (torch.empty(0, n, dtype=torch.int64) for n in (3, 9))
     torch.ops.sparsekit_simt.group_find([], [], tables, [], [], features, words)
 
 
 class _Patch:
-    """Replaces what needs a device while any thread uses it."""
+    """Replaces everything that would need a device, while any thread is inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,8 +123,8 @@ def deferred_errors(
     """Context in which this thread's lookups with the host runner defer their errors.
 
     Args:
-        is_made: called when the host looks whether a copy has been made, with the number of times
-            that it has looked before.
+        is_made: called when the host asks whether a copy has been made, with the number of times
+            that it has asked before; returns the answer.
         on_wait: called if the host has to wait for a copy.
     """
     _thread.is_made, _thread.on_wait, _thread.reports = is_made, on_wait, None

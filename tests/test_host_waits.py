@@ -221,6 +221,33 @@ def test_waits_of_a_group(tables, fused, options):
     assert found == ({} if fused else {"ops of sparsekit": 1})
 
 
+def test_a_group_of_several_dtypes_features_and_options_waits_for_nothing():
+    layers = {
+        f"t{i}": sparsekit.DistributedEmbedding(
+            "sum",
+            1000,
+            8,
+            1,
+            seed=1,
+            name=f"several {i}",
+            dtype=dtype,
+            use_hashtable=False,
+            **options,
+        )
+        for i, (dtype, options) in enumerate(
+            [(torch.float32, {}), (torch.float64, {"padding_key": 7}), (torch.float64, {})]
+        )
+    }
+    features = {
+        "plain": "t0",
+        "padded": sparsekit.Feature("t1", combiner="mean"),
+        "truncated": sparsekit.Feature("t2", max_nnz=2, truncate=True),
+    }
+    group = sparsekit.EmbeddingGroup(layers, features)
+    batch = dict.fromkeys(features, (FLAT, OFFSETS))
+    assert waits_of(step_of(group, [batch]), group, batch).total() == 0
+
+
 def test_an_evaluation_waits_for_nothing():
     module = layer().eval()
     assert waits_of(lambda: module(KEYS), module, KEYS).total() == 0

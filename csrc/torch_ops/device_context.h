@@ -90,7 +90,7 @@ constexpr bool kOnDevice = true;
 // Kernels report invalid values in one word per device and kind of error: the smallest bad
 // position. Reading the words means waiting for the device, so a call reads them only with checks
 // on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups copy the words to
-// the host without a wait (sparsekit/lookup/reports.py), and a call that waits for another reason
+// the host without a wait (sparsekit/tables/reports.py), and a call that waits for another reason
 // throws the error.
 class DeviceContext {
  public:

@@ -1,9 +1,9 @@
-"""Changes bags on a device without waiting for it: padding, truncation, an order by slot.
+"""Drops padding, truncates bags and sorts them by slot on a device, without waiting for it.
 
 A lookup on the CPU checks bags and drops keys before it calls an op. Here the host knows neither
-the offsets nor the number of keys that remain. So keys are moved, not dropped: those that no bag
-keeps come last, in an extra bag that no output is made of. Bags that must be refused get an invalid
-first offset, which the op reports, as it does for invalid offsets.
+the offsets nor the number of keys that remain. So keys are moved, not dropped: keys that no bag
+keeps come last, in an extra bag that is not pooled. Bags that must be refused get an invalid first
+offset, so that the op reports them like other invalid offsets.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from .inputs import Bags, offsets_of
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes that a layer makes to its bags; limits count the keys of a bag or sample.
+    """Changes that a layer makes to its bags.
 
     Attributes:
         slots: number of slots of a sample.
         padding_key: key that is dropped.
-        max_nnz: limit on each bag, padding included.
-        max_feature_num: limit on each sample, padding included.
-        limits: limit of each slot, without padding; None for no limit.
-        truncate: whether a bag beyond its slot's limit keeps its first keys and is not refused.
+        max_nnz: limit on the keys of each bag, padding included.
+        max_feature_num: limit on the keys of each sample, padding included.
+        limits: for each slot, the limit on a bag's keys without padding; None for no limit.
+        truncate: whether a bag with more keys than its slot's limit is cut to its first keys;
+            otherwise the bags are refused.
         by_slot: whether bags must be sorted by slot.
     """
 
@@ -40,7 +41,7 @@ class Changes:
 
 
 def changed(bags: Bags, changes: Changes) -> Bags:
-    """Return the bags that a layer looks up, and the extra bag behind them.
+    """Return one `Bags`: the bags that a layer looks up, then the extra bag.
 
     Args:
         bags: values, offsets and weights are on a device; offsets may have invalid values.
@@ -49,10 +50,12 @@ def changed(bags: Bags, changes: Changes) -> Bags:
     n, count = len(bags.values), bags.count
     places = torch.arange(n + 1, device=bags.values.device)
     given = places if bags.offsets is None else bags.offsets.to(torch.int64)
+    end = given.new_full((1,), n)
     if n == 0 or count == 0:
-        return Bags(bags.values, torch.cat([given, given.new_full((1,), n)]), bags.weights)
-    of_bags = _Limits(given, bags.slot_major, changes)
-    # Clamped, invalid offsets address no memory out of bounds.
+        # Nothing moves. Where offsets do not end at n, the end that is refused is one too large.
+        return Bags(bags.values, torch.cat([given, end + (given[-1:] != n)]), bags.weights)
+    of_bags = _Limits(given, n, bags.slot_major, changes)
+    # Clamp the offsets, so that invalid ones cannot address memory out of bounds.
     offsets = given.clamp(0, n)
     order = None
     keep = None
@@ -69,7 +72,7 @@ def changed(bags: Bags, changes: Changes) -> Bags:
     if changes.by_slot and not bags.slot_major:
         of_slots, offsets = _slot_by_slot(offsets, changes.slots, places)
         order = of_slots if order is None else order[of_slots]
-    offsets = torch.cat([offsets, offsets.new_full((1,), n)])
+    offsets = torch.cat([offsets, end])
     offsets[:1].masked_fill_(of_bags.refused, -1)
     values, weights = bags.values, bags.weights
     if order is not None:
@@ -78,18 +81,18 @@ def changed(bags: Bags, changes: Changes) -> Bags:
 
 
 class _Limits:
-    """The limits on bags with these offsets.
+    """Checks of bags with offsets `given`, which should rise from 0 to n.
 
     Attributes:
         refused: bool ``[]``, whether the bags must be refused.
         most: the limit of each bag, without padding.
     """
 
-    def __init__(self, given: torch.Tensor, slot_major: bool, changes: Changes) -> None:
+    def __init__(self, given: torch.Tensor, n: int, slot_major: bool, changes: Changes) -> None:
         self._truncate = changes.truncate
         counts = given.diff()
         samples = len(counts) // changes.slots
-        self.refused = (given[0] != 0) | (counts < 0).any()
+        self.refused = (given[0] != 0) | (given[-1] != n) | (counts < 0).any()
         if changes.max_nnz is not None:
             self.refused |= (counts > changes.max_nnz).any()
         if changes.max_feature_num is not None:
@@ -103,13 +106,13 @@ class _Limits:
             self.most = (each if slot_major else each.T).reshape(-1)
 
     def refuse_beyond(self, offsets: torch.Tensor) -> None:
-        """Refuse bags with these offsets that are beyond the limits of their slots."""
+        """Refuse all bags if one of them, by these offsets, has more keys than its slot allows."""
         if not self._truncate:
             self.refused |= (offsets.diff() > self.most).any()
 
 
 def _bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the bag of each place; any bag if offsets are invalid."""
+    """Return the bag of each place; an arbitrary bag if offsets are invalid."""
     return torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
 
 
@@ -126,7 +129,10 @@ def _dropped_last(
 def _slot_by_slot(
     offsets: torch.Tensor, slots: int, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order that sorts bags by slot, and their offsets; keys behind them stay there."""
+    """Return the order that sorts bags by slot, and the sorted bags' offsets.
+
+    Keys behind the last bag stay where they are.
+    """
     begins, counts = (x.view(-1, slots).T.reshape(-1) for x in (offsets[:-1], offsets.diff()))
     sorted_offsets = offsets_of(counts)
     place = places[:-1]

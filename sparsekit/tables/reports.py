@@ -1,9 +1,11 @@
 """Reports of lookups on a device, which the host reads later, without waiting.
 
-An op that inserts keys on a device writes how many rows each table had in use, and the errors that
-kernels have found since the last report. The host starts a copy of this report, and reads it in a
-later lookup. Until then it knows an upper bound on the rows in use: the last known number and all
-keys that have been looked up since. Only a lookup whose keys might not fit waits for its report.
+An op that inserts keys on a device writes a report: the rows in use in each table before and after
+it, and the errors that kernels have found since the last report. An op that only finds keys reports
+the errors alone. The host starts a copy of the report, and reads it in a later lookup. Until then
+it knows an upper bound on the rows in use: the last known number and all keys that have been looked
+up since. A lookup waits for its own report only if its keys might not fit, and for the oldest one
+if too many are on their way.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from .hash_table import HashTable, RowBound
 DEFERRING_DEVICES = {"cuda"}
 
 # Words of a table in a report: rows in use before the lookup, new keys that did not fit (negative
-# for a damaged table), rows in use after it.
+# for a damaged table), rows in use after the lookup.
 _STATUS_WORDS = 3
 
-# Number of reports on their way, so an error is raised at most this number of lookups late. A
-# lookup that would exceed it waits for the oldest report.
+# Largest number of reports on their way, so an error of a lookup is raised at most this number of
+# lookups later. A lookup that would exceed it waits for the oldest report.
 MOST_REPORTS = 8
 
 
 class HostCopy:
-    """A copy of a tensor of a device in page-locked memory, made in the order of the stream."""
+    """A copy of a device's tensor in page-locked host memory, made in stream order."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -52,7 +54,7 @@ class HostCopy:
 
 
 class Inserting(NamedTuple):
-    """A table that inserts keys, without the table itself, which is freed when its layer is."""
+    """Facts about a table that inserts keys; the table itself can be freed with its layer."""
 
     number: int  # index among the tables of a lookup
     bound: RowBound
@@ -73,7 +75,7 @@ class Report:
         device: device of the tables.
         names: names of the tables.
         inserting: the tables among them that insert keys.
-        sizes: the tensor `size` of each of these.
+        sizes: the tensor `size` of each table in `inserting`.
         entries: for each table, an upper bound on the number of keys that are looked up.
 
     Attributes:
@@ -101,13 +103,13 @@ class Report:
         self._fits = all(table.bound.most <= table.capacity for table in inserting)
 
     def send(self, reports: Reports) -> None:
-        """Start the copy to the host; wait for it only if the keys may not have fitted.
+        """Start the copy to the host; wait for it only if it is not certain that the keys fit.
 
         Raises:
             IndexError, ValueError, TableFullError: an error of this lookup or of an earlier one.
         """
         if self._in_graph:
-            return  # a replay would copy it again; errors stay on the device
+            return  # a replay would repeat the copy; errors stay on the device
         self.copy = HostCopy(self.words)
         reports.add(self)
         if not self._fits:
@@ -163,7 +165,11 @@ class Reports:
                 self._sent.popleft().read()
 
     def drain(self) -> None:
-        """Wait for all reports, and read them; raises the same errors as `poll`."""
+        """Wait for all reports, and read them.
+
+        Raises:
+            IndexError, ValueError, TableFullError: as `poll`; the other reports are left for later.
+        """
         with self._lock:
             while self._sent:
                 self._sent.popleft().read()
@@ -175,7 +181,7 @@ def entries_by_table(
     """Return an upper bound on the number of keys that a call looks up in each table.
 
     Args:
-        limits: the table, the source and the most keys of each feature.
+        limits: for each feature, its table, its source, and the most keys that it can look up.
         keys: keys of each source.
         num_tables: number of tables.
     """
@@ -192,7 +198,11 @@ _reports: dict[torch.device, Reports] = {}
 def reports_of(device: torch.device) -> Reports | None:
     """Return the reports of a device; None if ops on it raise their errors themselves.
 
-    Ops do so on the CPU, and on a device with checks on; see `sparsekit.checked`.
+    Ops raise their errors themselves on the CPU, and on any device while checks are on; see
+    `sparsekit.checked`.
+
+    Raises:
+        IndexError, ValueError, TableFullError: checks are on, and a lookup before that has failed.
     """
     if device.type not in DEFERRING_DEVICES:
         return None
@@ -213,13 +223,17 @@ def errors_are_deferred(device: torch.device) -> bool:
 def raise_errors(device: torch.device | str | None = None) -> None:
     """Wait for a device, and raise the error that an earlier call on it has found.
 
-    With `sparsekit.checked` off, a CUDA op does not wait for its kernels, so an invalid key, offset
-    or row raises up to 8 lookups later. Saving a checkpoint, and the end of an evaluation or of
-    `Trainer.fit`, call this function; a training loop of one's own calls it before its results are
-    used. On the CPU ops raise their errors themselves, and this function does nothing.
+    With `sparsekit.checked` off, a CUDA op does not wait for its kernels, so an invalid key or
+    offset raises an error up to 8 lookups later. A save of a checkpoint and the end of each epoch
+    of `Trainer.fit`, after its evaluation, call this function; in your own training loop, call it
+    before you use the results. On the CPU ops raise their errors themselves, and this function does
+    nothing.
+
+    It waits for the current stream of each device. If several calls have failed, it raises the
+    oldest error; the next call raises the next one.
 
     Args:
-        device: the device; None for all devices that have been used.
+        device: the device, or a type of devices such as ``"cuda"``; None for all devices in use.
 
     Raises:
         IndexError, ValueError, TableFullError: the error; it is raised once.
