@@ -470,9 +470,10 @@ def test_second_derivatives(device) -> None:
 
     assert torch.autograd.gradgradcheck(cubed, (weight,))
     weights.requires_grad_()
-    (grad,) = torch.autograd.grad(cubed(weight).sum(), weights, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        grad.sum().backward()
+    for first in (weights, weight):
+        (grad,) = torch.autograd.grad(cubed(weight).sum(), first, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            grad.sum().backward()
 
 
 def test_a_size_beyond_any_memory_is_refused() -> None:

@@ -82,7 +82,7 @@ def catch_up(case, dtype, rows):
 
 
 def group(dtype=torch.float32, weighted=False):
-    """Return a group of two tables, one of them without a hash table, and two sources."""
+    """Return a group of two tables, one of them without a hash table, two sources, 3 features."""
     made = Group(dtype, [3, 4], [9, 9], [True, False], [1, 1])
     made.hash_tables[0].find_or_insert(int64(5, 6))
     weights = torch.rand(3 if weighted else 0, dtype=accumulate_dtype(dtype))
@@ -90,7 +90,8 @@ def group(dtype=torch.float32, weighted=False):
         Source(int64(6, 5, 6), int64(0, 2, 3), weights),
         Source(int64(3, 1).int(), int64(), weights[:0]),
     ]
-    made.ask(0, 0, 0, 2, "mean")
+    made.ask(0, 0, 0, 1, "mean")
+    made.ask(0, 0, 1, 1, "mean")
     made.ask(1, 1, 0, 2, "none")
     return made
 

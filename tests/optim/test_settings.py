@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit.optim import settings
+from sparsekit.optim import RMSProp, settings
 from sparsekit.optim.settings import allowed_values, given, one_of
 
 
@@ -71,3 +71,15 @@ def test_choices_are_named():
 def test_settings_are_the_other_arguments_in_order():
     arguments = {"self": 1, "params": 2, "lr": 3, "__class__": 4, "eps": 5}
     assert list(given(arguments).items()) == [("lr", 3), ("eps", 5)]
+
+
+@pytest.mark.parametrize("zero", ["alpha", "eps", "initial_accumulator_value"])
+def test_a_given_zero_is_not_the_default(zero):
+    """The default depends on the form; eps is of the size of the squared gradient, to show."""
+    values = {"alpha": 0.5, "eps": 2.5e-11, "initial_accumulator_value": 5e-11, zero: 0.0}
+    weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+    weight.grad = torch.full((1, 1), 1e-5, dtype=torch.float64)
+    RMSProp([weight], lr=1, form="tensorflow", **values).step()
+    alpha, eps, initial = values.values()
+    mean_square = alpha * initial + (1 - alpha) * 1e-10
+    assert weight.item() == pytest.approx(-1e-5 / (mean_square + eps) ** 0.5)
