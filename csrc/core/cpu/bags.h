@@ -1,4 +1,4 @@
-// Divisors of pooled sums, the gradients of bags, and the minimum number of bags per thread.
+// Computes divisors of pooled sums, gradients of bags, and the minimum number of bags per thread.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,8 @@ template <class A>
   return total;
 }
 
-// Returns the divisor of the bag with the entries [begin, end), or 0 for a bag whose result is
-// zeros.
+// Returns the divisor of the sum of the bag with the entries [begin, end). Returns 0 if the result
+// of the bag is zeros.
 template <class A>
 inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;
@@ -37,7 +37,7 @@ inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
-// Divides instead of multiplying by the inverse, which is infinite for a tiny divisor.
+// Divides `x` instead of multiplying it by 1 / divisor, which is infinite for a tiny divisor.
 template <class X, class A>
 X divided(X x, A divisor) {
   return divisor == 0 ? X{} : x / divisor;
@@ -49,7 +49,7 @@ inline int64_t bag_grain(int64_t n, int64_t num_bags, int64_t dim) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));
 }
 
-// The entries of a table's bags as input of a segment reduction: the row of each entry is the
+// The entries of a table's bags as the input of a segment reduction: each entry contributes the
 // gradient of its bag.
 template <class T, bool kScaled>
 struct BagGradients {

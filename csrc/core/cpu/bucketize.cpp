@@ -8,24 +8,25 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Like sparsekit::owner_of, but whether there is a map is a template argument, so that loops do not
-// test it.
+// Like sparsekit::owner_of, but a template argument says whether there is a map, so that loops do
+// not test for one.
 template <bool kMapped>
 int64_t owner_of(int64_t key, const Owners& owners) {
   if constexpr (kMapped) return owners.map[virtual_shard_of(key)];
   return owner_by_modulo(key, owners);
 }
 
-// Number of keys per chunk; one thread counts, and later moves, the keys of a chunk. The number is
-// fixed, so that the counts of a chunk do not depend on the number of threads.
+// Number of keys per chunk. One thread counts the keys of a chunk and later moves them. The number
+// is fixed, so that the counts of a chunk do not depend on the number of threads.
 constexpr int64_t kChunk = 16384;
 
 int64_t num_chunks(int64_t n) {
   return (n + kChunk - 1) / kChunk;
 }
 
-// Counting sort in two passes over the keys. `next` [chunks, world_size] first holds the number of
-// keys of each owner in a chunk, then the position of the chunk's next key for that owner.
+// Sorts the keys by owner with a counting sort, in two passes over the keys. `next` [chunks,
+// world_size] first holds the number of keys that each owner has in a chunk. Later it holds the
+// position of the chunk's next key for that owner.
 template <bool kMapped, class Key>
 int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_owner,
                       int64_t* counts, int64_t* permutation, int64_t* next,

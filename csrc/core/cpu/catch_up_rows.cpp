@@ -5,12 +5,12 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Number of columns that are advanced together, so that they stay in registers or at least in the
-// first-level cache.
+// Number of columns that are advanced together. It is small, so that they stay in registers or in
+// the first-level cache.
 constexpr int64_t kBlock = 32;
 
-// Advances `width` columns of a row by `count` steps. The first `replayed` steps are made one by
-// one; the remaining steps only change states.
+// Advances `width` columns of a row by `count` steps. The first `replayed` steps are computed one
+// by one. The remaining steps change only the states, not the weights.
 template <class Rule, class T>
 void replay(const Rule& rule, const double* numbers, int64_t replayed, int64_t count, int64_t width,
             T* w, Acc<T>* const* states) {
@@ -25,7 +25,7 @@ void replay(const Rule& rule, const double* numbers, int64_t replayed, int64_t c
       A one[kStates];
       for (int k = 0; k < kStates; ++k) one[k] = state[k][j];
       Rule::step(of_step, A{0}, weight[j], one);
-      weight[j] = load(store<T>(weight[j]));  // round, as storing the weight after each step would
+      weight[j] = load(store<T>(weight[j]));  // round as if the weight were stored after each step
       for (int k = 0; k < kStates; ++k) state[k][j] = one[k];
     }
   }

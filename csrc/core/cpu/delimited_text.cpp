@@ -90,7 +90,8 @@ const char* find_byte(const char* p, const char* end, char wanted) {
     uint64_t word = 0;
     for (int i = 0; i < 8; ++i) word |= uint64_t{static_cast<uint8_t>(p[i])} << (8 * i);
     word ^= pattern;
-    // The lowest set bit marks the first zero byte; higher bits may be false alarms.
+    // The lowest set bit marks the first zero byte. Higher bits may be set for bytes that are not
+    // zero.
     const uint64_t zeros = (word - kOnes) & ~word & kOnes << 7;
     if (zeros != 0) return p + (__builtin_ctzll(zeros) >> 3);
   }
@@ -145,8 +146,8 @@ bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, c
         const int i = __builtin_ctzll(opening);
         opening &= opening - 1;
         if (begins_field(i)) continue;
-        // A quote within an unquoted field is text: it changes no state, so undo its effect on all
-        // later bytes.
+        // This quote is within an unquoted field, where it is an ordinary character. Undo its
+        // effect on all later bytes.
         quotes ^= uint64_t{1} << i;
         inside ^= ~uint64_t{0} << i;
         opening = quotes & inside & ~uint64_t{0} << i;
@@ -205,7 +206,7 @@ class Part {
     }
   }
 
-  // Parses a quoted field and moves p past the closing quote; two quotes in a row stand for one.
+  // Parses a quoted field and moves p past the closing quote. Two consecutive quotes stand for one.
   bool read_quoted(const char*& p, const char* end, std::string_view& text, Malformed& why) {
     const char* const begin = ++p;
     p = find_byte(p, end, format_.quote);

@@ -23,12 +23,12 @@ struct Distinct {
   uint32_t count;
 };
 
-// A hash table of 32-bit entries. An entry is 0 if empty; otherwise its low bits hold a key's
-// number plus one, and its other bits a tag from the key's hash, which rules out most other keys
-// without a comparison. A key is put into the first group with an empty entry, starting at its home
-// group. Which entry of a group it gets is unpredictable, so a group is compared as a whole,
-// without branches. The table grows with the number of distinct keys, so with repetitive keys it
-// stays in a faster cache.
+// A hash table of 32-bit entries. An empty entry is 0. Otherwise, the low bits hold a key's number
+// plus one, and the other bits hold a tag from the key's hash. The tag rules out most other keys
+// without a comparison of keys. A key is put into the first group with an empty entry, starting at
+// its home group. Its position in the group is unpredictable, so all entries of a group are
+// compared at once, without branches. The table grows with the number of distinct keys, so it stays
+// in a faster cache if keys repeat often.
 template <class Key>
 class DistinctKeyMap {
  public:
@@ -53,8 +53,8 @@ class DistinctKeyMap {
   }
 
   // Inserts the keys [begin, end) and calls visit(i, number) for each key, with kFirst set in
-  // `number` at first occurrences. A key may first be visited with a wrong number; its last visit
-  // has the right number. Given is Key or a narrower type.
+  // `number` at first occurrences. visit may be called twice for a key, first with a wrong number;
+  // the last call has the right number. `Given` is `Key` or a narrower type.
   template <class Given, class Visit>
   void add(const Given* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
@@ -65,8 +65,8 @@ class DistinctKeyMap {
   }
 
   // Looks up the keys others [n] and calls visit(i, number) for each key, with kAbsent if the key
-  // is not in the table. Does not change the table. A key may first be visited with kAbsent; its
-  // last visit has the right number.
+  // is not in the table. Does not change the table. visit may be called twice for a key, first with
+  // kAbsent; the last call has the right number.
   template <class Visit>
   void find(const Distinct<Key>* others, int64_t n, Visit&& visit) const {
     each_block([=](int64_t i) { return others[i].key; }, 0, n,
@@ -76,9 +76,9 @@ class DistinctKeyMap {
                });
   }
 
-  // Returns the index of the first entry for a range of keys, given the number of preceding ranges
-  // and their total number of keys. Each range gets at least as many entries as entries_for()
-  // requires.
+  // Returns the index of the first entry that a range of keys uses, given the number of preceding
+  // ranges and the total number of keys in them. Each range gets at least as many entries as
+  // entries_for() requires.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
     return (48 * ranges + 16 * keys / 5) / 16 * 16;
   }
@@ -119,12 +119,12 @@ class DistinctKeyMap {
     return entries_ + kGroup * (position & last_group_);
   }
 
-  // Takes the tag from the middle of the hash: its low bits choose the group, and its high bits
-  // choose the part in ByHash.
+  // Takes the tag from the middle of the hash, since the low bits choose the group and the high
+  // bits choose the part in ByHash.
   uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
 
-  // Calls use(position, count, hashes) for blocks of keys. The groups of a block have been
-  // prefetched one block earlier.
+  // Calls use(position, count, hashes) for blocks of keys. While one block is used, the groups of
+  // the next block are prefetched.
   template <class KeyAt, class Use>
   void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) const {
     uint64_t hashes[2][kBlock];
@@ -141,35 +141,35 @@ class DistinctKeyMap {
     }
   }
 
-  // Searches the home group of every key, without a branch or a store that the next lookup would
-  // have to wait for. Distinct keys are only prefetched, not compared. numbers[k] becomes 0 if key
-  // k is certainly absent. Otherwise it becomes 1 plus the number of the only distinct key that key
-  // k can equal, if key k is in its home group at all.
+  // Searches only the home group of each key, without branches and without a store that the next
+  // lookup would have to wait for. Prefetches distinct keys but does not compare them. numbers[k]
+  // becomes 0 if key k is certainly absent. Otherwise it becomes 1 plus the number of a candidate
+  // to compare key k with. A key that differs from its candidate may still be in the table.
   void look_up_block(const uint64_t* hashes, int count, uint32_t* numbers) const {
     const uint32_t number_bits = number_bits_;
     const Distinct<Key>* distinct = distinct_;
     for (int k = 0; k < count; ++k) {
       const uint32_t* group = group_at(hashes[k]);
       const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
-      // Without a match, take the last entry, which is empty or belongs to another key.
+      // Without a match, take the last entry. It is empty or belongs to another key.
       numbers[k] = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
       prefetch(&distinct[numbers[k]]);
     }
   }
 
-  // Which keys are new is unpredictable, so all keys of a block are looked up first, without
-  // branches, and the missing keys are inserted afterwards. While nearly all keys are new, branches
-  // are predicted well, and the lookup is skipped.
+  // Branches on whether a key is new are mispredicted. So all keys of a block are first looked up
+  // without branches, and the missing keys are inserted afterwards. While nearly all keys are new,
+  // such branches are predicted well, and the lookup is skipped.
   template <class Given, class Visit>
   void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
     uint64_t missing = ~uint64_t{0} >> (kBlock - count);
-    if (!mostly_new_) {  // in this case keys have been added, so distinct_[0] exists
+    if (!mostly_new_) {  // then keys have been added, so distinct_[0] exists
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;
-      // An absent key keeps the number 0. It is then compared with the first distinct key, from
-      // which it differs.
+      // An absent key keeps the number 0, so it is compared with the first distinct key and found
+      // to differ.
       for (int k = 0; k < count; ++k) numbers[k] -= numbers[k] != 0;
       uint64_t found = 0;
       for (int k = 0; k < count; ++k) {
@@ -216,8 +216,9 @@ class DistinctKeyMap {
     }
   }
 
-  // Returns the number of a key, or absent(group, empty) with the first group that has an empty
-  // entry, and the mask of its empty entries.
+  // Returns the number of a key. If the key is not in the table, returns absent(group, empty),
+  // where `group` is the first group with an empty entry and `empty` is the mask of its empty
+  // entries.
   template <class Absent>
   uint32_t search(Key key, uint64_t hash, const Absent& absent) const {
     const uint32_t tag = tag_of(hash);

@@ -13,7 +13,7 @@
 
 namespace sparsekit::cpu {
 
-// Calls use(keys, begin, end) with the keys of a source in their actual type.
+// Calls use(keys, begin, end), where `keys` are the keys of the source as int64_t or int32_t.
 template <class Use>
 void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use) {
   if (source.wide_keys) {
@@ -23,8 +23,9 @@ void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use)
   }
 }
 
-// The distinct keys of each table of a call. The type Table has the members first_feature,
-// features, first_entry and n. Each small table is handled by one thread.
+// The distinct keys of each table in a call. The type Table has the members first_feature,
+// features, first_entry and n. Large tables are handled by all threads, one after another; each
+// small table is handled by one thread.
 template <class Table>
 class DistinctKeys {
  public:
@@ -38,8 +39,8 @@ class DistinctKeys {
   int64_t* counts = nullptr;   // [num_tables] number of distinct keys
   bool distinct = true;        // if false, every entry counts as a distinct key
 
-  // Returns the workspace size in bytes of each(); the workspace must be 64-byte aligned. Pass the
-  // same `order` [num_tables] to both functions.
+  // Returns the size in bytes of the workspace for each(). The workspace must be 64-byte aligned.
+  // Pass the same buffer `order` [num_tables] to both functions.
   int64_t workspace_bytes(int32_t* order, const ParallelFor& parallel_for) const {
     const SharedJobs jobs = shared(order, parallel_for);
     int64_t together = 0, alone = 0;
@@ -52,8 +53,8 @@ class DistinctKeys {
   }
 
   // Numbers the keys of each table t, then calls then(t, keys, scratch, parallel_for) with the
-  // table's distinct keys and scratch [n]; parallel_for runs on the threads that the call may use.
-  // A table without entries gets the count 0, and `then` is not called for it.
+  // table's distinct keys and a buffer scratch [n]. That `parallel_for` uses only the threads that
+  // `then` may use. A table without entries gets the count 0, and `then` is not called for it.
   template <class Then>
   void each(int32_t* order, void* workspace, const ParallelFor& parallel_for,
             const Then& then) const {
@@ -75,14 +76,14 @@ class DistinctKeys {
   // Minimum number of keys per thread.
   static constexpr int64_t kWorth = 8192;
 
-  // Buffers for n entries of one table. Which arrays are used depends on `alone`: true if one
-  // thread handles the table.
+  // Buffers for n entries of one table. `alone` is true if one thread handles the table; it selects
+  // the arrays that are used.
   struct Memory {
     int64_t* keys;     // [n] distinct keys
     int64_t* scratch;  // [n]
     Distinct<int64_t>* distinct = nullptr;
     uint32_t* entries = nullptr;
-    int64_t* given = nullptr;  // [n] keys, in order of entries
+    int64_t* given = nullptr;  // [n] keys of the table, in order of entries
     void* unique = nullptr;
 
     Memory(Arena& arena, int64_t n, bool alone)

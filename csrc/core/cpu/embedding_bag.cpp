@@ -9,7 +9,7 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Describes the bags as the only feature of a group.
+// Describes the bags as a group with a single feature.
 template <class T>
 FeatureBags<T> only_feature(const Bags& bags, const Acc<T>* sample_weights, Combiner combiner,
                             int64_t dim) {
@@ -45,7 +45,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
   FeatureBags<T> feature = only_feature<T>(bags, sample_weights, combiner, dim);
   feature.out = out;
   const PooledTable<T> table{weight, num_rows, dim, dim, nullptr, 0, nullptr, {}};
-  alignas(64) char workspace[64];  // large enough without initial vectors
+  alignas(64) char workspace[64];  // large enough, since there are no initial vectors
   return group_embedding_bag<T>(&table, &feature, 1, {bags.rows, nullptr}, workspace, parallel_for);
 }
 

@@ -8,13 +8,13 @@ namespace {
 constexpr int64_t kGrain = 65536;
 
 inline bool is_bad_bag(int64_t low, int64_t high, int64_t n, int64_t most) {
-  // Unsigned, since the difference of bad offsets may overflow.
+  // Use unsigned arithmetic, since the difference of invalid offsets may overflow.
   const uint64_t length = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
   return (high < low) | (high > n) | (length > static_cast<uint64_t>(most));
 }
 
-// Checks the offsets of the bags [begin, end). The loop has no branch, so that it can be
-// vectorized.
+// Checks the offsets of the bags [begin, end). The loop has no branches, so that the compiler can
+// vectorize it.
 template <class Offset>
 bool good_offsets(const Offset* offsets, int64_t begin, int64_t end, int64_t n, int64_t most) {
   bool bad = false;

@@ -9,9 +9,9 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Sorts the keys [n] of a table by owner into sorted [n]; places [n] receives the position of each
+// Sorts the keys [n] of a table by owner into sorted [n]. places [n] receives the position of each
 // key in `sorted`. counts[r * stride] becomes the number of keys that rank r owns. Returns false if
-// the owner of some key is not a rank; such keys are assigned to rank 0.
+// the owner of any key is not a valid rank; such keys are assigned to rank 0.
 bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t* owner_of_key,
                    int64_t* sorted, int32_t* places, int64_t* counts, int64_t stride) {
   const int64_t world_size = owners.world_size;
@@ -26,8 +26,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
     owner_of_key[j] = static_cast<int32_t>(owner);
     ++counts[owner * stride];
   }
-  // Counts become start positions, which advance while keys are moved; afterwards these positions
-  // are turned back into counts.
+  // Turn counts into start positions. They advance while keys are moved, and are then turned back
+  // into counts.
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) begin += std::exchange(counts[r * stride], begin);
   for (int64_t j = 0; j < n; ++j) {
@@ -43,8 +43,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
 // each key.
 constexpr int64_t kFewRanks = 16;
 
-// Computes the row at which the vector of each key of a table begins. Intermediate results of the
-// unsigned arithmetic may wrap around; only the final rows have to fit.
+// Computes the row at which the vector of each key of a table begins. Unsigned intermediate results
+// may wrap around; only the final rows have to fit.
 void rows_of_few_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
                        const int32_t* places, int32_t* rows) {
   const auto at = [=](int64_t r, int64_t place) {
@@ -101,7 +101,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
   const RoutedTable& last = tables[num_tables - 1];
   Arena parts(workspace);
   auto* sorted = parts.take<int64_t>(last.first_entry + last.n);
-  auto* next = parts.take<int64_t>(num_tables);  // position of each table's next sorted key
+  auto* next = parts.take<int64_t>(num_tables);  // position of the next sorted key of each table
   auto* rest = parts.take<char>(0);
   std::fill_n(to.counts, world_size * num_tables, int64_t{0});
   const DistinctKeys<RoutedTable> keys_of{tables, num_tables, sources,    features,
@@ -115,7 +115,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
                      sorted + first, to.places + first, to.counts + t, num_tables);
                  if (!good) bad.report(t);
                });
-  // For each rank, concatenate its keys of all tables.
+  // For each rank, concatenate the keys of all tables that it owns.
   for (int64_t t = 0; t < num_tables; ++t) next[t] = tables[t].first_entry;
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {

@@ -16,8 +16,9 @@ namespace {
 
 // ---- pooling ----
 
-// Maps a feature's entries, counted from the first one, to rows. Its members are copies, since the
-// compiler must assume that a store to `out` may change anything that a pointer refers to.
+// Maps an entry of a feature to its row; entry 0 is the feature's first one. The members are
+// copies, since the compiler must assume that a store to `out` may change anything that a pointer
+// refers to.
 template <class T, class Index>
 struct EntryRows {
   const T* weight;
@@ -26,7 +27,7 @@ struct EntryRows {
   const int32_t* rows;  // used only if Index is int32_t
   int64_t num_listed;
 
-  // Returns the row of entry i: -1 if it has none, num_rows if its position is invalid.
+  // Returns the row of entry i, -1 if the entry has no row, or num_rows if its index is invalid.
   int64_t row_number(int64_t i) const {
     int64_t row = index[i];
     if constexpr (sizeof(Index) == sizeof(*rows)) {
@@ -77,7 +78,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   const int64_t distance = rows_ahead<T>(dim);
   const auto ahead = [=](int64_t i) {
     if (i + distance >= n) return;
-    // This row is not checked yet; even computing the address of an invalid one would be undefined.
+    // This row is not checked yet. Even computing the address of an invalid row would be undefined.
     const int64_t r = rows.row_number(i + distance);
     if (rows.is_row(r)) prefetch_row(rows.vector(r), dim);
   };
@@ -113,7 +114,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
     const int64_t last = bounds[b + 1] - first_entry;
     pool(first, last, pooled, row);
     // If keys were absent, pool the bag again with their initial vectors. A single loop for both
-    // cases would keep its sums in memory; this would slow down the common case.
+    // cases would keep its sums in memory, which would slow down the common case.
     if (has_absent && table.seed != nullptr) pool(first, last, pooled, row_or_initial);
     has_absent = false;
     first = last;
@@ -199,7 +200,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        // An invalid index stays invalid; the sum reports it.
+        // Keep an invalid index invalid: the sum reports it.
         const int64_t number = index[i];
         numbers[i] = static_cast<uint64_t>(number) < static_cast<uint64_t>(num_rows)
                          ? place[number]
@@ -227,7 +228,7 @@ int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumb
   const auto check = [&](const auto* numbers, const SummedTable<T>& table) {
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=, &bad](int64_t begin, int64_t end) {
-      // Compute the maximum first: unlike a search, that can be vectorized.
+      // Compute the maximum first: unlike a search, this loop can be vectorized.
       auto largest = std::numeric_limits<std::decay_t<decltype(*numbers)>>::min();
       for (int64_t i = begin; i < end; ++i) largest = std::max(largest, numbers[i]);
       if (largest < num_rows) return;
@@ -284,8 +285,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
   const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
   int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
-    // Make only as many units per feature as are needed to balance the threads: the first rows of
-    // each unit are not prefetched.
+    // The first rows of each unit are not prefetched, so make only as many units per feature as are
+    // needed to balance the threads.
     const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
     return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };

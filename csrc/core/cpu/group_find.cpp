@@ -45,7 +45,7 @@ struct Lookup {
         hash_table_find_or_insert(table.buckets, table.num_buckets, table.hash_seed, table.size,
                                   table.capacity, keys, n, found, parallel_for);
     if (refused[t] != 0) return;
-    // Writing fails only in a damaged table, which has a row beyond the weight.
+    // Writing fails only if the table is damaged and has a row beyond the weight.
     if (*table.size > size_before &&
         write(new_rows[t], table.capacity, keys, found, n, size_before, parallel_for) >= 0) {
       refused[t] = -1;

@@ -10,14 +10,14 @@ namespace {
 
 constexpr int64_t kGrain = 2048;
 
-// Number of keys in flight: enough to hide the latency of a memory access, few enough for the
+// Number of keys in flight: enough to hide the latency of a memory access, but few enough for the
 // line-fill buffers.
 constexpr int kBlock = 16;
 
 // Calls use(position, count, homes, next_homes) for blocks of the keys [begin, end), until a call
-// returns false. homes are the home buckets of the block, next_homes the home buckets of the next
-// kBlock keys, which `use` must prefetch one by one as it proceeds. Home buckets are computed for a
-// whole block, so that the compiler can vectorize the loop.
+// returns false. `homes` are the home buckets of the block. `next_homes` are the home buckets of
+// the next kBlock keys; `use` must prefetch them one by one as it proceeds. Home buckets are
+// computed for a whole block, so that the compiler can vectorize the loop.
 template <class Key, class Use>
 void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Use&& use) {
@@ -40,8 +40,8 @@ void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const 
 }
 
 // Searches only the home buckets of a block of keys. Returns a bit mask of the keys that were not
-// found there; the rows of these keys are undefined. There is no branch on the result of a
-// comparison, since such a branch could not be predicted.
+// found there; the rows of these keys are undefined. Does not branch on the result of a comparison,
+// since the branch would be mispredicted.
 template <class Key, class Row>
 uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
                       int count, Row* rows) {
@@ -98,8 +98,8 @@ struct Table {
   int64_t capacity;
 };
 
-// Inserts a key that was absent when it was looked up. If an earlier entry of the same call has
-// inserted it since, finds its row instead.
+// Finds or inserts a key that an earlier lookup did not find. An earlier entry of the same call may
+// have inserted it since then.
 inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int64_t* row) {
   *row = find_from(table.buckets, table.num_buckets, home, key);
   if (*row >= 0) return Inserted::kAll;
@@ -121,7 +121,7 @@ Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
   const auto use = [&](int64_t from, int count, const Bucket* const* homes,
                        const Bucket* const* next_homes) {
     uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
-    // Key 0 matches an empty slot, whose row is -1.
+    // Key 0 matches an empty slot, whose row is -1, so count keys with a negative row as missing.
     for (int k = 0; k < count; ++k) missing |= static_cast<uint64_t>(rows[from + k] < 0) << k;
     for (uint64_t rest = missing; rest != 0; rest &= rest - 1) {
       const Bucket* home = homes[__builtin_ctzll(rest)];
@@ -159,7 +159,7 @@ Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* row
   return Inserted::kAll;
 }
 
-// Removes a key, and subtracts it from the `spilled` counts of the buckets that it has passed.
+// Removes a key. Decrements the `spilled` count of each bucket that the key has passed.
 void erase(const Table& table, int64_t key, int64_t row) {
   int64_t b = home_bucket(key, table.seed, table.num_buckets);
   for (int64_t step = 0; step < table.num_buckets; ++step) {
@@ -174,11 +174,12 @@ void erase(const Table& table, int64_t key, int64_t row) {
     --bucket.spilled;
     b = next_bucket(b, table.num_buckets);
   }
-  // The key was not found: another thread has written to `keys` or to the table. Undo the changes.
+  // The key was not found: another thread has written to `keys` or to the table. Undo all
+  // decrements.
   for (int64_t i = 0; i < table.num_buckets; ++i) ++table.buckets[i].spilled;
 }
 
-// Removes the keys that this call inserted, newest first, which restores the table to its previous
+// Removes the keys that this call inserted, newest first. This restores the table to its previous
 // state.
 template <class Key>
 void take_back(Table& table, int64_t size_before, const Key* keys, int64_t end,
@@ -214,9 +215,9 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
   Table table{buckets, num_buckets, seed, size_before, capacity};
   int64_t position = 0;
   Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
-  // Only one thread inserts. If few of the keys so far were new, all threads look up the remaining
-  // keys first, so that few keys are left to insert. If many were new, this lookup would only
-  // double the work.
+  // Only one thread inserts. If few of the keys so far were new, let all threads look up the
+  // remaining keys first, so that few keys are left for this thread. If many were new, such a
+  // lookup would only double the work.
   if (inserted == Inserted::kAll && position < n) {
     if (parallel_for.num_threads() > 1 && table.size - size_before < kGrain / 2) {
       hash_table_find(buckets, num_buckets, seed, keys + position, n - position, rows + position,
@@ -244,8 +245,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
     std::fill(keys + begin, keys + end, int64_t{0});
   });
-  // The sum of all buckets' `spilled` counts, minus the number of buckets that keys have passed. In
-  // a sound table the difference is 0.
+  // Sum of the `spilled` counts of all buckets, minus the number of buckets that keys have passed.
+  // In a sound table the difference is 0.
   std::atomic<int64_t> surplus{0};
   std::atomic<bool> sound{true};
   parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
@@ -263,8 +264,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
     }
     surplus += own;
   });
-  // Check that the key recorded for each row is found in this row. If a row has no key, or two
-  // keys, the check fails for some row.
+  // Check that a lookup of each row's key returns this row. If a row has no key, or two keys, the
+  // check fails for some row.
   hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);
   parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

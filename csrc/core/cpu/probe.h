@@ -1,4 +1,4 @@
-// Searches a bucket for a key, and moves on from bucket to bucket.
+// Searches buckets for a key.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@ namespace sparsekit::cpu {
 inline void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 2);
   // GCC assumes that a function that only prefetches has no effect, and removes calls to it. This
-  // line emits no instruction, but counts as a side effect.
+  // statement emits no instruction, but counts as a side effect.
   asm volatile("");
 }
 
-// Returns a bit mask of the slots whose key equals `key`. An empty slot matches key 0, but slots
-// fill in order, so the lowest set bit is a used slot whenever the key is in the bucket.
+// Returns a bit mask of the slots whose key equals `key`. An empty slot matches key 0. Slots fill
+// in order, so if the key is in the bucket, the lowest set bit is a used slot.
 inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
 #ifdef __AVX2__
   const __m256i wanted = _mm256_set1_epi64x(key);
@@ -36,11 +36,11 @@ inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
 #endif
 }
 
-// Returns the first empty slot, or kSlotsPerBucket if the bucket is full. The result is
-// unpredictable, so the AVX2 version has no branch.
+// Returns the first empty slot, or kSlotsPerBucket if the bucket is full. The AVX2 version has no
+// branch, since the branch would be mispredicted.
 inline int first_empty_slot(const Bucket& bucket) {
 #ifdef __AVX2__
-  // The second half of the line holds a key, the rows and `spilled`. Empty slots have a negative
+  // The second half of the bucket holds a key, the rows and `spilled`. Empty slots have a negative
   // row.
   static_assert(offsetof(Bucket, rows) == 40 && sizeof(bucket.rows) == 20);
   const auto* half = reinterpret_cast<const __m256i*>(&bucket.keys[4]);
@@ -73,8 +73,8 @@ inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   return bucket.passed() ? Probe::kMoveOn : Probe::kAbsent;
 }
 
-// Returns the row of `key`, or -1 if it is absent; the search starts at bucket `b`. The number of
-// steps is bounded, so that a table loaded from a damaged file cannot make the search endless.
+// Returns the row of `key`, or -1 if the key is absent. The search starts at bucket `b`. The number
+// of steps is bounded, so that the search ends even in a table loaded from a damaged file.
 inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, int64_t key) {
   int64_t row = -1;
   for (int64_t step = 0; step < num_buckets; ++step) {
@@ -84,9 +84,8 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
   return -1;
 }
 
-// Inserts a new key into the first free slot; the search starts at the key's home bucket. Returns
-// false, and changes nothing, if no slot is free; this happens only if the table is damaged or at
-// capacity.
+// Inserts a new key into the first free slot, starting at the key's home bucket. Returns false, and
+// changes nothing, if no slot is free. This happens only if the table is damaged or at capacity.
 inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;

@@ -1,15 +1,15 @@
-// Sums rows by segment. segment_sum and the backward of embedding_bag share this; they differ only
-// in the location and the scale of rows.
+// Sums rows by segment. segment_sum and the backward of embedding_bag share this code; they differ
+// only in the location and the scale of rows.
 //
-// If there are several entries per segment, positions are split into two halves that are summed
-// separately and added at the end. In each half, entries of a segment are added in order of
-// position, in runs of kRun; then the sums of the runs are added. So the order of additions depends
-// only on the ids, and a long sum in float stays accurate.
+// If there are several entries per segment, the positions are split into two halves. The halves are
+// summed separately and added at the end. In each half, the entries of a segment are added in order
+// of position, in runs of kRun; then the sums of the runs are added. So the order of additions
+// depends only on the ids, and a long sum in float stays accurate.
 //
-// Threads share out the halves first, then the columns: each thread goes through all ids of its
-// half and adds its columns of every row to sums in memory. So rows are read once and in order,
-// work is balanced for any distribution of ids, and nothing is sorted. If there are too many
-// threads to give each its own columns, threads also share out runs.
+// Threads are assigned to the halves first, then to groups of columns. Each thread goes through all
+// ids of its half and adds its columns of every row to sums in memory. So rows are read once and in
+// order, the work is balanced for any distribution of ids, and nothing is sorted. If there are more
+// threads than column groups, the runs are also divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -28,11 +28,12 @@ namespace sparsekit::cpu {
 
 constexpr int64_t kRun = 1024;
 
-// Minimum number of entries per segment for which a second half pays.
+// Minimum number of entries per segment for which splitting into two halves pays off.
 constexpr int64_t kEntriesForHalves = 4;
 
-// Progress of a thread in a segment: the distance (in elements) from the first sum to the sum of
-// the current run, and in the low bits the number of entries in that run so far.
+// Progress of a thread in a segment. The high bits hold the distance (in elements) from the first
+// sum to the sum of the current run; the low bits hold the number of entries added to that run so
+// far.
 using Progress = int64_t;
 constexpr int kMetBits = 11;
 constexpr Progress kMet = (Progress{1} << kMetBits) - 1;
@@ -68,14 +69,14 @@ struct Half {
     }
   }
 
-  // Returns the sum of a segment, or nullptr if it has no entries.
+  // Returns the sum of a segment, or nullptr if the segment has no entries.
   const Acc<T>* total(int64_t s, int64_t dim) const {
     return progress[s] == run_begins_at(s * dim) ? nullptr : sum + s * dim;
   }
 };
 
-// Workspace of a reduction. The first half stores its sums in the output itself if sums and output
-// have the same type.
+// Workspace of a reduction. If sums have the type of the output, the first half stores its sums in
+// the output itself.
 template <class T>
 struct SegmentWorkspace {
   int64_t num_halves = 0, column_parts = 0, run_parts = 0;
@@ -91,7 +92,8 @@ struct SegmentWorkspace {
     num_halves = n / kEntriesForHalves >= std::max(num_segments, kRun) ? 2 : 1;
     column_parts =
         std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_halves, 1));
-    // Keep the progress of all parts from growing much larger than the sums.
+    // Limit run_parts, so that the progress of all parts does not take much more memory than the
+    // sums.
     const int64_t most_parts = std::max<int64_t>(row_bytes, 64) / sizeof(Progress);
     run_parts = std::max<int64_t>(std::min(threads / num_halves, most_parts) / column_parts, 1);
     zeros = arena.take<Acc<T>>(dim);
@@ -139,7 +141,7 @@ struct Addition {
   Progress before;
 };
 
-// Selects one of two numbers without a branch; for ?:, the compiler emits a branch that is often
+// Selects one of two numbers without a branch. For ?:, the compiler emits a branch that is often
 // mispredicted.
 template <class I>
 inline I select(bool first, I one, I other) {
@@ -147,8 +149,8 @@ inline I select(bool first, I one, I other) {
 }
 
 // Assigns a run to one of `run_parts` threads. Sums at neighbouring offsets get the same thread,
-// since they may share a cache line. The hash needs no seed: ids chosen to collide only make one
-// thread do all the work.
+// since they may share a cache line. The hash needs no seed: ids chosen to collide can only give
+// all the work to one thread.
 inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
   return bucket_of_hash(hash_key(offset >> 6), run_parts);
 }
@@ -165,9 +167,9 @@ inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t e
 // number of columns, or 0 if it is not a constant. Returns -1, or the first position whose id is >=
 // num_segments.
 //
-// The additions of a block are first listed, then made. Whether an entry is the first of its
-// segment is unpredictable, so the listing loop has no branch. The second loop does nothing but
-// add, and both loops can prefetch far ahead.
+// For each block of entries, the first loop lists the additions and the second loop performs them.
+// A branch on whether an entry is the first of its segment would be mispredicted, so the first loop
+// has none. Both loops can prefetch far ahead.
 template <int kWidth, class T, class Entries>
 int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, const Entries& entries,
                  const SegmentWorkspace<T>& work, const Half<T>& half, int64_t part) {
@@ -180,7 +182,8 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   Progress* progress = half.progress + part * (num_segments + 1);
   for (int64_t s = 0; s <= num_segments; ++s) progress[s] = run_begins_at(s * dim);
   int64_t num_runs = 0;
-  // Addresses are integers, since the sums of first runs and of later runs are in different arrays.
+  // Use integers as addresses, since the sums of first runs and of later runs are in different
+  // arrays.
   const auto zeros = reinterpret_cast<uintptr_t>(work.zeros);
   const auto sums = reinterpret_cast<uintptr_t>(half.sum + column);
   const int64_t to_run_sum = static_cast<int64_t>(reinterpret_cast<uintptr_t>(half.run_sum) -
@@ -210,7 +213,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
     const int64_t* block_ids = as_int64(ids, block, std::min(half.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
-      // Dropped entries are listed too, but overwritten by the next entry.
+      // List dropped entries, too; the next entry overwrites them.
       const int64_t given = block_ids[i - block];
       largest = std::max(largest, given);
       const bool counts = static_cast<uint64_t>(given) < static_cast<uint64_t>(num_segments);
@@ -268,10 +271,10 @@ void with_width(int64_t width, const Sum& sum) {
   if (!(is(std::integral_constant<int, kWidths>{}) || ...)) sum(std::integral_constant<int, 0>{});
 }
 
-// out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros for a segment
-// without entries. The type Entries has `scaled`, which is true if a scale may differ from 1, and
-// visit(begin, end, f), which calls f(i, row, scale) for each position i in [begin, end). Returns
-// -1, or the first position whose id is >= num_segments.
+// Computes out[s] = sum of scale * row[0 : dim] over the entries i with ids[i] = s. A segment
+// without entries gets zeros. The type Entries has `scaled`, which is true if a scale may differ
+// from 1, and visit(begin, end, f), which calls f(i, row, scale) for each position i in [begin,
+// end). Returns -1, or the first position whose id is >= num_segments.
 template <class T, class Entries>
 int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t num_segments,
                         const Entries& entries, void* workspace, T* out,

@@ -14,8 +14,8 @@ inline ParallelFor one_thread() {
                         void* context) { body(begin, end, context); });
 }
 
-// Jobs that threads share. Large jobs run one after another, each on all threads. Then each thread
-// takes one small job at a time, the largest first.
+// Jobs that are divided among threads. Large jobs run first, one after another, each on all
+// threads. Then each thread repeatedly takes the largest remaining small job.
 class SharedJobs {
  public:
   // `order` [jobs] is workspace. size(job) returns the amount of work of a job; `worth` is the
@@ -33,7 +33,7 @@ class SharedJobs {
     if (threads_ <= 1) return;
     const auto larger = [&](int32_t a, int32_t b) { return size(a) > size(b); };
     if (!std::is_sorted(order, order + jobs, larger)) std::sort(order, order + jobs, larger);
-    // A larger job on one thread would keep the other threads waiting at the end.
+    // Run this job on all threads: on a single thread it would keep the others waiting at the end.
     while (together_ < jobs && size(order[together_]) >= worth &&
            size(order[together_]) > rest / (2 * threads_)) {
       rest -= size(order[together_++]);
@@ -66,7 +66,7 @@ class SharedJobs {
   int64_t together_ = 0;
 };
 
-// Calls work(job, unit, thread) for all units of all jobs: job j has units_before[j + 1] -
+// Calls work(job, unit, thread) for all units of all jobs. Job j has units_before[j + 1] -
 // units_before[j] units. Each thread takes one unit after another.
 template <class Work>
 void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& parallel_for,

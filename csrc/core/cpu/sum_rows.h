@@ -11,20 +11,21 @@
 
 namespace sparsekit::cpu {
 
-// Number of rows to prefetch ahead of the one being added. It is large, since with repeated keys
-// most rows are already cached, and only the few others take long.
+// Number of rows to prefetch ahead of the row being added. It is large: if keys repeat, most rows
+// are in the cache already, and only the few others take long to load.
 constexpr int64_t kRowsAhead = 64;
 
-// Returns kRowsAhead, or less for large rows, which would evict each other from the cache.
+// Returns kRowsAhead, or fewer rows if they are so large that they would evict each other from the
+// cache.
 template <class T>
 int64_t rows_ahead(int64_t dim) {
   const int64_t fit = 16384 / std::max<int64_t>(dim * static_cast<int64_t>(sizeof(T)), 1);
   return std::clamp<int64_t>(fit, 4, kRowsAhead);
 }
 
-// Prefetches into the second-level cache, which allows far more requests in flight than the first:
-// gathering rows of 256 bytes from pages of 2 MiB takes 4.6 ms instead of 7.2 ms, and gathering
-// rows of 1 KiB takes 19 ms instead of 32 ms.
+// Prefetches into the second-level cache, which allows far more requests in flight than the
+// first-level cache. With pages of 2 MiB, this gathers rows of 256 bytes in 4.6 ms instead of 7.2
+// ms, and rows of 1 KiB in 19 ms instead of 32 ms.
 template <class T>
 inline void prefetch_row(const T* row, int64_t dim) {
   const char* bytes = reinterpret_cast<const char*>(row);
@@ -42,8 +43,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kSumRegisters = 8;
 #endif
 
-// A vector of neighbouring elements, explicit because GCC does not vectorize the short loops here:
-// it unrolls these loops before it looks for loops to vectorize.
+// A vector of neighbouring elements. It is explicit because GCC does not vectorize the short loops
+// here: it unrolls them before it looks for loops to vectorize.
 template <class A, int kBytes>
 struct VectorOf {
   typedef A type __attribute__((vector_size(kBytes)));
@@ -53,7 +54,7 @@ using Vector = typename VectorOf<A, kBytes>::type;
 template <class A>
 constexpr int kLanes = kVectorBytes / sizeof(A);
 
-// Loads from, or stores to, any address, aligned or not.
+// Loads a vector from an address that need not be aligned.
 template <class V, class A>
 inline V load_vector(const A* elements) {
   V vector;
@@ -69,11 +70,11 @@ inline void put_at(A* target, V vector) {
   }
 }
 
-// Takes the place of a scale for rows that are added unscaled.
+// Passed instead of a scale function if rows are added unscaled.
 struct NoScale {};
 
-// Sums scale(i) * row(i)[column : column + kWidth] for i in [begin, end), in this order, in
-// registers.
+// Sums scale(i) * row(i)[column : column + kWidth] for i in [begin, end), in this order. The sums
+// are kept in registers.
 template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Put>
 inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& row,
                       const ScaleAt& scale, const Ahead& ahead, const Put& put) {
@@ -91,7 +92,8 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
     source += column;
     [[maybe_unused]] A factor{};
     if constexpr (kScaled) factor = scale(i);
-    // Ask for unrolling: otherwise GCC does it too late, after it has put `registers` into memory.
+    // Request unrolling explicitly: otherwise GCC unrolls only after it has put `registers` into
+    // memory.
 #pragma GCC unroll 16
     for (int r = 0; r < kWidth / kStep; ++r) {
       Element x;
@@ -118,13 +120,13 @@ inline int64_t with_block(int64_t width, const Sum& sum) {
   return sum(std::integral_constant<int, 1>{});
 }
 
-// The rows of a long sum are added in runs of this length, then the sums of the runs are added. The
+// Number of rows per run. A long sum adds the rows of each run, then the sums of the runs. The
 // error of a float sum grows with the number of additions that a term passes through: n if terms
 // are added one after another, 256 + n / 256 with runs. The CUDA kernels split bags in the same way
 // (kPart in pool_bags.cuh).
 constexpr int64_t kSumRun = 256;
 
-// Like sum_block, for more rows than a single run.
+// Like sum_block, for more rows than fit into a single run.
 template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_long_block(int64_t begin, int64_t end, int64_t column, const RowAt& row,
                                       const ScaleAt& scale, const Ahead& ahead, const Put& put) {
@@ -143,16 +145,16 @@ template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Pu
   for (int j = 0; j < kWidth; ++j) put(column + j, total[j]);
 }
 
-// Calls put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), adding in the
-// order of i, in runs of kSumRun. The sum passed to put is an Acc<T>, or a Vector of the sums of
-// consecutive columns, starting at column j. row(i) returns a `const T*`, null for a row to skip.
-// ahead(i) is called once for each i, and may prefetch. noinline: within its callers, GCC would
-// call row() and the others out of line for each row.
+// Calls put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim). Adds in the
+// order of i, in runs of kSumRun. The sum passed to `put` is an Acc<T>, or a Vector of the sums of
+// consecutive columns that start at column j. row(i) returns a `const T*`, or null for a row to
+// skip. ahead(i) is called once for each i, and may prefetch. The function is noinline: within its
+// callers, GCC would not inline row() and the other functions.
 template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
                                 const ScaleAt& scale, const Ahead& ahead, const Put& put) {
   if (dim == 0) {
-    for (int64_t i = begin; i < end; ++i) row(i);  // only to report invalid rows
+    for (int64_t i = begin; i < end; ++i) row(i);  // call row() only to report invalid rows
   }
   const auto nothing = [](int64_t) {};
   for (int64_t column = 0; column < dim;) {
@@ -161,7 +163,7 @@ template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
         sum_long_block<width.value, T>(begin, end, column, row, scale, ahead, put);
       } else if (column == 0) {
         sum_block<width.value, T>(begin, end, column, row, scale, ahead, put);
-      } else {  // the first block has brought the rows into the cache
+      } else {  // no prefetch: the first block has brought the rows into the cache
         sum_block<width.value, T>(begin, end, column, row, scale, nothing, put);
       }
       return width.value;

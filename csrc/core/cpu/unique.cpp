@@ -9,17 +9,17 @@ namespace sparsekit::cpu {
 namespace {
 
 // unique() has two algorithms with the same result. By range: each thread numbers a range of the
-// keys, and looks up its distinct keys in the earlier ranges. By hash: keys are moved to parts by
-// their hash and numbered within each part, in the cache; no key is looked up twice, but there are
-// several more passes. With a million distinct keys the hash table of a range does not fit in a
+// keys, then looks up its distinct keys in the earlier ranges. By hash: keys are moved to parts by
+// their hash, then each part is numbered in the cache. No key is looked up twice, but there are
+// several more passes. With a million distinct keys, the hash table of a range does not fit in a
 // cache, and the cache misses cost more than these passes. So beyond kMostByRange, keys are
 // numbered by range only if they repeat often enough that most lookups hit the cache.
 constexpr int64_t kMostByRange = int64_t{1} << 21;
 constexpr int64_t kLargeSample = 16384;
 // Keys repeat often if at most this share of a large sample is distinct.
 constexpr double kOftenRepeated = 0.45;
-// With more threads than this, if keys seldom repeat, looking up distinct keys in all earlier
-// ranges dominates the work.
+// Use at most this many threads by range if keys seldom repeat: with more, looking up distinct keys
+// in all earlier ranges dominates the work.
 constexpr int kMostRangesOfDistinct = 4;
 constexpr int64_t kLeastByHash = int64_t{1} << 17;
 constexpr int64_t kLeastSampled = int64_t{1} << 16;
@@ -39,7 +39,7 @@ int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t see
   return numbering.size();
 }
 
-// Guesses from a sample whether most keys are distinct. A sample of s keys, drawn from m equally
+// Estimates from a sample whether most keys are distinct. A sample of s keys, drawn from m equally
 // frequent keys, has about s * s / (2 * m) repeats. If m > n, most of n keys are distinct.
 template <class Key>
 bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) {

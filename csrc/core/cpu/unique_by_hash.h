@@ -1,4 +1,4 @@
-// Implements unique() by partitioning the keys; each part has a range of hashes.
+// Implements unique() by partitioning the keys by their hashes.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ constexpr int kMaxParts = 256;
 constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 
-// The algorithm by hash: partitions the keys stably, numbers the keys of each part, and turns these
-// numbers into ranks among all distinct keys. If chunks are processed in the order in which their
-// keys were moved, first occurrences are found in order.
+// The algorithm by hash: partitions the keys, numbers the keys of each part, and turns these
+// numbers into ranks among all distinct keys. The partitioning is stable, so chunks processed in
+// order contain first occurrences in order.
 template <class Key, class Index>
 class ByHash {
  public:
@@ -44,7 +44,7 @@ class ByHash {
     lay_out_parts();
     parallel_for.each(chunks_, [&](int64_t chunk) { move_keys(chunk, keys, part_keys); });
     parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
-      // A thread reuses the entries of its first part for all its parts, so that they stay in the
+      // Reuse the entries of the thread's first part for all its parts, so that they stay in the
       // cache.
       uint32_t* entries = entries_ + DistinctKeyMap<Key>::entries_before(begin, start(0, begin));
       for (int64_t part = begin; part < end; ++part) number_part(part, part_keys, entries);
@@ -59,7 +59,7 @@ class ByHash {
  private:
   int64_t begin_of(int64_t chunk) const { return n_ * chunk / chunks_; }
 
-  // Returns the first position of a chunk's keys within a part; for the chunk after the last one,
+  // Returns the first position of a chunk's keys within a part. If `chunk` is the number of chunks,
   // returns the end of the part.
   uint32_t& start(int64_t chunk, int64_t part) { return start_[chunk * parts_ + part]; }
 
@@ -86,8 +86,8 @@ class ByHash {
     }
   }
 
-  // Calls visit(i, part, place) for the keys of a chunk; place is the position to which key i is
-  // moved.
+  // Calls visit(i, part, place) for the keys [begin, end); `place` is the position to which key i
+  // is moved.
   template <class Visit>
   void walk(int64_t begin, int64_t end, uint32_t* next, Visit&& visit) const {
     const uint8_t* part_of = part_of_;
@@ -176,7 +176,7 @@ class ByHash {
   // [n] distinct keys of each part, starting at the part's first position
   Distinct<Key>* distinct_;
   uint32_t* ranks_;
-  uint32_t* numbers_;  // [n] in the order of part_keys_: numbers within the part, later ranks
+  uint32_t* numbers_;  // [n] in the order of part_keys_: first numbers within the part, later ranks
   uint8_t* part_of_;   // [n] part of each key
   Key* part_keys_;     // [n] keys by part; unused if they fit in the buffer `counts`
   uint32_t* start_;    // [chunks + 1, parts], see start()

@@ -13,9 +13,9 @@ namespace sparsekit::cpu {
 constexpr int64_t kLeastRange = 8192;
 constexpr int kMaxRanges = 32;
 
-// The algorithm by range: each thread numbers a range of the keys. Then, range by range, threads
-// share out the range's distinct keys and look them up in the earlier ranges, whose tables no
-// longer change; keys that are not found are new.
+// The algorithm by range: each thread numbers a range of the keys. Then the ranges are processed in
+// order: threads divide the range's distinct keys and look them up in the earlier ranges, whose
+// tables no longer change. Keys that are not found are new.
 template <class Key, class Index>
 class ByRange {
  public:
@@ -63,7 +63,7 @@ class ByRange {
 
   int64_t begin_of(int64_t range) const { return n_ * range / ranges_; }
 
-  // Numbers the keys of a range; `inverse` holds these numbers until write_inverse.
+  // Numbers the keys of a range. `inverse` holds these numbers until write_inverse() replaces them.
   void number_range(int64_t range, const Key* keys, bool mostly_distinct, Index* inverse) {
     const int64_t begin = begin_of(range);
     const int64_t end = begin_of(range + 1);
@@ -75,9 +75,9 @@ class ByRange {
     numberings_[range] = numbering;
   }
 
-  // Looks up distinct keys [begin, end) of a range in the earlier ranges. Keys that are found get
-  // the rank found, and their counts are added there; the other keys are new and get kAbsent.
-  // Returns the number of new keys.
+  // Looks up distinct keys [begin, end) of a range in the earlier ranges. A key that is found gets
+  // its rank from the earlier range, and its count is added there. The other keys are new and get
+  // kAbsent. Returns the number of new keys.
   uint32_t find_before(int64_t range, int64_t begin, int64_t end, int64_t* counts) {
     if (range == 0) return static_cast<uint32_t>(end - begin);
     uint32_t* ranks = ranks_ + begin;
@@ -134,7 +134,8 @@ class ByRange {
   int64_t ranges_ = 1;
   DistinctKeyMap<Key> numberings_[kMaxRanges];
   Distinct<Key>* distinct_;  // [n] distinct keys of each range, starting at the range's start
-  uint32_t* ranks_;          // [n] rank of each of these keys among the distinct keys of all ranges
+  uint32_t* ranks_;          // [n] rank of each key of distinct_ among the distinct keys of all
+                             // ranges
   uint32_t* firsts_;  // [shares of a range] number of new keys, later the rank of the first new key
   uint32_t* entries_;
 };

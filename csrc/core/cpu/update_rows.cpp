@@ -7,7 +7,7 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Returns the means that a rule needs, over element(0), ..., element(dim - 1). The order of
+// Returns the means over element(0), ..., element(dim - 1) that a rule needs. The order of
 // additions is the same for all instruction sets.
 template <class Rule, class A, class Element>
 RowMeans<A> mean_of_row(int64_t dim, const Element& element) {
@@ -131,7 +131,7 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
       if (rows[i] < 0 || rows[i] >= tables[k].table.num_rows) return {k, i};
     }
   }
-  // A range of elements includes the rows whose first element is in it.
+  // Each thread updates the rows whose first element is in its range of elements.
   parallel_for(0, elements, 16384, [&](int64_t begin, int64_t end) {
     int64_t before = 0, known_step = 0;
     typename Rule::template StepConstants<Acc<T>> of_step{};

@@ -7,14 +7,15 @@ namespace {
 
 using namespace xxh64_steps;
 
-constexpr size_t kStripe = 32;  // bytes: one 8-byte word for each of four accumulators
+constexpr size_t kStripe = 32;  // bytes per stripe: one 8-byte word for each of four accumulators
 
 inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
   return (hash ^ absorb(0, accumulator)) * kPrime1 + kPrime4;
 }
 
-// Processes all whole stripes of [p, end), and returns the four accumulators merged into one word.
-// Not inlined: it needs many registers, which would be saved and restored in vain for short texts.
+// Processes all whole stripes of [p, end) and returns the four accumulators merged into one word.
+// Not inlined: it needs many registers, which callers would save and restore in vain for short
+// texts.
 [[gnu::noinline]] uint64_t hash_stripes(const uint8_t* p, const uint8_t* end, uint64_t seed) {
   uint64_t a = seed + kPrime1 + kPrime2;
   uint64_t b = seed + kPrime2;

@@ -6,8 +6,8 @@
 
 #include "sparsekit/xxh64_steps.h"
 
-// The rest of the module must run on every x86-64, so each function enables these instructions
-// itself.
+// Each function enables these instructions itself, since the rest of the module must run on every
+// x86-64 processor.
 #define SPARSEKIT_TARGET __attribute__((target("avx2,bmi,bmi2")))
 #define SPARSEKIT_INLINE SPARSEKIT_TARGET __attribute__((always_inline)) inline
 
@@ -17,7 +17,7 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// The most that fit in 16 registers.
+// The largest number that fits in 16 registers.
 constexpr int kSide = 2;
 
 SPARSEKIT_INLINE __m256i in_all(uint64_t x) {

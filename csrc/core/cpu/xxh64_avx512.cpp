@@ -6,8 +6,8 @@
 
 #include "sparsekit/xxh64_steps.h"
 
-// The rest of the module must run on every x86-64, so each function enables these instructions
-// itself.
+// Each function enables these instructions itself, since the rest of the module must run on every
+// x86-64 processor.
 #define SPARSEKIT_TARGET __attribute__((target("avx512f,avx512dq,avx512vl,bmi,bmi2")))
 #define SPARSEKIT_INLINE SPARSEKIT_TARGET __attribute__((always_inline)) inline
 
@@ -17,8 +17,8 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// Uses 32 registers. Vectors of 512 bits were not faster: the gain of AVX-512 comes from its
-// multiplication and rotation of 64-bit lanes.
+// Fills 32 registers. Vectors of 512 bits were not faster: AVX-512 gains from its multiplication
+// and rotation of 64-bit lanes, not from wider vectors.
 constexpr int kSide = 8;
 
 SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {

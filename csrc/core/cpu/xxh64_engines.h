@@ -1,5 +1,4 @@
-// The engines for x86-64. An engine's hash_together may be called only if its is_supported() is
-// true.
+// The engines for x86-64. Call an engine's hash_together only if its is_supported() returns true.
 #pragma once
 
 #include "sparsekit/xxh64.h"

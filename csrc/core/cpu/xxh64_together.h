@@ -12,8 +12,8 @@
 //   lanes_of(words)                     returns a vector of kLanes words from memory
 //   store(lanes, texts, codes)          writes each lane to codes[place] of its text
 
-// Makes the compiler reload the addresses of texts for each step: if they were kept, they would
-// fill all registers.
+// Makes the compiler reload the addresses of texts in each step. If they were kept, they would fill
+// all registers.
 SPARSEKIT_INLINE void forget_addresses() {
 #if defined(__GNUC__)
   __asm__ volatile("" ::: "memory");
@@ -66,9 +66,9 @@ SPARSEKIT_INLINE Lanes finish_lanes(Lanes hash) {
   return hash ^ hash >> 32;
 }
 
-// Loads the last `left` bytes of texts, 1 to 15 bytes. If there are at least 8, the first 8 go into
-// *word; the remaining bytes go into the low bytes of *rest. The remaining bytes are read as part
-// of a word that ends with the text.
+// Loads the last `left` bytes of each text, where 1 <= left <= 15. If left >= 8, the first 8 of
+// them go into *word. The remaining bytes go into the low bytes of *rest; they are read as part of
+// a word that ends where the text ends.
 SPARSEKIT_INLINE void load_end(const WaitingText* texts, size_t size, size_t left, Lanes* word,
                                Lanes* rest) {
   if (size < 8) {
