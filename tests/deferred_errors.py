@@ -57,7 +57,7 @@ class Copy:
 
 
 class _ReportsOfThread(dict[torch.device, reports.Reports]):
-    """The reports of the calling thread, in place of those of each device."""
+    """Reports of the calling thread, used instead of the reports of each device."""
 
     def get(self, device: torch.device, default: Any = None) -> Any:
         return _thread.reports
@@ -69,7 +69,7 @@ class _ReportsOfThread(dict[torch.device, reports.Reports]):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the host runner's library, in place of that of the CUDA kernels."""
+    """Return the host runner's library, used instead of the library of the CUDA kernels."""
     simt.load()
     runner = ctypes.CDLL(str(simt.LIBRARY))
     runner.sparsekit_num_errors.restype = ctypes.c_int64
@@ -85,7 +85,7 @@ def _forget_errors() -> None:
 
 
 class _Patch:
-    """Replaces everything that would need a device, while any thread is inside."""
+    """While any thread is in the context, replaces everything that would need a device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -59,7 +59,7 @@ def keys_of_step(number, samples=32):
 
 
 def train(model, optimizers, first, last, part=slice(None)):
-    """Train for steps `first` to `last` - 1, each with other keys."""
+    """Train for steps `first` to `last` - 1. Each step has different keys."""
     model.train()
     for number in range(first, last):
         for optimizer in optimizers:

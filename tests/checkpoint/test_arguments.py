@@ -1,4 +1,4 @@
-"""Every function and class that saves or loads honours all its arguments."""
+"""Check that functions and classes that save or load honour all their arguments."""
 
 import gc
 import os
@@ -194,7 +194,7 @@ WORKS = {
 
 @pytest.mark.parametrize("work", WORKS)
 def test_progress_is_told_file_by_file(tmp_path, work):
-    """Progress counts files, after the sizes of all files have been checked."""
+    """Progress is reported file by file, after the sizes of all files have been checked."""
     saved_chain(tmp_path)
     told = []
     WORKS[work](tmp_path, tmp_path / "out", told.append)

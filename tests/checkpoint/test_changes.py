@@ -41,14 +41,14 @@ def loads_as_it_is(path, model, optimizers):
 
 
 def complete(path):
-    """Return for each table whether the checkpoint has all its rows, or None without a base."""
+    """Return, by table, whether the checkpoint holds all rows; return None if it has no base."""
     manifest = read_manifest(path)
     written = {name: table.complete for name, table in manifest.tables.items()}
     return written if manifest.base else None
 
 
 def test_back_to_an_earlier_state(tmp_path, monkeypatch):
-    """After the restore, newer rows belong to other keys. Small limits force saves in pieces."""
+    """Rows inserted after the restore have other keys. The small limits force saves in pieces."""
     for module, name, value in (
         (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
         (tensor_file, "PIECE", 500),
@@ -94,7 +94,7 @@ def test_other_keys_with_the_same_bytes(tmp_path):
 
 
 def test_a_copy_through_the_same_checkpoints(tmp_path):
-    """The copy may be an average or the best model so far; the copy's rows belong to other keys."""
+    """Save a model and its copy, such as an average, in turn. Rows of the copy have other keys."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     train(model, optimizers, 0, 1)
@@ -236,14 +236,14 @@ def test_the_start_of_a_checksum_is_interrupted(tmp_path, monkeypatch, runs):
 
 
 def test_checksums_of_large_columns(tmp_path, monkeypatch):
-    """Only one thread at a time computes the checksum, however slow it is."""
+    """Only one thread at a time computes the checksum, even if that thread is slow."""
     monkeypatch.setattr(checksum, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(tensor_file, "PIECE", 16)
     done = []
 
     def slow(piece, before):
         done.append(len(piece))
-        # Any piece may finish last, and the save waits for that piece, too.
+        # Delay two of the pieces, so that any piece may finish last. The save must wait for all.
         threading.Event().wait(0.05 if len(done) in (3, 4) else 0.001)
         return zlib.crc32(piece, before)
 
@@ -326,7 +326,7 @@ def test_one_in_so_many_is_complete(tmp_path, every):
 
 
 def test_a_checkpoint_that_has_all_rows_follows_none(tmp_path):
-    """A checkpoint that has all rows has no base, and complete_every starts counting at it."""
+    """A checkpoint with all rows has no base, and `complete_every` starts counting there."""
     keep = Checkpoints(tmp_path, keep=9, complete_every=3)
     bases = []
     for step, layer in enumerate((table(1), table(2), table(2), table(2), table(2))):
@@ -483,7 +483,7 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
 
 
 def test_changes_far_behind_the_first_rows_into_another_dtype(tmp_path, monkeypatch):
-    """Unchanged keys fill whole pieces before the first change; the load casts all rows."""
+    """Unchanged keys fill whole pieces before the first change. The load casts all rows."""
     monkeypatch.setattr(snapshot, "_KEYS", 2)
     keys_of_rows, looked = snapshot._keys_of_rows, []
 

@@ -291,7 +291,7 @@ def test_a_list_of_sok2_of_another_size(tmp_path, change):
 
 @pytest.mark.parametrize(("key_type", "code"), [(0, "i"), (1, "q"), (2, "I"), (3, "Q")])
 def test_only_uint32_keys_of_sok2_may_have_eight_bytes(tmp_path, key_type, code):
-    """A file with one more key than the list says has eight bytes for each int32 key, too."""
+    """Append 8 bytes to a file of two 4-byte keys: the size now fits two keys of 8 bytes."""
     table = sok2_table("t", key_type, code, [5, 6], 4)
     write_sok2(tmp_path / "dump", [table])
     with open(tmp_path / "dump" / "t-key", "ab") as file:

@@ -67,7 +67,7 @@ def test_killed_at_any_moment(tmp_path):
     train(model, optimizers, 0, 2)
     loaded, of_loaded = made(seed=1)
     step = -1
-    life = 0.06  # seconds: grows on a busy machine, so that saves begin before the kill
+    life = 0.06  # seconds before the kill; grows on a busy machine, so that saves begin in time
     for seed in range(KILLS):
         process = in_a_fork(lambda seed=seed: save_for_ever(tmp_path, model, optimizers, seed))
         time.sleep(random.Random(seed).uniform(0.0, life))
@@ -327,7 +327,7 @@ def test_a_program_that_ends_while_a_save_is_written(tmp_path):
 
 
 def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
-    """A save of another job removes the drafts of killed saves only."""
+    """Another job's save removes only the drafts of killed saves."""
     model, optimizers = made()
     rename = os.rename
     others = []
@@ -347,7 +347,7 @@ def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
 
 
 def test_copies_of_states_in_any_memory(tmp_path):
-    """Copied states are strided and share no tensor; states may also lie between other data."""
+    """Copied states are strided and share no memory. A state may be a view of a larger tensor."""
     model, optimizers = made()
     train(model, optimizers, 0, 4)
     model, optimizers = copy.deepcopy((model, optimizers))

@@ -201,7 +201,7 @@ def of_x(dtype, shape, *offsets):
 
 
 NO_SIZE = r"ValueError\('a size or place is no number >= 0: "
-# For each kind: a header of tensors, whose file has 6 more bytes, or a whole file; and the error.
+# Faults by name, each with the error. Bytes are a whole file; other values become a header.
 HEADERS = {
     "nothing": (b"", "it ends in the middle of it$"),
     "no header": (b"abcdefg", "it ends in the middle of it$"),

@@ -222,7 +222,7 @@ def test_a_set_aside_one_that_cannot_go_back_stays(tmp_path, monkeypatch):
     draft.recover(tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
     monkeypatch.undo()
-    draft.recover(tmp_path)  # an empty folder at the old place stays, too
+    draft.recover(tmp_path)  # an empty folder at the old path stays, too
     assert sorted(os.listdir(tmp_path)) == [".b.old-" + "0" * 16, "a", "b"]
 
 
@@ -282,11 +282,12 @@ def test_a_folder_whose_lock_cannot_be_taken(tmp_path, monkeypatch):
     (tmp_path / "a" / ".lock").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"\.lock: cannot be written: Is a directory$"):
         lock.lock_folder(tmp_path / "a")
-    other = lock.Lock(tmp_path / ".lock")  # as that of another job, which has written no note yet
+    other = lock.Lock(tmp_path / ".lock")  # a lock of another job, which has written no note yet
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"writes checkpoints there \(unknown\); give"):
             lock.lock_folder(tmp_path)
-        monkeypatch.setattr(lock.Path, "read_bytes", lambda path: os.listdir(path))  # it is none
+        # Raises an OSError: the file is no folder.
+        monkeypatch.setattr(lock.Path, "read_bytes", lambda path: os.listdir(path))
     monkeypatch.undo()
     other.note("process 5")
     with pytest.raises(CheckpointError, match=r"writes checkpoints there \(process 5\); give"):

@@ -13,7 +13,7 @@ from sparsekit.checkpoint.snapshot import Snapshot
 
 @pytest.mark.parametrize("block", [1, 500, 1 << 18])
 def test_the_highest_bits_of_any_words(monkeypatch, block):
-    """Changes of the highest bits must be seen: even factors or plain sums would lose such bits."""
+    """Changes of the highest bits must be detected. Even factors or plain sums would lose them."""
     monkeypatch.setattr(changes, "_BLOCK", block)
     words = 24
     choices = [{i} for i in range(words)]

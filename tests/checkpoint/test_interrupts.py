@@ -56,10 +56,10 @@ class Attacked:
         self.model.train_some(self.chance)
         self.earlier = self.model.state_dict(), self.model.optimizer.state_dict()
         self.keep = Checkpoints(self.folder, keep=2, complete_every=3)
-        self.attempts = {}  # step -> contents saved
+        self.attempts = {}  # contents saved, by step
         self.announced = -1
-        self.lengths = {}  # call -> number of bytecodes
-        self.seconds = {}  # call -> seconds
+        self.lengths = {}  # number of bytecodes, by call
+        self.seconds = {}  # seconds, by call
         self.by_signal = self.by_bytecode = 0  # numbers of interrupts
 
     def change(self):

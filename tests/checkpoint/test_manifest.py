@@ -34,7 +34,7 @@ def hexadecimal(digits):
 FILES = [5, "", ".a", "a/b", "a\n", "a" * 101, ["a"]], []
 BOOLS = [0, 1, "true", []], []
 OBJECTS, LISTS = ([[], "x", 5], []), ([{}, "x", 5], [])
-# These values may be None if missing; all others may not.
+# Paths of the values that may be missing or None. No other value may be None.
 OPTIONAL = {("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer")}
 # For each path: invalid values and valid values.
 PLACES = {
@@ -84,7 +84,7 @@ PLACES = {
 
 
 def written(place):
-    """Return a place as errors write it."""
+    """Return a path in a manifest in the form that errors use."""
     text, parent = "", None
     for key in place:
         if isinstance(key, int):

@@ -38,7 +38,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_group(tmp_path, name):
-    """Settings are loaded if they have the type of the optimizer's own; others raise."""
+    """Settings are loaded if they have the types of the optimizer's settings; others raise."""
     module, optimizer = stepped()
     taken, refused = SETTINGS[name]
     for number, value in enumerate([*taken, *refused]):
@@ -230,7 +230,7 @@ def test_a_table_without_a_step_has_made_none(tmp_path):
 def test_a_state_that_was_only_asked_for(tmp_path, kind):
     layer = sparsekit.Embedding(9, 2, name="ids")
     optimizer = kind([*layer.parameters()], lr=0.1)
-    assert not optimizer.state[layer.weight]  # the entry now exists
+    assert not optimizer.state[layer.weight]  # reading the state has created an empty entry
     checkpoint.load(layer, checkpoint.save(layer, tmp_path / "a", optimizer), optimizer)
     layer(torch.arange(3)).sum().backward()
     optimizer.step()

@@ -21,7 +21,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer):
     before = contents(model, optimizers)
     train(model, optimizers, 5, 12)
     loaded, of_loaded = made(optimizer, seed=1)
-    train(loaded, of_loaded, 50, 53)  # the load must replace these
+    train(loaded, of_loaded, 50, 53)  # the load must replace these steps
     checkpoint.load(loaded, tmp_path / "a", of_loaded)
     assert_equal(contents(loaded, of_loaded), before)
     train(loaded, of_loaded, 5, 12)

@@ -1,4 +1,4 @@
-"""A thread's function runs once or never, and a caller that gives up learns which."""
+"""A thread's function runs once or never. A caller that gives up learns if it will run."""
 
 import threading
 
@@ -27,7 +27,7 @@ def test_a_function_whose_start_has_returned_is_called():
 
 
 def test_a_function_that_was_given_up_is_never_called():
-    """The thread may run after all if `start` was interrupted; the function must not."""
+    """If `start` was interrupted, the thread may still run, but it must not call the function."""
     task = Task(lambda: pytest.fail("it is called"), "late")
     assert not task.done()
     assert task.cancel()

@@ -25,7 +25,7 @@ def test_equal_arguments_give_equal_bytes(tmp_path):
     write_criteo_sample(tmp_path / "a.gz", 2000, 1)
     packed = (tmp_path / "a.gz").read_bytes()
     assert gzip.decompress(packed) == files["a"]
-    assert packed[3:8] == bytes(5)  # no name, and no time
+    assert packed[3:8] == bytes(5)  # gzip's header contains no name and no time
     write_criteo_sample(tmp_path / "none", 0)
     assert (tmp_path / "none").read_bytes() == b""
 
@@ -47,7 +47,7 @@ def test_it_looks_like_criteo(tmp_path):
         assert len(distinct) > min(most, 50) * 0.9
         assert 0 <= distinct.min() <= distinct.max() < 2**32
         if most > 10**6:
-            # Under the zipf law, the second key is 2 ** 1.1 times rarer than the first.
+            # Under the zipf law, the second key is 2 ** 1.1 times less frequent than the first.
             first, second = counts.sort(descending=True).values[:2].tolist()
             assert first / second == pytest.approx(2**1.1, rel=0.25)
 
@@ -56,7 +56,7 @@ def test_labels_depend_on_categories(tmp_path):
     write_criteo_sample(tmp_path / "day", 50_000)
     batch = all_rows(tmp_path / "day")
     ranges = []
-    for name in ("C6", "C13", "C17", "C19"):  # 3 to 14 values, each with its own rate of clicks
+    for name in ("C6", "C13", "C17", "C19"):  # 3 to 14 values, each with a different click rate
         values, offsets = batch.sparse[name]
         labels = batch.label[offsets.diff().bool()]
         groups = [labels[values == value] for value in values.unique()]

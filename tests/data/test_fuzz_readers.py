@@ -105,7 +105,7 @@ def test_text(tmp_path):
         # The block size makes no difference.
         for block_bytes in (draw.randrange(1, 40), draw.randrange(40, 400)):
             assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), (case, block_bytes)  # noqa: B023
-        # Text that begins with gzip's magic number would be another error.
+        # Text that begins with gzip's magic number would raise a different error.
         if content[:2] != b"\x1f\x8b":
             path.write_bytes(gzip.compress(content, 1))
             assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), case  # noqa: B023

@@ -110,7 +110,7 @@ def test_a_long_field_with_newlines_is_skipped_whole(tmp_path):
 @pytest.mark.parametrize("quote", ['"', None])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_lines_around_one_that_blocks_begin_within(tmp_path, compress, quote, end):
-    """Each line is read once with its own line number, wherever the long line is."""
+    """Each line is read once with the right line number, wherever the long line is."""
     settings = {"dense": ["a"], "sparse": ["b"], "quote": quote}
     long = "y" * 300
     for texts in (["u", long, "v"], ["u", "v", long]):
@@ -133,7 +133,7 @@ def test_lines_around_one_that_blocks_begin_within(tmp_path, compress, quote, en
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("most", [4091, 4094, 5000])
 def test_names_may_be_as_long_as_a_line(tmp_path, mark, end, most):
-    """The limit may be where a piece of the file ends."""
+    """The limit for a line may fall on the end of a piece that is read from the file."""
     path = write(tmp_path / "x", mark + b"a" * most + end + b"1" + end)
     assert one(path, dense=["a" * most], max_line_bytes=most).dense.tolist() == [[1]]
     path = write(tmp_path / "x", mark + b"a" * 9000 + end + b"1" + end)

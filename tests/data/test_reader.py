@@ -411,7 +411,7 @@ def test_criteo_reader_is_a_reader_of_the_same_kind(tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_labels_outside_a_range_are_malformed(files, format, shuffle):
-    """The error names the line r + 2 of a text file, or the row r + 1 of a Parquet file."""
+    """For row r, the error names line r + 2 of a text file, or row r + 1 of a Parquet file."""
     limited = reader(files, format, batch_size=1, shuffle=shuffle)
     limited.limit_labels(0, ROWS - 1)
     assert sorted(numbers(limited)) == list(range(ROWS))

@@ -24,7 +24,8 @@ from ..reference import ops as reference
 from .case import Case
 
 _ADAM = {"lr": 0.1, "eps": 1e-2}
-# Class and its settings; rule, its settings and initial states; whether a step moves all rows.
+# For each optimizer: its class and settings; its rule, settings and initial states; whether a step
+# moves all rows.
 OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "sgd", [0.1, 0, 0.01, 0], [], False),
     "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "sgd", [0.1, 0.9, 0, 0], [0], False),

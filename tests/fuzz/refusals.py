@@ -81,8 +81,8 @@ BEYOND = {
     ("update_rows_", "rows"): IndexError,
     ("catch_up_rows_", "rows"): IndexError,
 }
-# A refused call of these ops changes the other rows: init_rows_ always, the others where kernels
-# cannot wait for a check.
+# When these ops refuse a call, they still change the rows that are valid: init_rows_ always, the
+# other two only on devices, whose kernels cannot wait for a check.
 IN_PART = ("init_rows_", "update_rows_", "catch_up_rows_")
 
 

@@ -57,7 +57,7 @@ def _check(case, weight, states, expected, before, touched, scale=1.0) -> None:
 
 
 def update_rows(case: Case) -> None:
-    """Check one table, or several in one call."""
+    """Check update_rows_ on one table, or on several tables in one call."""
     name, dtype = case.any_of(*CASES), case.row_dtype()
     rule, settings = _settings(case, name)
     count, by_row, counts = case.any_of(0, 0, 1, 2, 3, 40), case.maybe(0.8), case.maybe(0.5)

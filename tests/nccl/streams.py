@@ -54,7 +54,7 @@ class Streams:
     Attributes:
         log: actions of streams, in the order in which the host issued them.
         ops: the torch ops, each with its stream.
-        races: pairs of ops that may run in another order.
+        races: pairs of ops on the same memory whose order is not guaranteed.
         kept: memory that must not be reused before its stream has ended.
         memory: memory used by ops, by address.
     """

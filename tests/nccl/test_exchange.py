@@ -113,7 +113,7 @@ def test_an_exchange_is_one_group(fake):
 
 
 def test_ranks_connect_when_they_are_made(fake):
-    """Making a transport sends messages between all ranks; a pair's first one waits for both."""
+    """A new transport sends messages between all ranks: a pair's first message waits for both."""
     calls = fake(warm_up_of, 3)
     assert calls.count("ncclGroupEnd") == 3
     for rank in range(3):
@@ -158,7 +158,7 @@ def test_an_exchange_has_it_as_its_transport(fake):
 
 
 def step_of_a_layer(transport):
-    """A step gives the same result with and without the transport for keys and vectors."""
+    """Check that a layer's step is the same when this transport sends its keys and vectors."""
     results = []
     for exchange in (None, Exchange(None, transport.device, transport)):
         before, embedding_table.exchange_of = (

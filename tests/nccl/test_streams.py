@@ -42,7 +42,7 @@ def find_exchanges_by_thread(rank):
 
 
 class Rank:
-    """Rank with a group of tables and a dense layer after it."""
+    """A rank with a group of tables, followed by a dense layer."""
 
     def __init__(self, transport, tables, strategy, max_keys=None):
         self.streams = transport._cuda
@@ -295,7 +295,8 @@ def test_waits_of_a_step_on_two_ranks(fake, tables, ahead):
     """A handshake and the heads of three messages are read. Waits of ops are not counted here."""
     heads = {"tolist": 3, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead) == [heads | {"to the host": 1}] * 2
-    # With the keys come their counts, which are read beside this rank's own.
+    # The counts of the other rank's keys arrive with its keys, and are read together with this
+    # rank's counts.
     at_once = {"tolist": 4, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead, True, 24) == [at_once] * 2
 

@@ -1,4 +1,4 @@
-"""Arguments of EmbeddingBag's call: what each form of input needs, and what it refuses."""
+"""EmbeddingBag accepts the arguments that a form of input needs, and refuses all others."""
 
 import pytest
 import torch

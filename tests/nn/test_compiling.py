@@ -1,4 +1,4 @@
-"""Layers under torch.compile: lookups break graphs, but graphs stay few; some tools raise."""
+"""Lookups break the graphs of torch.compile, but graphs stay few; unsupported tools raise."""
 
 import pytest
 import torch

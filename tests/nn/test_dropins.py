@@ -366,5 +366,5 @@ def test_a_lookup_that_scales_nothing_writes_nothing():
     layer = Embedding.from_pretrained(torch.ones(3, 2), freeze=False, max_norm=9.0)
     penalty = layer.weight.square().sum()
     layer(T([0, 1]))
-    penalty.backward()  # it has saved the weight
+    penalty.backward()  # uses the weight's values at the time of square()
     assert torch.equal(layer.weight.grad, torch.full((3, 2), 2.0))

@@ -1,4 +1,4 @@
-"""from_pretrained hands all of its arguments on; edges of padding_idx; what layers print."""
+"""from_pretrained passes all arguments on; padding_idx may count from the end; repr of layers."""
 
 import pytest
 import torch

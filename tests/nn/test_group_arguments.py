@@ -1,4 +1,4 @@
-"""Arguments of groups: what they refuse, what features take from layers, and prefetched batches."""
+"""EmbeddingGroup checks its arguments, passes settings from layers to features, and prefetches."""
 
 import copy
 import pickle

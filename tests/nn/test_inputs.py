@@ -1,4 +1,4 @@
-"""Edges of the forms of input: empty ones, exact limits, and positions that errors name."""
+"""Empty inputs and inputs at exact limits work, and errors name the position of a fault."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The life of a layer: insertion of keys, copies, saved states, accumulated gradients."""
+"""Layers insert keys, can be copied and saved, and accumulate gradients."""
 
 import copy
 import io
@@ -182,7 +182,7 @@ def test_unseen_key_in_evaluation_has_no_gradient():
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-# Repeated rows may also be in ascending order.
+# Rows with repeats, once in no order and twice in ascending order.
 @pytest.mark.parametrize("rows", [[3, 0, 3], [0, 0], [3, 3]])
 def test_gradient_of_a_weight_that_is_used_otherwise_too(rows, sparse):
     layer = single()
@@ -240,7 +240,7 @@ def test_a_trace_is_refused():
 
 
 def test_the_address_of_a_gradient_is_forgotten_with_it():
-    """Memory that is used again may hold a gradient that is not coalesced."""
+    """If the address were kept, a later gradient there would be taken for a coalesced one."""
     layer = single()
     for _ in range(2):
         layer((torch.tensor([3, 5]), torch.arange(3))).sum().backward()
