@@ -102,6 +102,16 @@ def test_a_full_table_raises_at_once():
     assert layer.table.keys().tolist() == [1, 2, 3, 4]
 
 
+def test_an_error_beside_a_full_table_is_its_cause():
+    layer = table(4, padding_key=7)
+    with Waits(never):
+        layer(keys(1))
+        with pytest.raises(sparsekit.TableFullError, match="users") as raised:
+            layer((torch.arange(10, 16), torch.tensor([0, 6, 5])))
+    assert isinstance(raised.value.__cause__, IndexError)
+    assert "offsets" in str(raised.value.__cause__)
+
+
 @pytest.mark.parametrize(
     "write",
     [
