@@ -26,7 +26,7 @@ ADULT = PackagedFile(
     "adult.data of the UCI repository",
 )
 
-# Categorical columns, in the order of the data -> the largest number of distinct values.
+# Maximum number of distinct values of each categorical column, in the order of the data.
 CATEGORIES = {
     "workclass": 9,
     "education": 16,

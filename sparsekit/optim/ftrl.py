@@ -24,11 +24,11 @@ class Ftrl(RowOptimizer):
     paper.
 
     Each step computes the weight from z and n, so the first step keeps only a part of a weight that
-    does not start at zero. The dense method does this for all rows: it sets a row that never had a
-    gradient (z = 0) to zero in the first step, whereas such a row keeps its initial vector here;
-    and a new lr takes effect in all rows immediately, whereas here it takes effect in a row at the
-    row's next gradient. Otherwise the weights equal the weights of the dense method; with an
-    initializer of zeros and a constant lr, all weights do.
+    does not start at zero. The dense method differs in two ways. It computes all rows in every
+    step, so its first step sets a row that never had a gradient (z = 0) to zero, and a new lr takes
+    effect in all rows at once. Here such a row keeps its initial vector, and a new lr takes effect
+    in a row at its next gradient. All other weights are equal; with an initializer of zeros and a
+    constant lr, all weights are.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

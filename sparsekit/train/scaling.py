@@ -72,7 +72,7 @@ def samples_per_second(case: Case) -> float:
 def _batch(
     case: Case, names: list[str], generator: torch.Generator, rank: int, ranks: int
 ) -> Batch:
-    """Generate one rank's share of a batch, which is the same for any number of ranks."""
+    """Generate one rank's share of a batch. The batch does not depend on the number of ranks."""
     uniform = torch.rand(case.tables, case.batch, generator=generator, device="cpu")
     # Invert the distribution function of the density 1 / x on [1, rows].
     keys = (case.rows**uniform).long()

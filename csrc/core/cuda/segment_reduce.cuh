@@ -291,7 +291,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
     if (key == in.num_segments) mine.value = -1;
   }
 
-  // The warp's entries, grouped by key, are in shared memory.
+  // Put the warp's entries into shared memory, grouped by key.
   const uint32_t equal = simt::warp_match(mine.key);
   int place = lane;
   if (simt::warp_any(simt::count_bits(equal) > 1)) {

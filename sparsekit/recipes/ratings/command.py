@@ -91,7 +91,7 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
 
 
 def load_ratings(args: argparse.Namespace) -> tuple[Ratings, Ratings]:
-    """Read the ratings in ``--data``, and split them into train and test part."""
+    """Read the ratings in ``--data``, and split them into a training part and a test part."""
     data = args.data
     with training.reading("--data", data):
         ratings = movielens_100k(data)
