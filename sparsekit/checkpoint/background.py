@@ -20,9 +20,9 @@ from .save import CheckpointWriter
 from .snapshot import Copies, Optimizers, Stateful
 from .task import Task
 
-# Polling interval in seconds, while rank 0 waits for the files of other ranks.
+# Interval in seconds at which rank 0 checks whether the other ranks have written their files.
 _LOOK = 0.02
-# Niceness added to the writing thread: on a busy core it gets a tenth of the time.
+# Niceness of the writing thread: on a busy core, it gets about a tenth of the CPU time.
 _NICE = 10
 
 
@@ -33,7 +33,7 @@ class Background:
     is killed, no new checkpoint appears and older ones stay as they were.
 
     Attributes:
-        waited: whether `wait` has returned, or has raised the error that made the save fail.
+        waited: whether `wait` has returned, or has raised the error of a failed save.
     """
 
     def __init__(self, writing: CheckpointWriter, copies: Copies | None = None) -> None:
@@ -47,7 +47,7 @@ class Background:
         """Copy the tables and start writing; a collective.
 
         Raises:
-            CheckpointError: the draft cannot be made, or there is no memory for the copy.
+            CheckpointError: the draft cannot be created, or there is no memory for the copy.
         """
         writing = self._writing
         try:
@@ -63,7 +63,7 @@ class Background:
             raise
 
     def lost(self) -> bool:
-        """Return whether `begin` was interrupted and nothing is or will be written."""
+        """Return whether `begin` was interrupted, so that nothing will be written."""
         return self._task.cancel()
 
     def done(self) -> bool:
@@ -93,7 +93,7 @@ class Background:
             self.waited = True
             raise
         finally:
-            writing.end()  # rank 0 removes the draft once all have finished, if any failed
+            writing.end()  # rank 0 removes the draft after all ranks have finished, if one failed
         self.waited = True
         writing.tell()
         return target
@@ -101,7 +101,7 @@ class Background:
     def _copy(self) -> None:
         try:
             self._writing.snapshot.copy_to(self._copies)
-        except RuntimeError as error:  # torch also raises this when memory runs out
+        except RuntimeError as error:  # torch raises RuntimeError when memory runs out
             raise CheckpointError(
                 f"{self._writing.draft.target}: not saved: the tables cannot be copied: "
                 f"{str(error).splitlines()[0]}; save() needs no copy"
@@ -109,7 +109,7 @@ class Background:
 
     def _write(self) -> None:
         writing = self._writing
-        # Sets the niceness of this thread alone, on Linux: training goes first.
+        # On Linux, this lowers the priority of this thread only, in favor of training.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + _NICE)
         try:

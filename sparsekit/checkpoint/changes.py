@@ -1,9 +1,9 @@
 """Finds the rows that have changed since the last checkpoint, by a fingerprint of each row.
 
-Rows are written by optimizers, by `assign` and by hand, so we compare contents rather than track
-writes. A change of one 8-byte word is always seen; of other changes one in 2^31 is missed.
-Fingerprints are valid only while rows stand for the same keys; a checksum of the keys verifies
-this.
+Optimizers, `assign` and user code all write to rows, so we compare contents instead of tracking
+writes. A change of a single 8-byte word is always detected. Any other change is missed with a
+probability of 2^-31. Fingerprints are valid only while each row belongs to the same key; a checksum
+of the keys verifies this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .manifest import Base
 from .snapshot import TableShard
 from .tensor_file import carried
 
-# Size of a block in bytes, chosen so that intermediate results stay in the cache.
+# Size in bytes of a block of rows. It is small, so that intermediate results stay in the cache.
 _BLOCK = 1 << 18
 # Number of 64-byte buckets scanned at a time.
 _BUCKETS = 1 << 15
@@ -30,7 +30,7 @@ _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)
 
 
 class Fingerprints:
-    """Fingerprints of a table's rows; each covers a row of all tensors."""
+    """One fingerprint per row of a table, computed from that row of the vectors and all states."""
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
@@ -80,7 +80,7 @@ class Fingerprints:
 
 
 def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
-    """Return, for each size, one checksum of the keys and indices of rows ``[0, size)``."""
+    """Return one checksum per size: of the keys of rows ``[0, size)`` and their row indices."""
     sums = [0] * len(sizes)
     table = shard.layer.table
     if table is None:
@@ -100,7 +100,7 @@ def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
 
 @dataclass
 class MarkedTable:
-    """Fingerprints of a rank's part of a table, kept by a save to find later changes.
+    """Fingerprints of a rank's part of a table, by which the next save finds the changed rows.
 
     Attributes:
         identity: result of `TableShard.identity` at the time of the save.
@@ -119,12 +119,12 @@ class MarkedTable:
 class Marks:
     """Fingerprints of a checkpoint's tables, kept so that the next checkpoint can be incremental.
 
-    Marks are valid for that one checkpoint only: check that it is on disk before using them.
+    The marks are valid for one checkpoint only. Check that it is on disk before using them.
 
     Attributes:
         base: the checkpoint that the marks belong to.
-        links: number of checkpoints that precede it in its chain.
-        tables: marks of all its tables, by name.
+        links: number of checkpoints that precede ``base`` in its chain.
+        tables: the marks of each table, by the table's name.
     """
 
     base: Base
@@ -132,15 +132,15 @@ class Marks:
     tables: dict[str, MarkedTable] = field(default_factory=dict)
 
     def follow(self, shards: Sequence[TableShard], before: Mapping[str, MarkedTable]) -> set[str]:
-        """Start new marks of all tables, and find the tables that must be written in full.
+        """Start the marks of a new checkpoint, and find the tables that must be written in full.
 
         Args:
             shards: this rank's parts of the tables to save.
-            before: marks of the tables in the checkpoint that this one may follow.
+            before: marks of the tables in the previous checkpoint, by the table's name.
 
         Returns:
-            Names of the tables that must be written in full, because they are new or replaced, or
-            because some of their rows are gone or belong to other keys now.
+            Names of the tables that must be written in full: they are new or have been replaced, or
+            some of their rows have been removed or now belong to other keys.
         """
         complete = set()
         for shard in shards:
@@ -156,6 +156,6 @@ class Marks:
         return complete
 
     def changed(self, shard: TableShard) -> np.ndarray:
-        """Return the rows that are new or changed since the last save, and update their marks."""
+        """Return the indices of the rows changed since the last save, and update the marks."""
         prints = self.tables[shard.name].prints
         return prints.update(list(shard.columns.values()), shard.size)

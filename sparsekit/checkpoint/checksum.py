@@ -1,4 +1,4 @@
-"""Writes to a file and computes the CRC-32 of the bytes written."""
+"""Writes a file and computes its CRC-32 at the same time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from .task import Task
 
-# Ask the system to start writing to disk after this many bytes, so that fsync waits less.
+# After this many bytes, ask the system to start writing them to disk. This shortens fsync.
 _TO_DISK = 64 << 20
-# Minimum size in bytes of a piece whose checksum is computed in another thread: for a smaller
-# piece, starting the thread would take longer.
+# Minimum size in bytes of a piece for which another thread computes the checksum. For a smaller
+# piece, starting the thread would take longer than the checksum.
 _WORTH_A_THREAD = 1 << 16
 
 
@@ -29,21 +29,21 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
 class Summed:
     """Writes pieces to a file while another thread computes their CRC-32.
 
-    A piece is copied first, since it may be part of a table that changes meanwhile.
+    Each piece is copied first, since it may be part of a table that is being trained.
     """
 
     def __init__(self) -> None:
         self.bytes = self._begun = 0
         self._crc = 0
         self._task: Task | None = None
-        # Two buffers: one is written while the other is filled.
+        # Two buffers: one is written to the file while the other one is filled.
         self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def __enter__(self) -> Summed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._wait()  # so that a failed save leaves no thread
+        self._wait()  # a failed save must not leave a thread running
 
     def write(self, file: io.FileIO, piece: bytes | np.ndarray) -> None:
         """Write a piece: bytes, or a uint8 array [n]."""

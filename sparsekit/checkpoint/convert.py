@@ -48,7 +48,7 @@ def sources_of(
             ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of an
             EmbeddingBagCollection or EmbeddingCollection.
         path: a file or a folder, depending on the kind.
-        dims: for sok1, whose files do not record it: variable name -> elements of a vector;
+        dims: for sok1, whose files do not record it: dim of each variable, by variable name;
             ``""`` stands for all variables not named.
 
     Raises:
@@ -71,20 +71,20 @@ def import_tables(
     names: Mapping[str, str] = {},
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write tables of another library as a checkpoint, which any number of ranks can load.
+    """Write tables of another library to a checkpoint that any number of ranks can load.
 
-    The checkpoint has no dense tensors and no optimizers: load it without ``optimizer``, and with
+    The checkpoint has neither dense tensors nor optimizers. Load it without ``optimizer``, and with
     ``strict=False`` into a model that has dense tensors.
 
     Args:
         sources: see `sources_of`.
         out: folder of the new checkpoint.
-        names: name of a table -> name of the layer in the module, where the two differ.
+        names: maps the name of a table to the layer's name in the module, where the two differ.
         on_progress: called after each piece with the size of its vectors in bytes.
 
     Raises:
-        CheckpointError: a file is damaged, a key occurs twice, two tables have the same name, names
-            has an unknown table, or out already exists or cannot be written.
+        CheckpointError: a file is damaged, a key occurs twice, two tables have the same name,
+            ``names`` has an unknown table, or out already exists or cannot be written.
     """
     unknown = sorted(names.keys() - {source.name for source in sources})
     if unknown:
@@ -130,7 +130,7 @@ def _table(name: str, source: ForeignTable, file: str) -> Table:
 def _distinct(source: ForeignTable) -> Pieces:
     """Yield a source's pieces; raise CheckpointError if a key occurs twice.
 
-    Memory grows with the number of keys read so far, not with the size a file claims.
+    Memory use grows with the number of keys read so far, whatever size the file's header claims.
     """
     seen, done = HashTable(_FEW_KEYS), 0
     with contextlib.closing(source.pieces()) as pieces:
@@ -158,23 +158,24 @@ def export(
     format: str,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Export each table of a checkpoint, with the rows of its whole chain, as one file.
+    """Export each table of a checkpoint to one file, with the rows of the whole chain.
 
     A file has ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states. bfloat16
-    becomes float32, since NumPy lacks it; safetensors keeps it.
+    values are converted to float32, which NumPy requires, except in safetensors.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints to take the latest of; it is verified first.
-        out: folder to make for the files, ``<table>.<format>``. In a file's name, characters that
-            some file systems refuse become ``_``; a long name is cut to 100 characters, and gets
-            a number if it is taken. The table's full name is in the file: in the metadata of
-            Parquet and safetensors as ``table``, and in the comment of a .npz.
+        path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
+        out: folder to create for the files, which are named ``<table>.<format>``. Characters that
+            some file systems refuse are replaced by ``_``, and long names are cut to 100
+            characters; a number is added if two names would be equal. Each file stores the table's
+            full name: in the metadata of Parquet and safetensors under ``table``, and in the
+            archive comment of a .npz.
         format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
         CheckpointError: path is damaged; out already exists or cannot be written.
-        ImportError: Parquet without pyarrow.
+        ImportError: the format is Parquet, and pyarrow is not installed.
         ValueError: format is unknown.
     """
     if format not in FORMATS:
@@ -197,7 +198,7 @@ def export(
 
 
 def _stem(name: str, taken: Container[str]) -> str:
-    """Return a table's file name without suffix, different from all names in ``taken``."""
+    """Return a file name for a table, without suffix, that is not in ``taken``."""
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".")[:_LONGEST_STEM] or "_"
     numbered = (f"{safe}-{number}" for number in itertools.count(1))
     return next(stem for stem in itertools.chain([safe], numbered) if stem not in taken)
@@ -212,7 +213,7 @@ Parts = Sequence[tuple[Path, Table]]
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    """Convert to an array of a dtype that NumPy has: bfloat16 becomes float32."""
+    """Convert to a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
     array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return array
 
@@ -232,7 +233,7 @@ def _write_safetensors(path: Path, parts: Parts, name: str) -> None:
 
 
 def _write_npz(path: Path, parts: Parts, name: str) -> None:
-    """Write a .npz file, one column after the other."""
+    """Write a .npz file, one column after another."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
         archive.comment = name_note(name)
         for column in columns_of(parts[-1][1], _rows(parts)):
@@ -254,7 +255,7 @@ def _write_npz(path: Path, parts: Parts, name: str) -> None:
 
 
 def _write_parquet(path: Path, parts: Parts, name: str) -> None:
-    """Write a Parquet file, one row group after the other; vectors are fixed-size lists."""
+    """Write a Parquet file, one row group after another; vectors become fixed-size lists."""
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -271,7 +272,7 @@ def _write_parquet(path: Path, parts: Parts, name: str) -> None:
 
     schema = batch({c.name: torch.empty(c.shape, dtype=c.dtype) for c in columns}).schema
     with (
-        open(path, "xb") as target,  # opened here: pyarrow accepts only UTF-8 paths
+        open(path, "xb") as target,  # not opened by pyarrow, which accepts only UTF-8 paths
         parquet.ParquetWriter(target, schema) as writer,
         live_pieces(parts) as pieces,
     ):

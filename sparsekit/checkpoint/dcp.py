@@ -27,10 +27,10 @@ class DcpState:
 
     ``dcp.save({"app": DcpState(model, optimizer)}, checkpoint_id=path)`` saves on any number of
     ranks, and ``dcp.load({"app": DcpState(model, optimizer, load_from=path)}, checkpoint_id=path)``
-    loads on any other number, as `load` does after `save`: tables may have another placement or
-    capacity, and the module is left unchanged if something does not fit. Other entries of the dict
-    are saved and loaded as usual. A rank holds one part of one table in memory at a time. It reads
-    only its own part if the placement and the number of ranks are the same, else the parts of all
+    loads on any number of ranks. As for `load`, tables may have another placement or capacity, and
+    the module is left unchanged if something does not fit. Other entries of the dict are saved and
+    loaded as usual. A rank holds one part of one table in memory at a time. It reads only its own
+    part if the placement and the number of ranks are the same; otherwise it reads the parts of all
     ranks. There are no checksums. All ranks must call dcp.save and dcp.load together.
 
     Args:
@@ -38,8 +38,8 @@ class DcpState:
             fully_shard must be saved separately, as another entry of the dict.
         optimizer: as for `save` and `load`.
         state: as for `save` and `load`.
-        load_from: the path or StorageReader given to dcp.load; None to save. After the load the
-            object can save, too.
+        load_from: the path or StorageReader that is given to dcp.load; None if the object only
+            saves. After loading, the object can also save.
         name: the name under which the state was saved, "app" above; required if the checkpoint
             has several DcpStates.
         strict: as for `load`.
@@ -51,9 +51,9 @@ class DcpState:
         unexpected: after a load, names in the checkpoint that are not in the module.
 
     Raises:
-        CheckpointError: (while saving or loading) as `save` and `load` do; or load_from is missing,
-            or is not the checkpoint that dcp.load reads. torch.distributed.checkpoint's own checks
-            raise its CheckpointException.
+        CheckpointError: (while saving or loading) for the same reasons as in `save` and `load`; or
+            load_from is missing, or is not the checkpoint that dcp.load reads. Errors that
+            torch.distributed.checkpoint finds itself are raised as its CheckpointException.
         ValueError: (while saving or loading) a table is distributed over ranks other than the ranks
             of process_group.
     """
@@ -82,7 +82,7 @@ class DcpState:
         self.unexpected: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Called by torch.distributed.checkpoint on all ranks, for a save and before a load."""
+        """Return the state; torch.distributed.checkpoint calls this to save and before a load."""
         together = Together(self._module, self._group)
         load_from = self._load_from
         if load_from is None:
@@ -92,7 +92,7 @@ class DcpState:
         return self._source.to_load()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by torch.distributed.checkpoint on all ranks with the result of `state_dict`."""
+        """Load the state; torch.distributed.checkpoint passes the filled result of `state_dict`."""
         source = self._source
         if source is None:
             raise CheckpointError(NEEDS_LOAD_FROM)
@@ -142,7 +142,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """Describe the tables for comparison; entries name the table, as an error may be cut short."""
+    """Describe the tables, for comparison between ranks; each entry has its table's name."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards

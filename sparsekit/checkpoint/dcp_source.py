@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Names of entries in a saved DcpState: the format, and below `NOTES` a note of each rank. All
-# other entries are named like the files of a checkpoint.
+# Names of entries in a saved DcpState: the format, and the prefix of the ranks' notes. All other
+# entries are named like the files of a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 
 
 def stem(file: str) -> str:
-    """Return the name of the entry that replaces a file of a checkpoint's folder."""
+    """Return the name of the entry that corresponds to a file of a checkpoint's folder."""
     return file.removesuffix(".safetensors")
 
 
@@ -79,7 +79,7 @@ class DcpSource:
         return self._where
 
     def _found(self, name: str | None) -> str:
-        """Return the prefix that the names of the saved state's entries share."""
+        """Return the common prefix of the names of the saved state's entries."""
         prefixes = {
             entry.removesuffix(FORMAT).removesuffix("."): entry.removesuffix(FORMAT)
             for entry in self._metadata.state_dict_metadata
@@ -121,14 +121,14 @@ class DcpSource:
             raise CheckpointError(f"{self}: is damaged: notes of ranks: {error!r:.200}") from error
 
     def to_load(self) -> dict[str, Any]:
-        """Return the entries that torch.distributed.checkpoint is to read itself."""
+        """Return the entries that torch.distributed.checkpoint itself must read."""
         return {
             FORMAT: ToLoad.of(torch.zeros(1, dtype=torch.int64), self._where),
             NOTES: {rank: torch.zeros_like(note) for rank, note in self._notes.items()},
         }
 
     def check_read(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless torch.distributed.checkpoint has read this very state."""
+        """Raise CheckpointError if torch.distributed.checkpoint has read a different state."""
         notes = state.get(NOTES, {})
         if notes.keys() != self._notes.keys() or not all(
             torch.equal(notes[rank], note) for rank, note in self._notes.items()
@@ -168,7 +168,7 @@ class DcpSource:
 
 
 class _Part(TensorFile):
-    """Reads the entries of one part like a file; keeps loaded tensors in memory until `close`."""
+    """Reads the entries of one part as if it were a file; keeps tensors in memory until `close`."""
 
     def __init__(
         self, source: DcpSource, part: str, entries: Mapping[str, TensorStorageMetadata]
@@ -199,17 +199,17 @@ NEEDS_LOAD_FROM = (
 
 
 class ToSave(torch.Tensor):
-    """A tensor that can be saved, but neither pickled nor overwritten by a load."""
+    """A tensor that can be saved; raises when it is pickled or would be overwritten by a load."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Called by torch.distributed.checkpoint before it reads into tensors of the module."""
+        """Raise: torch.distributed.checkpoint calls this before it loads into the tensor."""
         raise CheckpointError(NEEDS_LOAD_FROM)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A planner that does not flatten the state would treat it as one object that all ranks
-        # share, and save only one rank's.
+        # A planner that does not flatten the state treats it as one object that is equal on all
+        # ranks, so it would save only one rank's state.
         raise CheckpointError(
             "a DcpState has entries of each rank, so it cannot be pickled whole: give "
             "torch.distributed.checkpoint a planner with flatten_state_dict=True"
@@ -217,7 +217,7 @@ class ToSave(torch.Tensor):
 
 
 class ToLoad(torch.Tensor):
-    """A tensor that can be loaded, but raises if it is saved before that."""
+    """A tensor that can be loaded; raises if it is saved before it has been loaded."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     load_from: str
@@ -230,12 +230,12 @@ class ToLoad(torch.Tensor):
         return marked
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        """Called by torch.distributed.checkpoint when it plans what each rank saves."""
+        """Raise: torch.distributed.checkpoint calls this to plan a save."""
         raise CheckpointError(
             f"{name}: a DcpState with load_from={self.load_from!r} has nothing to save before it "
             f"has loaded; make one without"
         )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> ToLoad:
-        """Called for the copy that async_save makes, which must be marked as well."""
+        """Return a ToLoad, since async_save copies into it and must not save the copy either."""
         return super().new_empty(*args, **kwargs).as_subclass(ToLoad)

@@ -20,9 +20,9 @@ from .manifest import DENSE, Table
 from .reshard import OnProgress, live_pieces, verify
 from .tensor_file import Place, TensorFile, carried
 
-# A row's location is one integer: the file's index above these bits, the row's index below.
+# A row's location is one integer: the low bits hold the row's index, the others the file's index.
 _ROW_BITS = 40
-# Largest number of memory maps at a time: each keeps a file open, and open files are limited.
+# Maximum number of memory maps at a time. Each keeps a file open, and open files are limited.
 _MOST_MAPS = 32
 
 
@@ -31,13 +31,13 @@ class TableDifference:
     """Differences between a table in checkpoint A and the same table in checkpoint B.
 
     Attributes:
-        same: number of keys in A and B whose vectors and states are equal, bit for bit.
+        same: number of keys in both A and B whose vectors and states are equal, bit for bit.
         only_a: number of keys that B lacks.
         only_b: number of keys that A lacks.
-        changed: name of a column (``vectors`` or a state) -> number of rows that differ there, and
-            the largest absolute difference (nan if any difference is nan).
-        shape: a difference between the tables themselves, such as "dim 8 and 16", because of which
-            their rows cannot be compared; empty if there is none.
+        changed: for each column (``vectors`` or a state): the number of rows that differ in it,
+            and the largest absolute difference (nan if any difference is nan).
+        shape: a difference that makes the rows incomparable, such as "dim 8 and 16"; empty if there
+            is none.
     """
 
     same: int = 0
@@ -57,7 +57,7 @@ class Difference:
     Attributes:
         only_a: names of tables and dense tensors that B lacks.
         only_b: names of tables and dense tensors that A lacks.
-        tables: name -> differences, of each table that is in A and B.
+        tables: the differences of each table that is in both A and B, by the table's name.
         dense: names of the dense tensors that differ, including tensors of optimizers.
     """
 
@@ -75,11 +75,11 @@ def diff(
 ) -> Difference:
     """Compare the tables (key by key) and dense tensors of two checkpoints, with their chains.
 
-    A row may be on different ranks in A and B. Needs about 30 bytes of memory for each row.
+    A key may be on different ranks in A and B. The comparison takes about 30 bytes per row.
 
     Args:
-        a: a checkpoint, or a folder of checkpoints, of which the latest is taken; it is verified.
-        b: the other checkpoint, or a folder of them.
+        a: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
+        b: the other checkpoint, or a folder of checkpoints.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
@@ -140,7 +140,7 @@ def _table(ours: Chain, theirs: Chain, name: str) -> TableDifference:
 def _compare(
     found: TableDifference, column: str, ours: torch.Tensor, theirs: torch.Tensor
 ) -> torch.Tensor:
-    """Record the rows that differ in a column; return a mask of the equal rows."""
+    """Record the differences of a column; return a mask of the equal rows."""
     differs = torch.from_numpy(
         (carried(ours) != carried(theirs)).reshape(len(ours), -1).any(axis=1)
     )
@@ -153,10 +153,10 @@ def _compare(
 
 
 class _Rows:
-    """Finds each key of a table: the file that has it, and the row in that file."""
+    """Finds the file that has a key of a table, and the key's row in that file."""
 
     def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
-        # Count the rows in the files: an incremental file may have fewer rows than its rank had.
+        # Count the rows in the files: an incremental file may have fewer rows than the table had.
         rows = sum(shard.rows for _, part in parts for shard in part.shards)
         self.table = HashTable(max(1, rows))
         self._files: dict[Path, dict[str, Place]] = {}

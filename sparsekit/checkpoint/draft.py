@@ -18,20 +18,20 @@ from .files import naming
 from .lock import Lock
 from .manifest import new_id
 
-# A file in each draft that stays locked as long as its process writes.
+# A file in each draft, which the process locks as long as it writes.
 _WRITER = ".writer"
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
-# Name of a checkpoint that is being replaced, where that takes two renames.
+# Name of a checkpoint that is being replaced, on systems where this takes two renames.
 _OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
 # Name of a checkpoint that is being removed.
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
-# Attempts to make a draft, a millisecond apart, while another job takes it for abandoned.
+# Number of attempts to create a draft, a millisecond apart: another job may take it for abandoned.
 _ATTEMPTS = 1000
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 
 
 def entries(folder: Path) -> list[Path]:
-    """List the paths in a folder; an empty list if the folder does not exist.
+    """List the paths in a folder; return an empty list if the folder does not exist.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -55,10 +55,10 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, and sync them to disk.
+    """Create a folder and its missing parents, and sync them to disk.
 
     Raises:
-        CheckpointError: the folder cannot be made.
+        CheckpointError: the folder cannot be created.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
     with naming(path, "cannot be made"):
@@ -84,10 +84,10 @@ class Draft:
         self._lock: Lock | None = None
 
     def begin(self) -> None:
-        """Make the folder. The caller must call `end`, also after an error.
+        """Create the folder. The caller must call `end`, also after an error.
 
         Raises:
-            CheckpointError: target exists and may not be replaced; or the folder cannot be made.
+            CheckpointError: target exists and may not be replaced; or the folder cannot be created.
         """
         make_folder(self.target.parent)
         if not self._replace and os.path.lexists(self.target):
@@ -97,7 +97,7 @@ class Draft:
             self._lock = self._locked()
 
     def _locked(self) -> Lock:
-        # Until the draft is locked another job may take it for abandoned.
+        # Until the draft is locked, another job may take it for abandoned and remove it.
         for _ in range(_ATTEMPTS):
             self.folder.mkdir(exist_ok=True)
             try:
@@ -119,7 +119,7 @@ class Draft:
         """Rename the draft to target: the checkpoint appears whole or not at all.
 
         Raises:
-            CheckpointError: the rename fails, or target has appeared meanwhile.
+            CheckpointError: the rename fails, or target has appeared in the meantime.
         """
         try:
             for note in entries(self.folder):
@@ -129,8 +129,8 @@ class Draft:
             if self._replace:
                 _replace(self.folder, self.target)
             else:
-                os.rename(self.folder, self.target)  # can replace nothing but an empty folder
-            # Not earlier: a draft without this file would be taken for abandoned.
+                os.rename(self.folder, self.target)  # can only replace an empty folder
+            # Remove it only now: other jobs take a draft without this file for abandoned.
             (self.target / _WRITER).unlink(missing_ok=True)
             sync_folder(self.target.parent)
         except OSError as error:
@@ -141,7 +141,7 @@ class Draft:
             ) from error
 
     def end(self) -> None:
-        """Remove the draft, or the replaced checkpoint that `publish` has swapped it with."""
+        """Remove the draft, or the old checkpoint if `publish` has swapped the two."""
         try:
             discard(self.folder)
         finally:
@@ -154,7 +154,7 @@ def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
     """Yield a draft to write to; publish it at target at the end, or remove it on an error.
 
     Raises:
-        CheckpointError: target already exists, or cannot be made.
+        CheckpointError: target already exists, or cannot be created.
     """
     draft = Draft(Path(target).absolute(), new_id())
     try:
@@ -191,7 +191,7 @@ def _replace(draft: Path, target: Path) -> None:
                 try:
                     os.rename(draft, target)
                 except OSError as error:
-                    # A process looking for the latest may have restored the old one meanwhile.
+                    # A process that looks for the latest checkpoint may have restored the old one.
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
         except BaseException:
@@ -204,17 +204,17 @@ def discard(folder: Path) -> None:
     """Remove a folder and its files; ignore errors."""
     if folder.is_symlink():
         return
-    # Like rmtree, which can leak a descriptor when it is interrupted.
+    # Try without rmtree first: it can leak a descriptor when it is interrupted.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(folder / name)
         os.rmdir(folder)
         return
-    shutil.rmtree(folder, ignore_errors=True)  # for subfolders and files removed meanwhile
+    shutil.rmtree(folder, ignore_errors=True)  # removes subfolders, too, and ignores missing files
 
 
 def recover(folder: Path) -> None:
-    """Restore checkpoints that a process set aside to replace them, before it was killed."""
+    """Restore checkpoints that a process had renamed to replace them when it was killed."""
     for path in entries(folder):
         old = _OLD.match(path.name)
         if old and not os.path.lexists(folder / old[1]):
@@ -249,16 +249,16 @@ def _remove_if_abandoned(draft: Path) -> None:
         lock = Lock(draft / _WRITER, make=False)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            draft.rmdir()  # its writer may just have made it, and will make it again
+            draft.rmdir()  # the writer may just have created it; if so, it will create it again
         names = {path.name for path in entries(draft)}
-        if names and _WRITER not in names:  # a replaced checkpoint, or half removed
+        if names and _WRITER not in names:  # a replaced checkpoint, or a half-removed draft
             discard(draft)
         return
     except OSError:
         return  # a live process is writing it
     try:
-        # The draft's writer may be about to lock it: it then notices that the draft is gone, and
-        # makes another one.
+        # The draft's writer may be about to lock it. In that case the writer notices that the draft
+        # is gone, and creates another one.
         discard(draft)
     finally:
         lock.close()

@@ -1,4 +1,4 @@
-"""Encodes nested states, such as results of ``state_dict``, as JSON and tensors, without pickle."""
+"""Encodes nested states, such as a ``state_dict``, as JSON and tensors, without pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import CheckpointError
 from .tensor_file import check_storable, dtype_name
 
-# Keys that mark values JSON cannot express. A dict that has such a key is written as items.
+# Keys that mark values JSON cannot express. A dict with such a key is written as a list of items.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 _SCALAR = "$scalar"
 _SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.int32}
@@ -32,7 +32,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
     Raises:
         CheckpointError: a part is not a tensor, number, string, None, or a list, tuple or dict of
-            these, or it is nested deeper than `check_nesting` allows; the message has its path.
+            these, or it is nested deeper than `check_nesting` allows. The message has its path.
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")
@@ -46,7 +46,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, torch.Tensor):
         check_storable(name, value)
-        while name in tensors:  # {"a.b": x} and {"a": {"b": x}} have the same path
+        while name in tensors:  # as for {"a.b": x, "a": {"b": y}}
             name += "+"
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -76,7 +76,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def scalar(tensor: torch.Tensor, name: str) -> Any:
-    """Encode a 0-dim tensor; int64 becomes a number, as it counts steps; errors show ``name``."""
+    """Encode a 0-dim tensor: int64, a count of steps, as a number. Errors show ``name``."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value
@@ -87,18 +87,18 @@ def scalar(tensor: torch.Tensor, name: str) -> Any:
 
 
 def check_nesting(value: Any, depth: int = 0) -> None:
-    """Raise CheckpointError for a value nested too deeply for `decoded`, which is recursive."""
+    """Raise CheckpointError if a value is nested too deeply for the recursive `decoded`."""
     if depth > MOST_NESTED:
         raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
     if isinstance(value, dict) and value.keys() in ({_TUPLE}, {_ITEMS}):
-        (value,) = value.values()  # a marker and its content count as one level
+        (value,) = value.values()  # a marker and its content count as one nesting level
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             check_nesting(each, depth + 1)
 
 
 def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode the output of `encoded`, whose depth `check_nesting` has approved.
+    """Decode the output of `encoded`; call `check_nesting` on it first.
 
     Raises:
         CheckpointError: a tensor is missing, or `encoded` cannot have written this.
@@ -119,7 +119,7 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _special(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode an object that stands for a value JSON cannot express; the caller catches errors."""
+    """Decode an object that encodes a value JSON cannot express. The caller catches errors."""
     if kind == _TENSOR:
         return tensors[content]
     if kind == _TUPLE and isinstance(content, list):

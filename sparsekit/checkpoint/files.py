@@ -1,4 +1,4 @@
-"""Opens and writes plain files; errors name the file, and an interrupt leaks no descriptor."""
+"""Opens and writes plain files. Errors name the file, and an interrupt leaks no descriptor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FileRecord:
 
 @contextlib.contextmanager
 def naming(path: Path, what: str) -> Iterator[None]:
-    """Raise an OSError as a CheckpointError with the path, ``what`` failed, and the reason."""
+    """Convert an OSError to a CheckpointError with the path, the failed action and the reason."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def naming(path: Path, what: str) -> Iterator[None]:
 
 
 def plain_file(path: Path) -> io.BufferedReader:
-    """Open a plain file for reading; it is closed when the last reference to it is gone.
+    """Open a plain file for reading. It is closed with the last reference to it.
 
     Raises:
         CheckpointError: the path is a link, is not a plain file, or cannot be read.
@@ -56,7 +56,7 @@ def plain_file(path: Path) -> io.BufferedReader:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a plain file in bytes; raise the same errors as `plain_file`."""
+    """Return the size of a plain file in bytes. Raises the same errors as `plain_file`."""
     with naming(path, "cannot be read"), plain_file(path) as file:
         return os.fstat(file.fileno()).st_size
 

@@ -22,7 +22,7 @@ def step_folder(step: int) -> str:
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """Return step -> path of the checkpoints in a folder, in step order; they may be damaged."""
+    """Return the path of each checkpoint in a folder by step, in order; some may be damaged."""
     found = {
         int(match[1]): path
         for path in entries(folder)
@@ -32,7 +32,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Find the newest whole checkpoint in a folder; None if there is none.
+    """Find the newest whole checkpoint in a folder; return None if there is none.
 
     A checkpoint that has lost files, or whose base is gone, is skipped with a warning. Only the
     sizes of files are checked; `load` checks their contents.
@@ -53,7 +53,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint, or the latest checkpoint of a folder of them.
+    """Return a checkpoint's path as it is; for a folder of checkpoints, the path of the latest.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -69,10 +69,10 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """List a checkpoint and all that it builds on, each with its manifest, the complete one first.
+    """List a checkpoint and all those it builds on, with manifests, the complete one first.
 
     Raises:
-        CheckpointError: one is missing or damaged, or is not the base that the next one names.
+        CheckpointError: a checkpoint is missing or damaged, or is not the base named by the next.
     """
     links = [(path, read_manifest(path))]
     seen = {links[0][1].id}
@@ -118,7 +118,7 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
     """Check the size of every file of a checkpoint's `chain`, and return the chain.
 
     Raises:
-        CheckpointError: the checkpoint, or another one in its chain, is not whole.
+        CheckpointError: a file of the chain is missing or has another size.
     """
     links = chain(path)
     for folder, manifest in links:
@@ -127,12 +127,12 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def retain(folder: Path, keep: int, written: Path) -> list[str]:
-    """Remove old checkpoints: all but the newest ``keep`` whole ones, ``written``, and their bases.
+    """Remove all checkpoints but the newest ``keep`` whole ones, ``written``, and their bases.
 
-    Nothing is removed while a checkpoint to keep is damaged, since its base is unknown.
+    If a checkpoint to keep is damaged, its base is unknown, so nothing is removed.
 
     Returns:
-        Warnings for the user about checkpoints that prevent removal.
+        Warnings for the user about checkpoints that prevent the removal of others.
     """
     found = list(steps_in(folder).values())
     whole: list[Path] = []

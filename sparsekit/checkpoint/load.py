@@ -39,8 +39,8 @@ class Loaded:
     Attributes:
         path: folder of the checkpoint.
         step: the step that was passed to `save`, or None.
-        missing: names in the module that are not in the checkpoint; empty if strict.
-        unexpected: names in the checkpoint that are not in the module; empty if strict.
+        missing: names that are in the module but not in the checkpoint; empty if strict.
+        unexpected: names that are in the checkpoint but not in the module; empty if strict.
     """
 
     path: Path
@@ -62,31 +62,34 @@ def load(
 ) -> Loaded:
     """Load a checkpoint that `save` has written, on any number of ranks.
 
-    Tables may have another placement, another capacity if their rows fit, and a hash table or none;
-    each rank reads the rows that it owns, piece by piece. Everything is checked first, and the
-    objects of ``state`` load before the module: the module is unchanged if something does not fit,
-    if a file is damaged, or if an object refuses its state. While loading, keys need 21 bytes for
-    each row of a hash table's capacity. With the same number of ranks and equally constructed
-    tables, keys keep their rows and torch's random numbers continue, so training on the CPU gives
-    the same bits as without the interruption. With several ranks this is a collective.
+    A table may have another placement than the saved one, another capacity if its rows fit, and a
+    hash table where the saved one has none, or the reverse. Each rank reads the rows that it owns,
+    piece by piece. Everything is checked first, and the objects in ``state`` load their states
+    before the module does: the module is unchanged if something does not fit, if a file is damaged,
+    or if an object refuses its state. Loading temporarily takes 21 bytes of memory per row of a
+    hash table's capacity. With the same number of ranks and equally constructed tables, keys keep
+    their rows and torch's random numbers continue, so training on the CPU gives the same bits as
+    without the interruption. With several ranks, this is a collective.
 
     Args:
         module: constructed like the module that was saved.
-        path: a checkpoint, or a folder of checkpoints, of which the latest whole one is taken.
-        optimizer: one, or several, as for `save`: of the same classes, with the same parameters.
-            They also take on the saved settings. None loads the module's tensors only.
-        state: name -> object that loads the state saved under this name; if the number of ranks
-            has changed, all ranks load rank 0's.
-        strict: whether the module and the checkpoint must have tables and tensors of the same
-            names.
-        cast: whether to convert vectors and dense tensors of another dtype to the module's.
-        verify: whether to compare the checksums of all files first; without it, damaged values may
+        path: a checkpoint, or a folder whose latest whole checkpoint is loaded.
+        optimizer: the optimizer or optimizers, of the same classes and with the same parameters as
+            the saved ones. Their settings, such as learning rates, are loaded, too. If None, only
+            the module is loaded.
+        state: objects that load the states saved under their names in this dict. If the number of
+            ranks has changed, all ranks load rank 0's states.
+        strict: whether the names of tables and tensors in the module and in the checkpoint must be
+            the same.
+        cast: whether to convert vectors and dense tensors of another dtype to the module's dtype.
+        verify: whether to compare the checksums of all files first. If False, damaged values may
             be loaded.
         process_group: as for `save`.
 
     Raises:
-        CheckpointError: on all ranks: a file is missing or damaged, a table is missing, extra or of
-            another dim or dtype, or has more rows than fit, or the optimizers do not match.
+        CheckpointError: (on all ranks) a file is missing or damaged; a table is missing, is
+            unexpected, has another dim or dtype, or has too many rows; or the optimizers do not
+            match.
         ValueError: a table is distributed over ranks other than the ranks of process_group.
     """
     module = unwrapped(module)
@@ -99,7 +102,7 @@ def load(
     def check() -> Plan:
         for folder, manifest in links if verify else ():
             check_sizes(folder, manifest)
-            # Each rank reads a share of the files.
+            # Each rank verifies a share of the files.
             for name in sorted(manifest.files)[together.rank :: together.world_size]:
                 check_sum(folder / name, manifest.files[name])
         return Plan(module, together, links, listed(optimizer), state or {}, strict, cast)
@@ -209,7 +212,7 @@ class Plan:
             ) from error
 
     def _named(self, what: str, error: CheckpointError) -> CheckpointError:
-        """Return the error with the checkpoint's path and ``what`` in front."""
+        """Return the error with the checkpoint's path and ``what`` before its message."""
         text = str(error)
         known = text.startswith(str(self._folder))
         return error if known else CheckpointError(f"{self._folder}: {what}: {text}")
@@ -238,7 +241,7 @@ class Plan:
         return cast(dict[str, Any], values)
 
     def hand_out(self) -> None:
-        """Load the states of the objects passed as ``state``, which may raise."""
+        """Load the states of the objects passed as ``state``; any of them may raise an error."""
         for name, each in self._state.items():
             if name in self._own["state"]:
                 each.load_state_dict(self._own["state"][name])
@@ -249,7 +252,7 @@ class Plan:
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:
-            table.layer.catch_up()  # steps that are due belong to the rows that are replaced
+            table.layer.catch_up()  # apply overdue steps now: they must not reach the loaded rows
         for optimizer in self._optimizers:
             optimizer.load()
         for table in self._tables:

@@ -18,7 +18,7 @@ from .snapshot import parameter_names
 
 
 class OptimizerPlan:
-    """A load of an optimizer's saved state, which has been checked to fit."""
+    """A load of an optimizer's saved state, after checks that the state fits the optimizer."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class OptimizerPlan:
         self._try()
 
     def _try(self) -> None:
-        """Raise any error that `load` would raise, without changing the optimizer."""
+        """Load the state into a copy of the optimizer, so that errors are raised before `load`."""
         for own, saved in zip(
             self._optimizer.param_groups, self._loaded["param_groups"], strict=True
         ):
@@ -79,7 +79,7 @@ class OptimizerPlan:
             kept = self._optimizer.state.get(parameter, {})
             for name, value in self._loaded["state"].get(number, {}).items():
                 if isinstance(known := kept.get(name), torch.Tensor):
-                    one = torch.as_tensor(value)  # a number may replace a one-element tensor
+                    one = torch.as_tensor(value)  # may have been saved as a number
                     if one.shape != known.shape:
                         raise ValueError(f"{name} is {list(one.shape)}, not {list(known.shape)}")
         if isinstance(self._optimizer, RowOptimizer):
@@ -93,17 +93,17 @@ class OptimizerPlan:
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of the optimizer, whose state can be loaded without changing the original."""
+    """Return a copy of the optimizer, so that loading a state does not change the original."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # only `load` runs hooks
+    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # hooks must run only once, in `load`
     twin._optimizer_load_state_dict_post_hooks = OrderedDict()
     return twin
 
 
 def _check_shapes(groups: Any, states: Any) -> None:
-    """Raise TypeError unless the values have the structure of an optimizer's groups and states."""
+    """Raise TypeError unless the values are structured like an optimizer's groups and states."""
     if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
         raise TypeError("groups must be a list of objects")
     for group in groups:
@@ -115,7 +115,7 @@ def _check_shapes(groups: Any, states: Any) -> None:
 
 
 def _alike(own: Any, value: Any) -> bool:
-    """Return whether a saved setting can replace the optimizer's own."""
+    """Return whether a saved setting can replace the optimizer's setting."""
     if own is None or value is None:
         return True
     if isinstance(own, list | tuple):

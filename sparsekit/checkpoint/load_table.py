@@ -25,10 +25,10 @@ Chain = Sequence[tuple[Path, Manifest]]
 
 
 class TensorStore(Protocol):
-    """A storage that provides a checkpoint's tensors where there is no folder of files."""
+    """A storage from which a checkpoint's tensors are read, if they are not in a folder."""
 
     def file(self, name: str) -> TensorFile:
-        """Open the file that has this name in the manifest."""
+        """Open the file with this name in the manifest."""
 
 
 Folder = Path | TensorStore
@@ -37,10 +37,10 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 class TablePlan:
-    """A load of one table, which has been checked to fit its layer.
+    """A load of one table, after checks that the table fits its layer.
 
-    The constructor reads all keys and assigns their rows in a temporary hash table, which takes 21
-    bytes for each row of the layer's capacity until `load` has copied it.
+    The constructor reads all keys and assigns rows to them in a temporary hash table. It takes 21
+    bytes per row of the layer's capacity, until `load` has copied it.
 
     Raises:
         CheckpointError: the table does not fit the layer, or a key is invalid.
@@ -96,7 +96,7 @@ class TablePlan:
         )
 
     def _is_same_place(self) -> bool:
-        """Return whether this rank's rows are exactly those in its own file of each checkpoint."""
+        """Return whether this rank owns exactly the rows that its file in each checkpoint holds."""
         layer = self.layer
         return all(
             len(table.shards) == layer.world_size
@@ -109,7 +109,7 @@ class TablePlan:
     def _place_keys(self) -> None:
         """Assign rows to the keys of the whole chain, in the order in which `load` reads them."""
         folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
-        numbers = torch.empty(0, dtype=torch.bool)  # marks the rows read so far
+        numbers = torch.empty(0, dtype=torch.bool)  # True for the rows read so far
         if self._new_table is None:
             numbers = torch.zeros(rows, dtype=torch.bool)
         for number, (at, part) in enumerate(self._parts):
@@ -129,8 +129,8 @@ class TablePlan:
             if number == 0 and found != count:
                 raise self._wrong_count(at, count, found, "a key is there twice")
         if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
-            # There are too many keys if changed rows are missing from the base, and too few if new
-            # rows are already in it.
+            # With too many keys, the base lacks rows that have changed since. With too few, it
+            # already has rows that should be new.
             why = "keys are missing in its base"
             if found < size:
                 why += ", or one is there twice"
@@ -144,9 +144,9 @@ class TablePlan:
     def _own_keys(
         self, at: Folder, part: Table, row_bytes: int
     ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
-        """Yield a part's keys by pieces, from all files that may have keys of this rank.
+        """Yield a table's keys in pieces, from all files that may have keys of this rank.
 
-        A piece is a file, the row of the piece's first key, and the keys.
+        A piece consists of a file, the index of its first row, and its keys.
         """
         for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
             with opened(at, part, shard.file, shard.rows) as file:
@@ -154,7 +154,7 @@ class TablePlan:
                     yield file, begin, keys.to(self.layer.weight.device)
 
     def _check_keys(self, file: TensorFile, begin: int, keys: torch.Tensor) -> None:
-        """Raise CheckpointError for a key that the layer cannot take, or that another rank owns."""
+        """Raise CheckpointError if the layer cannot take a key, or another rank owns it."""
         layer = self.layer
         least, most, what = -(2**63), 2**63 - 1, ""
         if layer.table is None:
@@ -180,7 +180,7 @@ class TablePlan:
             )
 
     def check_states(self, settings: Mapping[str, Any]) -> None:
-        """Raise unless the optimizer, with these settings of its group, keeps the saved states."""
+        """Raise CheckpointError unless an optimizer with these settings keeps the saved states."""
         optimizer, saved = self.optimizer, self.table.states
         step = decoded(self.table.settings, {}).get("step", 0)
         if isinstance(step, torch.Tensor) and not isinstance(optimizer, RowOptimizer):
@@ -241,12 +241,12 @@ class TablePlan:
         return settings
 
     def _fresh_states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Return states for all rows as they are before the first step."""
+        """Return the states that all rows have before the first step."""
         weight = self.layer.weight
         group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
         if isinstance(optimizer, RowOptimizer):
             return untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
-        # Adagrad is torch's only optimizer whose states do not begin with zeros.
+        # Of torch's optimizers, only Adagrad has states that do not start at zero.
         initial = group.get("initial_accumulator_value", 0.0)
         return {
             name: weight.detach().new_full(
@@ -263,7 +263,7 @@ class TablePlan:
         columns: Mapping[str, torch.Tensor],
         first: bool,
     ) -> None:
-        """Load the rows of a piece of keys; ``first`` is true in the complete checkpoint."""
+        """Load the rows of a piece; ``first`` says that it is from the complete checkpoint."""
         layer = self.layer
         mine = None if self._same_place else layer.owned(keys)
         own = keys if mine is None else keys[mine]
@@ -292,7 +292,7 @@ class TablePlan:
 def parts_of(
     links: Sequence[tuple[AnyFolder, Manifest]], name: str
 ) -> list[tuple[AnyFolder, Table]]:
-    """Return a table's entries, from its last complete one to the end of the chain."""
+    """Return a table's manifest entries in a chain, from its last complete entry on."""
     parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
     complete = [i for i, (_, table) in enumerate(parts) if table.complete]
     return parts[complete[-1] :]
@@ -331,7 +331,7 @@ def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
 
 
 def key_pieces(file: TensorFile, rows: int, row_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield keys piece by piece, each with the row of its first key."""
+    """Yield a file's keys in pieces, each with the index of its first row."""
     step = max(1, PIECE // row_bytes)
     for begin in range(0, rows, step):
         yield begin, file.read("keys", begin, min(step, rows - begin))

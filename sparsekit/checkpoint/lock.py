@@ -1,4 +1,4 @@
-"""Lock files that tell other processes that a folder is in use."""
+"""Lock files, which show other processes that a folder is in use."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LOCK = ".lock"
 class Lock:
     """A file that stays locked until `close`, or until this object is collected.
 
-    A Python file owns the descriptor, so the descriptor is closed exactly once, even after an
-    interrupt. A forked child closes its own copy, since it may outlive this process.
+    A Python file object owns the descriptor, so the descriptor is closed exactly once, even after
+    an interrupt. A forked child closes its copy, since the child may outlive this process.
 
     Args:
         path: path of the file.
         make: whether to create the file if it is missing.
 
     Raises:
-        BlockingIOError: another process, or another object of this process, has locked it.
+        BlockingIOError: another process, or another object in this process, holds the lock.
         OSError: the file cannot be opened or locked.
     """
 
@@ -41,7 +41,7 @@ class Lock:
             raise
 
     def is_at(self, path: Path) -> bool:
-        """Return whether the lock is held and its file is still the one at this path."""
+        """Return whether the lock is held and its file is still at this path."""
         if self._file.closed:
             return False
         try:
@@ -50,7 +50,7 @@ class Lock:
             return False
 
     def note(self, text: str) -> None:
-        """Write a text to the file, to tell users who holds the lock."""
+        """Write a text to the file, such as who holds the lock, for users to read."""
         self._file.truncate(0)
         self._file.write(text.encode())
 
@@ -60,7 +60,7 @@ class Lock:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-# The locks of folders. All objects of a process share them, since a process is one job.
+# The locks of folders. All objects in a process share them, since a process belongs to one job.
 _of_folders: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 
@@ -82,7 +82,7 @@ def lock_folder(folder: Path) -> Lock:
     path = folder / _LOCK
     try:
         while (lock := _of_folders.get(folder)) is None or not lock.is_at(path):
-            # Not locked yet, or the folder was removed and made again.
+            # The folder is not locked yet, or it was removed and created again.
             _of_folders[folder] = lock = Lock(path)
             lock.note(f"process {os.getpid()} on {socket.gethostname()}")
     except BlockingIOError:

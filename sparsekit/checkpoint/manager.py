@@ -25,16 +25,16 @@ from .together import Together
 class Checkpoints:
     """Saves checkpoints into a folder, as ``step-000000000100`` and so on, and loads the latest.
 
-    Only one job at a time can write to a folder, from its first save until `close`, or until this
-    object is collected. The next save removes the leftovers of a killed job. A run's first save
-    raises if the folder has checkpoints of the same or a later step that this object has neither
-    written nor loaded, since they would remain the latest. See `claim`.
+    Only one job at a time can write to a folder: from its first save until `close`, or until this
+    object is garbage-collected. The next save removes the leftovers of a killed job. The first save
+    of a run raises an error if the folder has checkpoints of the same step or a later one that this
+    object has neither written nor loaded, since `latest` would still find them. See `claim`.
 
     Args:
-        folder: created if it is missing; on a disk that all ranks share.
-        keep: number of newest checkpoints to keep; checkpoints that they build on are kept, too.
-        complete_every: one checkpoint in this many is complete; the others are incremental: they
-            have only the rows that changed since the previous checkpoint. 1 makes all complete.
+        folder: created if it is missing; must be on a disk that all ranks share.
+        keep: number of newest checkpoints to keep. Checkpoints that they build on are kept, too.
+        complete_every: one checkpoint in this many is complete. The others are incremental: they
+            only have the rows that changed since the previous checkpoint. With 1, all are complete.
         process_group: group of the ranks that save; None is the default group.
 
     Raises:
@@ -55,14 +55,14 @@ class Checkpoints:
             "Checkpoints", "complete_every", complete_every, 1, 2**31 - 1
         )
         self._group = process_group
-        self._marks: Marks | None = None  # of the last save that began; it may have failed
+        self._marks: Marks | None = None  # marks of the last save that began, even if it failed
         self._copies = Copies()
         self._background: Background | None = None
         self._lock: Lock | None = None
         self._claimed = False
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None; not a collective. See `latest`."""
+        """Return the newest whole checkpoint, or None. Not a collective."""
         return latest(self.folder)
 
     def save(
@@ -98,17 +98,17 @@ class Checkpoints:
     ) -> Background:
         """Wait for the previous save to finish, then save in the background. See `async_save`.
 
-        The copies of tables reuse one block of memory, which is freed by `close`.
+        All saves copy the tables into the same block of memory, which `close` frees.
         """
         background = Background(self._writing(step, module, optimizer, state), self._copies)
-        # Set before it begins: an interrupt may leave the thread at work.
+        # Set it before it begins: after an interrupt, the thread may still be running.
         self._background = background
         background.begin()
         return background
 
     def wait(self) -> None:
         """Wait for the background save to finish, if there is one; a collective."""
-        # Cleared only at the end, so that an interrupted wait can be repeated.
+        # Clear it only at the end, so that an interrupted wait can be repeated.
         background = self._background
         if background is not None and not background.waited and not background.lost():
             background.wait()
@@ -142,17 +142,17 @@ class Checkpoints:
     def claim(self, step: int, module: torch.nn.Module) -> None:
         """Claim the folder for a run that starts saving at this step or later; a collective.
 
-        The first save claims the folder by itself. Call this earlier to learn at the start of a
-        long run whether the folder can be used.
+        The first save also claims the folder. Call this method to learn at the start of a long run
+        whether the folder can be used.
 
         Args:
             step: earliest step that will be saved, >= 0.
             module: the module that will be saved.
 
         Raises:
-            CheckpointError: another job is writing to this folder, or this process cannot; or the
-                folder has whole checkpoints of this step or later, and this object has not loaded
-                from it or claimed it since it was made or closed.
+            CheckpointError: another job is writing to this folder, or this process cannot write to
+                it; or the folder has whole checkpoints of this step or a later one, and this object
+                has neither loaded from the folder nor claimed it since it was created or closed.
         """
         together = Together(unwrapped(module), self._group)
 

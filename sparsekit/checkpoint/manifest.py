@@ -1,4 +1,4 @@
-"""Contents of ``manifest.json``, which describes a checkpoint: written last, checked first."""
+"""Defines the contents of ``manifest.json``, the description of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .files import FileRecord
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# Name of the file with the manifest's CRC-32 in hexadecimal; it detects a changed digit.
+# Name of the file with the manifest's CRC-32 in hexadecimal, which reveals any changed digit.
 CHECKSUM = "manifest.crc32"
 DENSE = "dense.safetensors"
 
@@ -21,12 +21,12 @@ class Shard:
     """One rank's part of a table in a checkpoint.
 
     Attributes:
-        rank: the rank that wrote it.
+        rank: the rank that wrote the part.
         file: name of the file in the folder. It has ``keys`` int64 [rows], ``vectors`` [rows, dim]
-            and each state, and may have ``removed`` int64 [n], keys removed since the base.
+            and each state. It may have ``removed`` int64 [n]: the keys removed since the base.
         rows: number of rows in this file.
-        size: number of rows in the rank's table when it was saved; an incremental checkpoint may
-            have fewer in the file.
+        size: number of rows in the rank's table when it was saved. The file of an incremental
+            checkpoint may have fewer rows.
     """
 
     rank: int
@@ -54,19 +54,19 @@ class Table:
 
     Attributes:
         layer: name of the layer.
-        dim: elements of a vector.
+        dim: number of elements in a vector.
         dtype: name of the vectors' dtype.
-        key_dtype: dtype of the layer's input; keys in files are int64.
+        key_dtype: dtype of the keys in the layer's input. In files, keys are always int64.
         capacity: largest number of rows on each rank.
         hash_table: true if any int64 can be a key, false if keys are row indices.
         placement: ``"hash"`` or ``"modulo"``.
-        owners: CRC-32 of the map from virtual shard to rank, as 65536 int16; None without a map.
+        owners: CRC-32 of the map from virtual shards to ranks (65536 int16); None if there is none.
         seed: seed of the initial vectors.
         initializer: the initializer as text.
         optimizer: index of the table's optimizer, or None.
-        states: name -> description of a state that the optimizer keeps for each row.
-        settings: name -> number that the optimizer keeps for the whole table, such as ``step``.
-        complete: true if all rows are here, false if only rows changed since the base.
+        states: descriptions of the states that the optimizer keeps for each row, by name.
+        settings: numbers that the optimizer keeps for the whole table, such as ``step``, by name.
+        complete: true if the shards have all rows, false if only those changed since the base.
         shards: the parts of all ranks, in rank order.
     """
 
@@ -94,7 +94,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that an incremental one builds on: its id, and its folder, a sibling."""
+    """Id, and name of the folder, of the checkpoint on which an incremental one builds."""
 
     folder: str
     id: str
@@ -109,10 +109,10 @@ class Manifest:
         step: the step that was passed to `save`, or None.
         base: the checkpoint that an incremental one builds on; None in a complete one.
         world_size: number of ranks that wrote the checkpoint.
-        tables: name of the layer in the module -> description of its table.
-        files: name -> size and CRC-32, of every file but the manifest.
+        tables: descriptions of the tables, by the names of their layers in the module.
+        files: size and CRC-32 of every file except the manifest, by the file's name.
         optimizers: class, settings of groups and dense states of each optimizer.
-        ranks: each rank's own states: random generators, and the objects passed as ``state``.
+        ranks: the states of each rank: random generators, and the objects passed as ``state``.
         version: version of sparsekit that wrote the checkpoint.
     """
 

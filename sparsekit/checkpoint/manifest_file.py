@@ -39,7 +39,7 @@ _OWN_COLUMNS = {"keys", "vectors", "scores", "removed"}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its checksum; this makes a folder of files a checkpoint.
+    """Write the manifest and its checksum, which makes the folder a checkpoint.
 
     Raises:
         CheckpointError: the files cannot be written, or `read_manifest` would refuse them.
@@ -53,7 +53,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{path}: {len(text)} bytes are too many; it has {_MOST_BYTES} at most"
         )
-    _parsed(path, text)  # raises if the file could not be read again
+    _parsed(path, text)  # raise now if `read_manifest` would refuse the text
     for name, content in ((MANIFEST, text), (CHECKSUM, b"%08x\n" % zlib.crc32(text))):
         write_small(folder / name, content)
 
@@ -71,7 +71,7 @@ def _values_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_files(path: Path, manifest: Manifest) -> Manifest:
-    """Check a manifest of a storage without files as if it were read from a file; return it.
+    """Check a manifest that was not read from a file as `read_manifest` would, and return it.
 
     Raises:
         CheckpointError: see `read_manifest`.
@@ -123,7 +123,7 @@ class _Value:
 
     Attributes:
         path: path of the file.
-        where: path of the value in the document, such as ``tables['a'].dim``; empty for all of it.
+        where: path of the value in the document, such as ``tables['a'].dim``; empty for the root.
         value: the value; None if it is missing.
     """
 
@@ -142,7 +142,7 @@ class _Value:
         return self.value
 
     def instead(self, value: Any) -> _Value:
-        """Wrap another value, to be named in errors by the same path in the document."""
+        """Wrap another value that errors report under the same path in the document."""
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:
@@ -186,7 +186,7 @@ class _Value:
         return self.must(type(self.value) is bool, "true or false")
 
     def file(self) -> str:
-        # Only files in the folder itself are allowed, so that no name can lead out of it.
+        # Allow only names of files directly in the folder, so that no name can point outside it.
         fits = type(self.value) is str and _FILE.match(self.value)
         return self.must(bool(fits), "the name of a file in the folder")
 

@@ -1,4 +1,4 @@
-"""Tables in ``.npz`` files, which are zip archives of NumPy arrays; nothing in them is trusted."""
+"""Reads tables from ``.npz`` files (zip archives of NumPy arrays), whose contents are untrusted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .sources import (
     rows_at_a_time,
 )
 
-# Largest header in bytes, as in NumPy: Python's parser needs far more memory than the text.
+# Maximum header size in bytes, as in NumPy: parsing takes far more memory than the text.
 _MOST_HEADER = 10_000
 _LENGTHS = {1: "<H", 2: "<I", 3: "<I"}
 _DTYPE = re.compile(r"[<>=|]?(?:f[248]|[iu][1248])\Z")
@@ -62,7 +62,7 @@ class _Array:
 def npz(path: Path) -> list[ForeignTable]:
     """List the tables in ``<table>.npz``.
 
-    A file has ``vectors`` [rows, dim] and optionally ``keys`` [rows]; without keys, row i is key i.
+    A file has ``vectors`` [rows, dim], and may have ``keys`` [rows]. Without keys, row i has key i.
 
     Args:
         path: a .npz file, or a folder of them.
@@ -100,7 +100,7 @@ def _table(path: Path) -> ForeignTable:
     def pieces() -> Pieces:
         step = rows_at_a_time(dim, vectors.dtype.itemsize)
         with contextlib.ExitStack() as stack:
-            # Keys and vectors each have their own file object, since they are read side by side.
+            # Open keys and vectors as two file objects, since they are read alternately.
             of_keys = None if numbered else stack.enter_context(_array(path, "keys", "iu", 1))
             file, array = stack.enter_context(_array(path, "vectors", "f", 2))
             blocks = (_by_columns if array.columns_first else _by_rows)(path, file, array, step)
@@ -116,7 +116,7 @@ def _table(path: Path) -> ForeignTable:
 
 
 def _noted_name(comment: bytes) -> str:
-    """Return the table's name from a comment of `name_note`; empty for any other comment."""
+    """Return the table's name from a comment made by `name_note`, or ``""`` for other comments."""
     try:
         name = json.loads(comment)["table"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -133,7 +133,7 @@ def _by_rows(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator
 
 
 def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator[np.ndarray]:
-    """Yield the rows of an array stored by column, which is first unpacked to a temporary file."""
+    """Yield the rows of an array in column order, after unpacking it to a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         left = array.nbytes
         while left:
@@ -154,7 +154,7 @@ def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Genera
 
 @contextlib.contextmanager
 def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive, naming it in errors."""
+    """Open a zip archive; errors name the file."""
     with plain_file(path) as file:
         try:
             archive = zipfile.ZipFile(file)

@@ -26,19 +26,19 @@ from .manifest_file import write_manifest
 from .snapshot import owners_crc
 from .tensor_file import Column, TensorFile, header_of
 
-# Callback that receives the size in bytes of each file or piece that has been read.
+# A callback that receives the size in bytes of each file or piece after it has been read.
 OnProgress = Callable[[int], None]
 
 
 def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: None) -> list[Path]:
-    """Verify the checksums and headers of all files of a checkpoint, and of its whole chain.
+    """Verify the checksums and headers of all files in a checkpoint's chain.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints, of which the latest is taken.
+        path: a checkpoint, or a folder whose latest checkpoint is verified.
         on_progress: called with the size in bytes of each file that has been read.
 
     Returns:
-        The folders of the chain, starting with the folder of the complete checkpoint.
+        The folders of the chain, starting with the complete checkpoint's folder.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names the first one.
@@ -62,15 +62,16 @@ def reshard(
     world_size: int,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write the rows of a checkpoint's whole chain as one complete checkpoint for some ranks.
+    """Write the rows of a checkpoint's whole chain as one complete checkpoint.
 
-    Keys are assigned to ranks as in a layer with the table's placement and the even map of owners.
-    Ranks keep their own states if the number of ranks is unchanged; else all get rank 0's states.
+    Keys are assigned to ranks as in a layer with the table's placement and an even distribution of
+    the virtual shards. If the number of ranks is unchanged, each rank keeps its other states, such
+    as random generators; otherwise all ranks get rank 0's states.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints, whose latest one is used; it is verified.
+        path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         out: folder of the new checkpoint.
-        world_size: number of ranks that the new checkpoint is divided among, >= 1.
+        world_size: number of ranks among which the new checkpoint is divided, >= 1.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
@@ -148,12 +149,12 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 
 
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
-    """Yield a table's keys by pieces: the file, the first row, the keys, and indices of live keys.
+    """Yield pieces of a table: a file, the first row, the keys, and the indices of live keys.
 
     A key is live if no newer checkpoint has it. The newest checkpoint comes first. The keys of
-    incremental checkpoints are kept in memory, the keys of the complete one are not. Use the result
-    in ``with``; otherwise a caller's error would keep the file open for as long as its traceback
-    lives.
+    incremental checkpoints are kept in memory; those of the complete one are not. Use the result in
+    a ``with`` statement: otherwise, after an error in the caller, the file stays open as long as
+    the traceback exists.
     """
     return contextlib.closing(_live_pieces(parts))
 
@@ -177,7 +178,7 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
 class ColumnWriter:
     """Writes a file of tensors by appending rows to all columns at once.
 
-    The file is open only during a write, so that any number of writers can exist.
+    The file is open only during `append` and `finish`, so the number of writers is not limited.
     """
 
     def __init__(self, path: Path, columns: list[Column], metadata: Mapping[str, str] = {}) -> None:

@@ -1,4 +1,4 @@
-"""Saves a checkpoint: each rank writes its part, then the whole checkpoint appears in one step."""
+"""Saves a checkpoint: each rank writes its part, then rank 0 publishes all in one step."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from .together import Together
 class CheckpointWriter:
     """A checkpoint that is being written, and the marks that the next save needs.
 
-    Nothing is on disk before `begin`; after `begin`, the caller must call `end`, also on an error.
-    To learn whether the checkpoint was published, look for the folder: an interrupt may come just
-    after publishing.
+    Nothing is on disk before `begin`. After `begin`, the caller must call `end`, even after an
+    error. To learn whether the checkpoint was published, look for its folder: an interrupt may come
+    just after publishing.
 
     Args:
         target: folder of the checkpoint.
-        keep: number of checkpoints to keep in the folder that contains target; the new checkpoint
-            may then replace an old one of the same name. With None, no checkpoint is removed or
-            replaced.
+        keep: number of checkpoints to keep in the folder that contains target. The new checkpoint
+            may replace an old one of the same name. If None, no checkpoint is removed or replaced.
         marked: whether to record `marks`.
         follows: marks of a whole checkpoint on disk that this one may build on.
         others: as for `save`.
@@ -87,12 +86,12 @@ class CheckpointWriter:
         self.together.on_first(self._what, self.draft.begin)
 
     def end(self) -> None:
-        """Remove the draft, or what publishing has left of it; not a collective."""
+        """Remove the draft, or its remains after publishing; not a collective."""
         if self.together.rank == 0:
             self.draft.end()
 
     def tell(self) -> None:
-        """Issue warnings about checkpoints that keep old ones from being removed."""
+        """Issue warnings about checkpoints that prevent the removal of old ones."""
         while self._notices:
             warnings.warn(self._notices.pop(0), stacklevel=4)
 
@@ -107,13 +106,13 @@ class CheckpointWriter:
         self.tell()
 
     def write_own(self) -> None:
-        """Write this rank's files, and a note that describes them to rank 0."""
+        """Write this rank's files, and a note from which rank 0 learns about them."""
         rank, folder = self.together.rank, self.draft.folder
         files: dict[str, FileRecord] = {}
         tables: dict[str, Any] = {}
         for number, shard in enumerate(self.snapshot.shards):
-            # Take the marks before writing the rows: if a row changes meanwhile, the next save
-            # finds it changed and writes it again.
+            # Update the marks before writing the rows. A row that changes in between then differs
+            # from its mark, so the next save writes it again.
             changed = None if self.marks is None else self.marks.changed(shard)
             complete = shard.name in self._complete
             rows = None if complete else changed
@@ -137,7 +136,7 @@ class CheckpointWriter:
             os.rename(part_file.with_suffix(".new"), part_file)
 
     def publish(self) -> None:
-        """Write the manifest and make the checkpoint appear: on rank 0, once all have written."""
+        """Write the manifest and publish the checkpoint: on rank 0, after all have written."""
         folder = self.draft.folder
         try:
             notes = [
@@ -153,7 +152,7 @@ class CheckpointWriter:
             notes, self.draft.id, self._step, self._base, self.snapshot.optimizers
         )
         write_manifest(folder, manifest)
-        whole_chain(folder)  # check as `load` will: the base may be gone, or a name too long
+        whole_chain(folder)  # check as `load` does: for instance, the base may be missing
         self.draft.publish()
         if self._keep is not None:
             self._notices += retain(self.draft.target.parent, self._keep, self.draft.target)
@@ -166,7 +165,7 @@ def manifest_of(
     base: Base | None,
     optimizers: list[dict[str, Any]],
 ) -> Manifest:
-    """Combine the ranks' notes on their parts into the manifest.
+    """Combine the notes of all ranks into the manifest.
 
     Raises:
         CheckpointError: ranks have different tables.
@@ -189,7 +188,7 @@ def manifest_of(
 
 
 def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
-    """Combine the ranks' notes on a table into its entry in the manifest."""
+    """Combine the notes of all ranks on a table into its entry in the manifest."""
     facts = [dict(note["tables"].get(name, {})) for note in notes]
     shards = tuple(Shard(**each.pop("shard")) for each in facts if each)
     first = facts[0]
@@ -216,29 +215,29 @@ def save(
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a module, its tables and optimizers; `load` reads it on any number of ranks.
+    """Save a module with its tables and optimizers, to be loaded on any number of ranks.
 
     Every rank writes its part of each table in pieces of a few MB. Then the checkpoint appears in
-    one step; after an error or a crash it does not appear at all. With several ranks this is a
-    collective, and path must be on a disk that all ranks share. docs/checkpoint_format.md describes
+    one step. After an error or a crash, it does not appear at all. With several ranks, this is a
+    collective, and path must be on a disk that all ranks share. See docs/checkpoint_format.md for
     the files.
 
     Args:
-        module: has sparsekit layers anywhere in it; may be wrapped by DistributedDataParallel.
-        path: folder to create for the checkpoint; see `Checkpoints` for a folder of several.
+        module: a module that contains sparsekit layers; may be wrapped by DistributedDataParallel.
+        path: folder to create for the checkpoint. To keep several checkpoints, see `Checkpoints`.
         optimizer: the optimizer or optimizers of the module's parameters.
-        state: name -> other object with ``state_dict`` and ``load_state_dict``: a scheduler, a
+        state: other objects with ``state_dict`` and ``load_state_dict``, by name: a scheduler, a
             `Trainer`, a reader. Each rank saves its own objects.
-        step: training step at which this is saved, for the manifest; 0 or more.
+        step: training step to record in the manifest, >= 0.
         process_group: group of the ranks that save; None is the default group.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on all ranks: path already exists, the disk is full, a folder is missing or
-            read-only, or the state has something other than tensors, numbers and text. Nothing
-            appears at path.
+        CheckpointError: (on all ranks) path already exists, the disk is full, a folder is missing
+            or read-only, or the state contains something other than tensors, numbers and strings.
+            Nothing appears at path.
         TypeError, ValueError: step is not an integer >= 0.
         ValueError: a table is distributed over ranks other than the ranks of process_group.
         RuntimeError: a layer is on the meta device, or another rank has raised.

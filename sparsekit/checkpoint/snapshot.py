@@ -1,4 +1,4 @@
-"""Collects what a checkpoint holds: tables, dense tensors, optimizers and other states."""
+"""Collects the contents of a checkpoint: tables, dense tensors, optimizers and other states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stateful(Protocol):
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Unwrap DistributedDataParallel and torch.compile, which would change the module's names."""
+    """Unwrap DistributedDataParallel and torch.compile, which add prefixes to names."""
     within = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
     while name := within.get(type(module).__name__):
         inner = getattr(module, name, None)
@@ -51,24 +51,24 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
-    """Return name -> table; if the module itself is a layer, its name is ``"table"``."""
+    """Return a module's tables by name; a layer's own table is named ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
 
 def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return one optimizer, several or None as a list."""
+    """Convert one optimizer, several optimizers or None to a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def owners_crc(owners: torch.Tensor | None) -> int | None:
-    """Return the CRC-32 of the map from virtual shard to rank; None without a map."""
+    """Return the CRC-32 of a map from virtual shards to ranks; None if there is no map."""
     return None if owners is None else zlib.crc32(owners.cpu().numpy().astype("<i2").tobytes())
 
 
 def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return name -> tensor, for the tensors in a module's state that do not belong to a table."""
+    """Return the tensors of a module's state, by name, without those that belong to a table."""
     prefixes = tuple(f"{name}." if name else "" for name in tables_of(module))
     named = [*module.named_parameters(), *_persistent_buffers(module)]
     dense = {name: tensor.detach() for name, tensor in named if not name.startswith(prefixes)}
@@ -90,7 +90,7 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
 
 
 class Copies:
-    """Host memory for copies of tensors, kept for the next save since allocating it is slow."""
+    """Host memory for copies of tensors; it is kept for the next save, since allocation is slow."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -99,7 +99,7 @@ class Copies:
         """Copy the first rows of a tensor, overwriting the last copy of this name."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            # Allocate memory for all rows: it costs nothing until it is used.
+            # Allocate memory for all rows: unused memory costs nothing.
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._kept[name] = prefer_huge_pages(kept)
         return kept[:rows].copy_(tensor[:rows])
@@ -112,7 +112,7 @@ class TableShard:
     Attributes:
         name: name of the table.
         layer: the layer that the table belongs to.
-        columns: name -> tensor with one row for each row of the table; ``vectors`` is the first.
+        columns: tensors with one row per row of the table, by name; the first one is ``vectors``.
         size: number of rows in use.
         facts: the table's entry in the manifest, without its shards.
     """
@@ -124,18 +124,18 @@ class TableShard:
     facts: dict[str, Any]
 
     def identity(self) -> tuple[Any, ...]:
-        """Return a value that differs if old rows must not be compared with the new ones."""
+        """Return a value that changes when the rows are no longer comparable with earlier ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
         return layer.table is None, layer.rank, layer.world_size, tuple(shapes)
 
     def copy_to(self, copies: Copies) -> None:
-        """Copy the columns, and use the copies for later writes."""
+        """Copy the columns, and replace them by the copies."""
         wholes: dict[int, torch.Tensor] = {}
         columns = {}
         for name, tensor in self.columns.items():
-            # Copy the states of a row together, since they are neighbours in memory: this takes two
-            # thirds of the time.
+            # The states of a row are neighbours in memory. Copying them together takes two thirds
+            # of the time.
             whole = _with_neighbours(tensor)
             if id(whole) not in wholes:
                 wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size)
@@ -186,7 +186,7 @@ class TableShard:
 
 
 def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous tensor of which this one is a slice, or the tensor itself."""
+    """Return the contiguous tensor that this tensor is a slice of, or the tensor itself."""
     base = tensor._base
     if base is None or not base.is_contiguous() or base.shape[:1] != tensor.shape[:1]:
         return tensor
@@ -194,7 +194,7 @@ def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
-    """Return the int64 keys of rows ``[begin, end)``, with memory for these rows only."""
+    """Return the int64 keys of rows ``[begin, end)``; allocate memory for these rows only."""
     keys = np.empty(end - begin, dtype=np.int64)
     found = 0
     for first in range(0, len(buckets), _BUCKETS):
@@ -211,12 +211,12 @@ def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int)
 
 
 class Snapshot:
-    """Lists all that a rank writes, by reference; nothing is copied before it is written.
+    """Collects everything that a rank writes, by reference; nothing is copied in advance.
 
     Args:
-        module: has tables anywhere in it.
-        optimizers: the optimizers of its parameters.
-        state: name -> other object to save.
+        module: a module that contains tables.
+        optimizers: the optimizers of the module's parameters.
+        state: other objects to save, by name.
 
     Raises:
         CheckpointError: the state has a value that cannot be saved.
@@ -240,7 +240,7 @@ class Snapshot:
             layer.refuse_meta()
             layer.catch_up()
             if layer.table is not None:
-                layer.weight.follow_keys()  # applies loaded states that are still pending
+                layer.weight.follow_keys()  # apply loaded states that are still pending
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizers: list[dict[str, Any]] = []
@@ -301,7 +301,7 @@ class Snapshot:
 def parameter_names(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """Name an optimizer's parameters as the module does, or ``#i`` if they are not in it."""
+    """Return the names of an optimizer's parameters in the module; ``#i`` if it lacks them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
 
@@ -353,7 +353,7 @@ def _shard(
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, and the current GPU's if in use."""
+    """Return the states of torch's generators for the CPU and, if in use, the current GPU."""
     state = {"cpu": torch.random.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -361,7 +361,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
-    """Raise RuntimeError, TypeError or ValueError where `restore_random_state` would."""
+    """Raise the error that `restore_random_state` would raise for this state."""
     for device, each in state.items():
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{device} is no tensor")
@@ -370,7 +370,7 @@ def check_random_state(state: Mapping[str, Any]) -> None:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the states of torch's generators; an imported checkpoint has none to restore."""
+    """Restore the states of torch's generators. An imported checkpoint has no such states."""
     if "cpu" not in state:
         return
     torch.random.set_rng_state(state["cpu"])

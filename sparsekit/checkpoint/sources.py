@@ -1,6 +1,6 @@
 """Reads tables saved by other libraries, piece by piece; nothing in their files is trusted.
 
-SOK is HugeCTR's sparse_operation_kit; the layout of its version 2 is defined in its
+SOK is HugeCTR's sparse_operation_kit. The layout of its version 2 is defined in its file
 ``dump_load.py``.
 """
 
@@ -38,11 +38,11 @@ class ForeignTable:
     Attributes:
         name: name of the table.
         dtype: dtype of the vectors after the import.
-        dim: elements of a vector.
+        dim: number of elements in a vector.
         rows: number of rows.
         path: path of the file, for errors.
-        pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``; can be called repeatedly.
-        left: description of the parts of the table that are not imported; may be empty.
+        pieces: yields pieces: keys int64 ``[n]``, vectors ``[n, dim]``. Can be called repeatedly.
+        left: description of the data in the file that is not imported; may be empty.
         distinct: true if keys are row indices, so that no key can occur twice.
     """
 
@@ -73,7 +73,7 @@ def as_vectors(values: np.ndarray) -> torch.Tensor:
 
 
 def here(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return the dtype that `as_vectors` gives vectors of this dtype."""
+    """Return the torch dtype to which `as_vectors` converts vectors of this dtype."""
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
@@ -81,7 +81,7 @@ def exactly(file: Any, count: int, path: Path) -> bytes:
     """Read exactly ``count`` bytes.
 
     Raises:
-        CheckpointError: the file has fewer, or cannot be read.
+        CheckpointError: the file has fewer bytes left, or cannot be read.
     """
     with naming(path, "cannot be read"):
         content: bytes = file.read(count)
@@ -94,7 +94,7 @@ def _raw_pieces(
     keys_path: Path, key_dtype: np.dtype[Any], values_path: Path, dtype: np.dtype[Any],
     dim: int, rows: int, head: int,
 ) -> Pieces:  # fmt: skip
-    """Read keys and vectors from two files of raw numbers, skipping the headers."""
+    """Read keys and vectors from two files of raw numbers; skip the headers."""
     step = rows_at_a_time(dim, dtype.itemsize)
     with plain_file(keys_path) as keys, plain_file(values_path) as values:
         keys.seek(head)
@@ -110,12 +110,12 @@ def _raw_pieces(
 def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
     """List the variables in ``<variable>_keys.file`` and ``<variable>_values.file`` (float32).
 
-    The files do not record the widths of keys and vectors, so the caller must pass dim.
-    4-byte keys are uint32.
+    The files record neither the size of a key nor dim, so the caller must pass dim. Keys of 4
+    bytes are uint32.
 
     Args:
         path: folder of the files.
-        dims: variable name -> dim; ``""`` stands for all variables not named.
+        dims: dim of each variable, by name; ``""`` stands for all variables not named.
     """
     found = []
     for keys_path in sorted(path.glob("*_keys.file")):
@@ -210,7 +210,7 @@ def _sok2_table(
     def pieces() -> Pieces:
         return _raw_pieces(keys_path, key_dtype, values_path, dtype, dim, rows, _SOK2_HEAD)
 
-    begins = f"{stem}-{optimizer}-"  # not a pattern, since the name may have any characters
+    begins = f"{stem}-{optimizer}-"  # no glob pattern: the name may contain wildcards
     states = sorted(each for each in os.listdir(path) if each.startswith(begins))
     left = f"states of {optimizer}: {', '.join(states)}" if states else ""
     return ForeignTable(re.sub(r":0\Z", "", name), here(dtype), dim, rows, keys_path, pieces, left)
@@ -227,7 +227,7 @@ def torchrec(path: Path) -> list[ForeignTable]:
     size_of(path)  # raises for links and missing files
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises any error of pickle, zip or file
+    except Exception as error:  # any error of pickle, zip or the file system
         text = str(error).splitlines()[0][:200] if str(error) else repr(error)
         raise CheckpointError(
             f"{path}: is no state dict of plain tensors: {text}; save a sharded model's state "

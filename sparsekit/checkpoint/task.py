@@ -1,21 +1,21 @@
-"""Runs a function in a thread of its own, whose outcome is known even after an interrupt."""
+"""Runs a function in a new thread; an interrupt leaves no doubt whether it runs or has ended."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-# Polling interval of `wait` in seconds: an interrupted wait may hold the latch for good.
+# Polling interval of `wait` in seconds, since an interrupted wait may hold the latch forever.
 _LOOK = 1.0
 
 
 class Task:
-    """A function that is called once, in a thread of its own.
+    """A function that is called once, in a new thread.
 
-    After an interrupt, ``Thread.join`` treats a running thread as ended, ``Thread.start`` leaves
-    open whether there will be a thread, and a wait for an Event can leave the Event's lock locked.
-    So the thread and the code that cancels it agree on which of them came first, and the end is
-    marked by a flag, which is set before the latch is opened.
+    The methods of ``threading`` are unreliable after an interrupt: ``Thread.join`` treats a running
+    thread as ended, ``Thread.start`` may or may not have started a thread, and a wait for an Event
+    can leave the Event's lock locked. Therefore the thread and `cancel` record which of them came
+    first. The end is marked by a flag, which is set before the latch is released.
 
     Args:
         function: called once; it must not raise.
@@ -47,7 +47,7 @@ class Task:
     def _run(self) -> None:
         if self._first.setdefault("is", "thread") != "thread":
             return
-        function, self._function = self._function, None  # break a possible cycle
+        function, self._function = self._function, None  # break a possible reference cycle
         try:
             if function is not None:
                 function()

@@ -1,7 +1,8 @@
 """Writes and reads files of tensors in the safetensors layout, piece by piece.
 
-A file begins with the length of its header, a little-endian uint64. The header is JSON that maps
-each tensor's name to its dtype, shape and offsets. The contents of the tensors follow without gaps.
+A file begins with the length of its header, a little-endian uint64. The header follows; it is JSON
+that maps each tensor's name to its dtype, shape and offsets. Then come the contents of the tensors,
+without gaps.
 See https://huggingface.co/docs/safetensors for the layout.
 """
 
@@ -23,7 +24,7 @@ from ..errors import CheckpointError
 from .checksum import Summed
 from .files import PIECE, FileRecord, naming, plain_file
 
-# Largest header in bytes: it lists the states of one table, or the dense parameters of a model.
+# Maximum size of a header in bytes. A header lists a table's states or a model's dense parameters.
 MOST_HEADER = 64 << 20
 
 _CODES: dict[torch.dtype, str] = {
@@ -49,7 +50,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor of a file: name, dtype, shape, and a function that yields its bytes to `write`."""
+    """A tensor of a file: name, dtype, shape, and a function that yields its bytes in pieces."""
 
     name: str
     dtype: torch.dtype
@@ -92,7 +93,7 @@ def carried(tensor: torch.Tensor) -> np.ndarray:
 
 
 def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
-    """Make a column of a tensor, or of some of its rows (indices in ascending order)."""
+    """Make a column from a tensor, or from the given rows of it, in ascending order."""
     count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
     shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
     table = tensor.reshape(1) if not tensor.dim() else tensor
@@ -114,7 +115,7 @@ def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -
 
 
 def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
-    """Return the length and the header with which a file of these columns begins."""
+    """Return the first bytes of a file of these columns: the header's length, and the header."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for column in columns:

@@ -1,4 +1,4 @@
-"""Runs the steps of a save or load on all ranks, so that all succeed or all raise."""
+"""Runs the steps of a save or load on all ranks, so that all ranks succeed or all raise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Together:
-    """Runs functions on the ranks of a process group; an error on one is raised on all.
+    """Runs functions on the ranks of a process group; an error on one rank is raised on all.
 
     Args:
-        module: module whose device decides how the ranks communicate.
+        module: module whose device determines how the ranks communicate.
         group: the process group; None is torch.distributed's default group.
     """
 
@@ -38,18 +38,18 @@ class Together:
                 )
 
     def do(self, what: str, make: Callable[[], T]) -> T:
-        """Call a function on each rank and return its result; if one rank raises, all raise."""
+        """Call a function on each rank and return its result. If one rank raises, all raise."""
         if self._exchange is None:
             return make()
         made = attempt(make)
         error = made if isinstance(made, Exception) else None
-        # A path may not be UTF-8.
+        # Escape the bytes of a path that are not UTF-8.
         titled = f"checkpoint: {what}".encode(errors="backslashreplace").decode()
         self._exchange.agree(titled, error)
         return cast(T, made)
 
     def on_first(self, what: str, make: Callable[[], None]) -> None:
-        """Call a function on rank 0; if it raises, all raise."""
+        """Call a function on rank 0; if it raises, all ranks raise."""
         self.do(what, make if self.rank == 0 else lambda: None)
 
     def text_of_first(self, what: str, make: Callable[[], str]) -> str:
@@ -66,7 +66,7 @@ class Together:
         return shared[0]
 
     def union(self, names: set[str]) -> set[str]:
-        """Return the names that any rank has."""
+        """Return the union of the names on all ranks."""
         of_ranks = [names] * self.world_size
         if self._exchange is not None:
             dist.all_gather_object(of_ranks, names, self._exchange.group)
