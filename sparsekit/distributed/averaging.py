@@ -1,7 +1,7 @@
 """Averages gradients of the dense part over ranks that share memory.
 
-gloo wakes several threads for each all-reduce; with a small dense part, this takes longer than all
-computation of the ranks.
+For a small dense part, gloo's all-reduce takes longer than the computation, since it wakes several
+threads.
 """
 
 import torch
@@ -14,10 +14,10 @@ from .world import exchange_of
 
 
 class Averaging:
-    """An average of gradients over ranks, computed by the communication hook `average`.
+    """Averages gradients over ranks, with the communication hook `average`.
 
     Each rank adds up a piece of a bucket, in rank order, so results are bitwise equal on all ranks.
-    Nothing waits before the end of backward. The average has its own exchange, since ranks may
+    No rank waits before the end of its backward. The average has its own exchange, since ranks may
     reach a bucket and the backward of a layer in different orders.
     """
 
@@ -52,7 +52,7 @@ class Averaging:
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """Return an `Averaging` of the default group; None without shared memory. A collective."""
+    """Return an `Averaging` for the default group, or None without shared memory; a collective."""
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None
@@ -111,5 +111,5 @@ class _Bucket:
 
 
 def _elements(parts: Parts, rank: int, like: torch.Tensor) -> torch.Tensor:
-    """View the payload of a rank's part as a tensor like `like`."""
+    """View the payload of a rank's part as a tensor with the dtype and size of `like`."""
     return parts.payload(rank, like.nbytes).view(like.dtype)

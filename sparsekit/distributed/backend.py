@@ -30,7 +30,7 @@ def check_backend(backend: str) -> None:
 def make_transport(
     backend: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Transport:
-    """Return the transport of a group for a device's tensors, the same on all ranks; a collective.
+    """Choose the transport of a group for tensors on a device; a collective.
 
     Raises:
         RuntimeError: the backend is not available, or ranks have chosen different backends.

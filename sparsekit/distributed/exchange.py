@@ -4,9 +4,9 @@ A lookup begins with a handshake: each rank sends every other rank a block of fi
 what the rank is about to do, whether it has an error, and how many rows of each table will follow.
 Ranks that disagree thus find out immediately, and an error on one rank is raised on all ranks
 instead of making other ranks wait. All ranks know the sizes of the messages that follow. The head
-of each part repeats what the part is and whether there is an error, and receive buffers are large
-enough for a part other than the expected one. Each rank reads its own part in the place where it
-wrote it.
+of each part identifies the part and says whether there is an error. Receive buffers are large
+enough even for a part other than the expected one. A rank does not copy the part for itself, but
+reads it from the buffer that it wrote to.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ def attempt(make: Callable[[], Made]) -> Made | Exception:
 class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
-    # Called with the exchange and the number of bytes to send; returns a context for starting a
-    # collective. For waiting on a collective, the number is 0. `sparsekit.train.profile` sets it.
+    # Called with the exchange and the number of bytes to send, or 0 for a wait; returns a context
+    # in which the collective is started or waited for. `sparsekit.train.profile` sets it.
     watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
         None
     )
@@ -86,8 +86,8 @@ class Exchange:
         self.stream = own_stream(device)
         # Held during a lookup, so that only one thread at a time looks up.
         self.lock = threading.RLock()
-        # Number of lookups that have begun, successful or not. It identifies a lookup on all ranks,
-        # and differs on a rank that has left a lookup early.
+        # Number of lookups that have begun, successful or not. The number is equal on all ranks,
+        # unless a rank has left a lookup early.
         self.lookups = 0
         # Number of errors that all ranks have raised together.
         self._raised_together = 0
@@ -97,8 +97,8 @@ class Exchange:
         self.parts_saved = 0
         # The reason why this exchange can no longer be used; None if it can.
         self.broken: str | None = None
-        # Size in bytes of the largest part that each rank may send here; initially the size of a
-        # handshake.
+        # Size in bytes of the largest part that each rank may send to this rank; initially the size
+        # of a handshake.
         self._most = [8 * _BLOCK] * self.world_size
         # True if parts must have exactly the expected size; a part of another size then causes a
         # timeout instead of an error message.
@@ -130,7 +130,8 @@ class Exchange:
         facts = (0, 0, 0) if offer is None else offer.facts
         block = torch.zeros(ranks, _BLOCK, dtype=torch.int64, device=self.device)
         for word, value in enumerate((code, int(error is not None), *facts)):
-            block[:, word].fill_(value)  # by a kernel; a copy from the host would wait for a device
+            # Run a kernel, since a copy from the host would wait for the device.
+            block[:, word].fill_(value)
         tables = 0 if offer is None else offer.counts.shape[1]
         here = slice(_FACTS, min(_FACTS + tables, _BLOCK))
         if offer is not None:
@@ -153,7 +154,7 @@ class Exchange:
         return Agreement(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
 
     def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
-        """Exchange the counts that do not fit in the block; all ranks have the same tables."""
+        """Exchange the counts of the tables that do not fit in the handshake block."""
         ranks, tables = counts.shape
         size = part_bytes(8 * tables)
 
@@ -166,7 +167,7 @@ class Exchange:
         return torch.cat([torch.stack(received), counts]).cpu().numpy()
 
     def expect(self, sizes: Sequence[int]) -> None:
-        """Record the size of the largest part, including its head, that each rank may send here."""
+        """Enlarge later receive buffers to hold parts of these sizes, heads included."""
         each = zip(self._most, sizes, strict=True)
         self._most = [max(most, size + -size % ALIGNMENT) for most, size in each]
 
@@ -194,8 +195,8 @@ class Exchange:
             splits: number of bytes to send to each rank, multiples of 8, or of the item size if
                 wider.
             sizes: number of bytes to receive from each rank, the same multiples.
-            words: number of int64 words after the head of each part that are read together with the
-                head; the result has the words of the other ranks in `words`.
+            words: number of int64 words to read after the head of each part; the result's `words`
+                holds them for the other ranks.
 
         Returns:
             A function that waits for the parts of the other ranks, and returns the parts of all
@@ -310,7 +311,7 @@ class Exchange:
         self.close()
 
     def close(self) -> None:
-        """Destroy the process group, its threads and connections, so that no other rank waits."""
+        """Destroy the process group and its connections, so that no other rank waits for this one."""
         group = vars(self).pop("group", None)
         if group is None:
             return
@@ -362,7 +363,7 @@ class Exchange:
 
 
 def _code(plan: str) -> int:
-    """Return a hash that is the same on all ranks, unlike `hash`, and fast for many tables."""
+    """Hash a plan. Unlike `hash`, this gives the same number on all ranks."""
     return zlib.crc32(plan.encode())
 
 

@@ -58,8 +58,8 @@ class NcclTransport(Transport):
         world_size: number of ranks.
         unique_id: ``_pybind.NcclCommunicator.unique_id()`` of one rank.
         device: device of the tensors.
-        timeout: time after which a rank that waits for another rank raises, or its waiting kernel
-            is aborted.
+        timeout: time for which a rank or its kernel waits for another rank; then the rank raises an
+            error, or the kernel is aborted.
         cuda: stands in for `Cuda` in tests; None means `Cuda` for a CUDA device, otherwise no
             streams.
     """
@@ -79,7 +79,7 @@ class NcclTransport(Transport):
         self.world_size = world_size
         # The device with its index, since the current device may change.
         self.device = torch.empty(0, device=device).device
-        # The tests have a stand-in for libnccl that works in host memory.
+        # Tests use a stand-in for libnccl that works in host memory; there are no streams then.
         self._cuda = Cuda if cuda is None and device.type == "cuda" else cuda
         seconds = timeout.total_seconds()
 
@@ -126,11 +126,12 @@ class NcclTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start as `Transport` describes; any dtype is allowed, since NCCL gets sizes in bytes.
+        """Start the collective. Any dtype is allowed, since NCCL gets sizes in bytes.
 
         The collective runs on the current stream, and only that stream waits.
         """
-        # NCCL gets only an address, so it would read the wrong memory instead of raising an error.
+        # Check the tensor here: NCCL gets only an address, and would silently read the wrong
+        # memory.
         if sum(send_splits) != send.numel() or not send.is_contiguous():
             raise ValueError(
                 f"sparsekit: send must be contiguous and hold the {sum(send_splits)} elements of "
@@ -166,5 +167,5 @@ class NcclTransport(Transport):
 
 
 def _close(watch: Watch) -> None:
-    # After an uncaught exception, the other ranks may never get here.
+    # After an uncaught exception, abort instead of waiting: the other ranks may never get here.
     watch.close("the process ends with an exception" if hasattr(sys, "last_value") else "")

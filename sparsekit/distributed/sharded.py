@@ -29,15 +29,15 @@ def sharded_tensors(module: torch.nn.Module) -> set[str]:
 
 
 def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of tables, which tools that replicate or shard a model must skip.
+    """Return the tensors of tables. Tools that replicate or shard a model must skip them.
 
     Args:
         module: any module, with or without sparsekit layers.
 
     Returns:
-        Parameters and buffers of the tables by their names in the module: the tensors are for
-        torch's ``fully_shard``, the names for DistributedDataParallel, which skips tables even
-        without this call.
+        Parameters and buffers of the tables by their names in the module. Pass the tensors to
+        torch's ``fully_shard``. DistributedDataParallel takes the names, but skips tables even
+        without them.
 
     Example:
         >>> ignored = ignored_parameters(model)
@@ -53,9 +53,10 @@ def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
-    """Wrap a module in DistributedDataParallel, which skips the tables, since these are sharded.
+    """Wrap a module in DistributedDataParallel, which skips the sharded tables.
 
-    DistributedDataParallel itself skips tables too, but raises if a model has no other parameters.
+    DistributedDataParallel skips tables even without this function, but raises an error if a model
+    has no other parameters; this function returns such a model unchanged.
 
     Args:
         module: a module with sparsekit layers anywhere in it.

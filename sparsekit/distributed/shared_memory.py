@@ -32,7 +32,8 @@ _made: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # Other ranks would not notice the end of a process while a forked child has its sockets open.
+    # Close the transports in a forked child. As long as the child has the sockets of its parent
+    # open, other ranks do not notice the end of the parent.
     for transport in _made:
         transport.close()
 
@@ -58,8 +59,9 @@ class SharedMemoryTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start as `Transport` says: send what fits in the buffers; the wait sends the rest."""
-        # The communicator gets only an address, so it would read the wrong memory without an error.
+        """Start the collective: send as much as the buffers hold. The wait sends the rest."""
+        # Check the tensor here: the communicator gets only an address, and would silently read the
+        # wrong memory.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
             raise ValueError(
                 f"sparsekit: send must be contiguous, on the CPU, and hold the {sum(send_splits)} "
@@ -109,7 +111,8 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
         offers = teller.results(meeting.offer)
         if len({offer.host for offer in offers}) > 1:
             raise Unavailable("ranks run on several hosts")
-        # A separate step, so that no rank waits for a rank that could not connect.
+        # Connect in a separate step, so that no rank waits in `meet` for a rank that could not
+        # connect.
         teller.results(lambda: meeting.call(offers))
         teller.results(meeting.meet)
         communicator = cast(_pybind.SharedMemoryCommunicator, meeting.communicator)
@@ -142,8 +145,8 @@ class _Meeting:
         """Open the socket to which other ranks connect, and on rank 0 the shared memory."""
         if self.rank == 0:
             self._memory = self._file(os.memfd_create("sparsekit", _MEMFD_FLAGS))
-            # Allocate all memory now: if that failed later, it would kill the process that touches
-            # it.
+            # Allocate all memory now: a later failure would kill the process that touches the
+            # memory.
             size = _pybind.SharedMemoryCommunicator.total_bytes(self.world_size)
             os.posix_fallocate(self._memory, 0, size)
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)

@@ -1,8 +1,8 @@
 """A separate stream for the work of an exchange, ordered with the current stream by events.
 
 Collectives run on this stream, and so does all work that a lookup does ahead of time. The stream
-waits for work that is already queued on the current stream, not for later work; taking a result
-makes the current stream wait for it. The host never waits.
+waits for work that is already queued on the current stream, but not for later work. When a result
+is taken, the current stream waits for it. The host never waits.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class OwnStream(NoStream):
             wait = launch(*arguments)
             done = self.stream.record_event()
         for argument in arguments:
-            # If nothing ever waits for the result, only this stream knows when the tensor's memory
-            # is free.
+            # Keep the tensor's memory until this stream has finished, even if nothing waits for the
+            # result.
             if isinstance(argument, torch.Tensor):
                 self._cuda.keep(argument, self.stream)
 

@@ -52,5 +52,5 @@ def _swapped(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tenso
         elements(parts).copy_(tensor)
 
     titled = f"{what}: {list(tensor.shape)} of {tensor.dtype}"
-    # Copy the result, since a view would keep the memory of the sent tensor alive as well.
+    # Copy the result, since a view would also keep the memory of the sent parts alive.
     return elements(exchange.send(titled, write, sizes, sizes)()).clone()

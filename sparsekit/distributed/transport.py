@@ -46,9 +46,10 @@ class Transport(ABC):
     ) -> Callable[[], torch.Tensor]:
         """Start an all-to-all exchange of the parts of ``send``; return a function that waits.
 
-        A part for another rank, but not for the sender itself, may be shorter than the receiver's
-        buffer; the rest of the buffer is then undefined. A part must not be longer: gloo would end
-        the receiving process, and shared memory raises an error. With nccl the sizes must be equal.
+        A part for another rank may be shorter than the receiver's buffer; the rest of the buffer is
+        then undefined. The part for the sender itself must have the exact size. A part must not be
+        longer: gloo would end the receiving process, and shared memory raises an error. With nccl
+        the sizes must be equal.
 
         Args:
             send: 1-D, contiguous; the part for rank 0 first. Do not write to it before the wait.
@@ -136,7 +137,7 @@ class TorchTransport(Transport):
         return [bytes(part.tolist()) for part in received.split(sizes.tolist())]
 
     def results(self, step: Callable[[], Any]) -> list[Any]:
-        """Return a function's results on all ranks; if it raises on one, `Unavailable` on all."""
+        """Run a function on all ranks and return all results; raise `Unavailable` if one fails."""
         result, reason, lacking = None, "", False
         try:
             result = step()
@@ -145,7 +146,7 @@ class TorchTransport(Transport):
             lacking = isinstance(error, OSError) and error.errno in _LACKING
         said = pickle.dumps((result, reason, lacking))
         results, reasons, lackings = zip(*map(pickle.loads, self.all_gather(said)), strict=True)
-        # A rank that lacks resources makes other ranks fail, with less specific reasons.
+        # Report a lack of resources first: it makes other ranks fail with less specific reasons.
         for of_rank, rank_lacks in zip(reasons, lackings, strict=True):
             if rank_lacks:
                 raise OutOfResources(of_rank)

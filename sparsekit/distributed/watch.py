@@ -17,7 +17,7 @@ _INTERVAL, _PATIENCE = 1.0, 10.0
 
 
 class Communicator(Protocol):
-    """The communicator that is watched: `_pybind.NcclCommunicator`."""
+    """The methods of `_pybind.NcclCommunicator` that a `Watch` calls."""
 
     def check(self) -> None:
         """Raise RuntimeError if the communicator has been aborted, for example after an error."""
@@ -93,7 +93,7 @@ class Watch(threading.Thread):
         self._reason = reason
         self._over.set()
         if threading.current_thread() is not self:  # the garbage collector may run on this thread
-            # Do not wait for the thread any longer than this.
+            # Wait with a time limit, in case the thread hangs.
             self.join(2 * _PATIENCE)
 
     def run(self) -> None:
@@ -111,14 +111,14 @@ class Watch(threading.Thread):
         if reason is None:
             self._end()
             return
-        # An aborted kernel leaves wrong data behind. The next exchange raises, but there may be
-        # none, so the reason is printed.
+        # An aborted kernel leaves wrong data behind. The next exchange raises an error, but there
+        # may be no next exchange, so print the reason now.
         self._communicator.abort(reason)
         with contextlib.suppress(Exception):  # there may be no stderr
             print(f"sparsekit: {reason}", file=sys.stderr, flush=True)
 
     def _look(self) -> str | None:
-        """Return the reason to abort the communicator, if there is one."""
+        """Return the reason to abort the communicator, or None if there is none."""
         deadline = self._deadline
         if deadline in (None, self._settled) or time.monotonic() < deadline:
             return None
@@ -128,7 +128,8 @@ class Watch(threading.Thread):
                 self._settled = deadline
                 return None
         except Exception as error:
-            # A device that cannot be queried has failed, and other ranks may be waiting for it.
+            # A device that cannot be queried has failed, and other ranks may be waiting for this
+            # rank.
             return _said_by(error)
         if deadline != self._deadline:
             return None  # another launch has begun meanwhile
@@ -138,7 +139,7 @@ class Watch(threading.Thread):
         reason = self._reason
         try:
             end = time.monotonic() + _PATIENCE
-            # destroy() would wait for kernels without a limit.
+            # Wait here with a time limit, since destroy() would wait for kernels without one.
             while not reason and not self._through():
                 time.sleep(0.01)
                 if time.monotonic() > end:

@@ -16,7 +16,7 @@ import torch
 
 _HEAD_BYTES = 16
 
-# Vectors, or the pieces of their tables, begin at multiples of this number of bytes.
+# Alignment in bytes of vectors, or of the pieces of their tables.
 ALIGNMENT = 16
 
 

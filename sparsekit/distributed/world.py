@@ -1,4 +1,4 @@
-"""The settings of `init`, the default process group, and the exchanges of each group."""
+"""Keeps the settings of `init`, the default process group and the exchanges of each group."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .exchange import Exchange
 _exchanges: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[torch.device, str, timedelta, str], Exchange]
 ] = WeakKeyDictionary()
-# All exchanges, even if their group has been destroyed.
+# All exchanges that exist, including exchanges of groups that have been destroyed.
 _open: WeakSet[Exchange] = WeakSet()
 
 
 @atexit.register
 def _close() -> None:
-    # A gloo thread releases a tensor a moment after a collective is done, and needs Python for
-    # this; once Python has ended, the thread aborts the process.
+    # Close all exchanges before Python ends. A gloo thread releases a tensor a moment after its
+    # collective is done, and needs Python to do so; without Python, it would abort the process.
     for exchange in _open:
         exchange.close()
 
@@ -78,9 +78,10 @@ def init(
             torch.distributed's default group, or one process if that has not been initialised.
         timeout: seconds, or a timedelta, after which a rank that waits for another rank raises.
             Initially 5 minutes.
-        backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
+        backend: transport of the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
-            on one host. ``"auto"`` uses one of the last two if it is available on all ranks.
+            on one host. ``"auto"`` uses one of the last two if it is available on all ranks,
+            otherwise torch.distributed.
         wire_dtype: ``torch.bfloat16`` rounds vectors and gradients that ranks exchange, for layers
             without a wire_dtype of their own; sums are still computed in float32. None, the initial
             setting, means no rounding. See `DistributedEmbedding`.
@@ -141,7 +142,7 @@ def exchange_of(
         own = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=settings.timeout,
-            # Ranks exchange errors over gloo.
+            # gloo is needed even with CUDA, since ranks exchange errors over it.
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             use_local_synchronization=True,
         )
