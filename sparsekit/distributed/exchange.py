@@ -311,7 +311,7 @@ class Exchange:
         self.close()
 
     def close(self) -> None:
-        """Destroy the process group and its connections, so that no other rank waits for this one."""
+        """Destroy the process group and its connections, so that no rank waits for this one."""
         group = vars(self).pop("group", None)
         if group is None:
             return

@@ -1,4 +1,4 @@
-"""Reads, writes and lists a layer's vectors by key, on whichever ranks own the keys.
+"""Reads, writes and lists vectors of a layer by their keys.
 
 With several ranks, each rank may pass any keys; they are sent to the ranks that own them.
 """
@@ -80,7 +80,7 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         way = _ToOwners(exchange, layer, "assign vectors", checked)
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
-        # If the table is full on one rank, all ranks raise.
+        # Raise an error on all ranks if the table is full on one of them.
         written = attempt(lambda: _write(layer, come, values))
         exchange.agree(f"assigned: {way.signature}", written)
 
@@ -153,7 +153,7 @@ def _checked_pairs(
 
 
 def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Return vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as evaluation reads them."""
+    """Return the vectors ``[n, dim]`` that evaluation reads for this rank's int64 keys ``[n]``."""
     layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
     absent = rows < 0
@@ -187,7 +187,7 @@ def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
 
 
 class _ToOwners:
-    """Keys of this rank, grouped by owner; all ranks know the counts, but nothing is sent yet.
+    """Groups this rank's keys by owner, and agrees with the other ranks on the counts of keys.
 
     Args:
         exchange: the exchange with the owners.
@@ -225,7 +225,7 @@ class _ToOwners:
         agreed = exchange.agree(what, attempt(propose))
         self.own: list[int] = agreed.own[:, 0].tolist()
         self.theirs: list[int] = agreed.counts[:, 0].tolist()
-        # Expect all messages that may follow, before any of them can fail.
+        # Enlarge the receive buffers for all messages that may follow, before any of them can fail.
         for counts, like in ((self.theirs, self.keys), (self.theirs, layer.weight)):
             exchange.expect(packed_sizes([like], [counts]))
         exchange.expect(packed_sizes([layer.weight], [self.own]))

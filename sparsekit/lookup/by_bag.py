@@ -1,4 +1,4 @@
-"""The route by bag: every rank gets all keys and adds up the vectors of its own keys.
+"""The route by bag: every rank gets all keys, and adds up the vectors of the keys that it owns.
 
 This is SOK's algorithm. Every rank sends its keys to all ranks. For every bag of every rank, each
 rank adds up the vectors of the keys that it owns, and sends the sum to the rank that the bag came
@@ -45,7 +45,7 @@ def can_go_by_bag(request: Request) -> bool:
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
-    """Return the size in bytes of the part with this rank's bags, which every rank receives."""
+    """Return the size in bytes of the part with the bags of these requests."""
     return bags_bytes(
         [
             (
@@ -82,7 +82,7 @@ def _sum_dtype(table: EmbeddingTable) -> torch.dtype:
 
 
 class ByBag:
-    """One lookup by bag in several tables: every rank adds up its part of each bag."""
+    """One lookup by bag in several tables; each rank adds up the vectors of the keys it owns."""
 
     def __init__(
         self, exchange: Exchange, signature: str, plan: LookupPlan, requests: Sequence[Request]
@@ -173,7 +173,7 @@ def _owned(table: EmbeddingTable, parts: Sequence[RaggedBags]) -> _Bags:
     mine = table.owned(keys)
     weights = None
     if any(part.weights is not None for part in parts):
-        # Some ranks may pass sample weights and others none, which means weights of 1.
+        # If only some ranks pass sample weights, the keys of the other ranks have weight 1.
         filled = [
             torch.ones_like(k, dtype=_sum_dtype(table)) if w is None else w for _, k, w in parts
         ]

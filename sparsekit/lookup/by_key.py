@@ -38,7 +38,7 @@ class ByKey:
         signature: text that identifies the call, the same on all ranks.
 
     Raises:
-        RuntimeError, ValueError: as `LookupPlan.signature`.
+        RuntimeError, ValueError: see `LookupPlan.signature`.
     """
 
     def __init__(self, exchange: Exchange, plan: LookupPlan) -> None:
@@ -48,8 +48,8 @@ class ByKey:
         self.signature = f"look up in {self.of_plan}, lookup number {exchange.lookups}"
         self._clients: list[KeyClient] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
-        # Layout of the keys from all ranks; with max_keys_per_rank, their counts arrive with the
-        # keys.
+        # Layout of the keys from all ranks. With max_keys_per_rank it is known only when the keys
+        # arrive.
         self._keys: Layout | None = None
 
     def ask(self, requests: Sequence[Request]) -> None:
@@ -201,7 +201,7 @@ class _WayBack:
     record: LookupRecord
 
     def pooled(self, come: list[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
-        """Return an output for each request, or a single one that has all outputs as columns."""
+        """Return an output for each request, or a single output with columns for all requests."""
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
         for client, columns, rows in zip(self.clients, self.plan.columns, come, strict=True):

@@ -24,10 +24,11 @@ class Descriptors:
     offsets: list[torch.Tensor]
     sample_weights: list[torch.Tensor]  # empty if there are none
     features: torch.Tensor
-    # For each row of `features`: its table, its source, and the most keys that its bags can have.
+    # For each row of `features`: its table, its source, and the largest total number of keys in its
+    # bags.
     limits: Sequence[tuple[int, int, int]]
     shapes: Sequence[tuple[int, ...]]  # shapes of the outputs without the last dimension
-    width: int | None  # columns of the shared output; None if each request has one
+    width: int | None  # number of columns of the shared output; None if each request has its own
 
 
 def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tensor) -> Descriptors:

@@ -12,7 +12,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Parts:
-    """Return keys, offsets and weights of a float CSR tensor ``[bags, columns]``, uncopied."""
+    """Return keys, offsets and weights of a float CSR tensor ``[bags, columns]``, not copied."""
     _check_no_weights(sample_weights, layer)
     return inputs.col_indices(), inputs.crow_indices(), inputs.values()
 
@@ -43,7 +43,7 @@ def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.d
             f"{layer}: a feature matrix must have real numbers of at most 64 bits, got "
             f"{weights.dtype}"
         )
-    # torch warns about read-only memory.
+    # Copy read-only arrays, since torch warns about them.
     parts = (
         np.require(part, requirements="W") for part in (inputs.indices, inputs.indptr, weights)
     )

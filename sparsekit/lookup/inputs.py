@@ -12,7 +12,7 @@ import torch
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .feature_matrix import is_scipy_csr, read_scipy_csr, read_torch_csr
 
-# Offsets of at most this number of bags are cached: half a megabyte for each of up to 64 shapes.
+# Maximum number of bags for which offsets are cached: half a megabyte for each of up to 64 shapes.
 _MOST_KEPT = 65536
 
 FORMS = (
@@ -29,7 +29,7 @@ class Bags:
     """
 
     values: torch.Tensor  # keys, shape [n]
-    offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each value is a bag of its own
+    offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each bag has one value
     weights: torch.Tensor | None  # shape [n]
     slot_major: bool = False
     slots: int | None = None  # number of slots, if the form of the input implies it
@@ -63,7 +63,7 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Read bags in any form of `DistributedEmbedding`; if `matrix` is true, also ``[bags, m]``.
+    """Read bags in any form that `DistributedEmbedding` takes; with `matrix`, also ``[bags, m]``.
 
     The values of offsets are not read here; `check_bags` checks them.
 
@@ -74,8 +74,8 @@ def read_bags(
     form = _form(inputs, layer, device)
     if matrix and form is _from_dense and inputs.dim() == 2:
         form = partial(_padded, count=inputs.shape[0], slots=None)
-    # Check devices before reading values: a meta tensor has none, and reading from CUDA has to
-    # wait.
+    # Check devices before reading values: a meta tensor has no values, and reading from CUDA waits
+    # for the device.
     check_device(layer, "inputs", inputs, device)
     if sample_weights is not None:
         check_device(layer, "sample_weights", sample_weights, device)
@@ -249,7 +249,7 @@ def _from_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
 def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
     if getattr(inputs, "variable_stride_per_key", lambda: False)():
         strides = list(inputs.stride_per_key())
-        # With inverse_indices samples share bags, even if all keys have the same stride.
+        # With inverse_indices, samples share bags even if all keys have the same stride.
         if len(set(strides)) > 1 or inputs.inverse_indices_or_none() is not None:
             raise ValueError(
                 f"{layer}: inputs has a stride of its own for each key, {strides} samples; expand "
@@ -298,10 +298,10 @@ _OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.st
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
     """Return the offsets of `bags` bags with nnz keys each, usually from a cache."""
     on_device = device.type == "cuda"
-    # Memory that is allocated while a graph is captured belongs to the graph.
+    # Do not cache while a graph is captured: memory that is allocated then belongs to the graph.
     if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):
         return _new_offsets(bags, nnz, device)
-    # Cached by stream, so that no stream has to wait for another one to make the offsets.
+    # Cache by stream, so that no stream has to wait until another stream has written the offsets.
     stream = torch.cuda.current_stream(device).cuda_stream if on_device else 0
     return _kept_offsets(bags, nnz, device, stream)
 

@@ -15,7 +15,8 @@ from .plan import TableBatch
 from .request import Request
 from .table_ops import new_outs
 
-# Ops called without their wrappers: requests check the arguments, or explain an op's refusal.
+# Ops without their Python wrappers: requests check the arguments, or explain why an op refused
+# them.
 _bucketize = torch.ops.sparsekit.group_bucketize.default
 _rows_of = torch.ops.sparsekit.group_exchange_rows.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -23,11 +24,11 @@ _backward_at = torch.ops.sparsekit.group_embedding_bag_backward_at_.default
 
 
 class KeyClient:
-    """The distinct keys of a batch of tables, grouped by owner, and the bags that pool them.
+    """The distinct keys of a batch of tables, grouped by owner, and the bags to pool.
 
     Args:
         batch: the tables.
-        requests: one for each position of the batch.
+        requests: one for each of `TableBatch.positions`.
         world_size: number of ranks.
 
     Attributes:
@@ -91,7 +92,7 @@ class KeyClient:
 
         Args:
             come: the receive buffer with the vectors, 1-D.
-            begins: byte offset of each rank's part on the wire.
+            begins: byte offset at which each rank's part begins in the buffer of the exchange.
             vectors: layout of the vectors in the parts.
             columns: columns of the layout that belong to these tables.
             outs: outputs that an earlier batch of tables has begun to fill; empty for the first.
@@ -117,11 +118,11 @@ class KeyClient:
         columns: slice,
         grads: Sequence[torch.Tensor | None],
     ) -> None:
-        """Compute the vectors' gradients from the outputs' gradients, into the send buffer.
+        """Compute the gradients of the vectors, and write them to the send buffer.
 
         Args:
             gradients: the send buffer for the gradients, 1-D.
-            begins: byte offset of each rank's part on the wire.
+            begins: byte offset at which each rank's part begins in the buffer of the exchange.
             vectors: layout of the gradients in the parts.
             columns: columns of the layout that belong to these tables.
             grads: gradients of the outputs; None for an output without a gradient.

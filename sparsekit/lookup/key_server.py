@@ -43,7 +43,7 @@ class KeyServer:
 
         Args:
             memory: for each of `LookupPlan.batches`, the buffer to write to.
-            of_parts: byte offset of each rank's part on the wire.
+            of_parts: byte offset at which each rank's part begins in the buffer of the exchange.
         """
         begins = self._vectors.begins(of_parts)
         offsets = [no_offsets(self._keys[0].device)] * len(self._keys)

@@ -53,9 +53,9 @@ class TableBatch:
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed: indices of the tables that have a hash table.
         names: name of each table.
-        inserting: what `Report` must know of the tables that insert keys.
-        features: cached arguments ``features`` of the ops and `Descriptors.limits`, by everything
-            that they depend on.
+        inserting: a description of each table that inserts keys, for `Report`.
+        features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the key of
+            an entry has everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
         seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
@@ -104,7 +104,7 @@ class TableBatch:
         ]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
-        self._process = -1  # id of a process that is known to be allowed to insert
+        self._process = -1  # id of the last process for which `refuse_sharing` has passed
         self.features: dict[Any, Any] = {}
 
     @property
@@ -185,7 +185,7 @@ class TableBatch:
     def grads_or_zeros(
         self, grads: Sequence[torch.Tensor | None], dims: Sequence[int], features: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return the gradients of all requests, with zeros in place of None."""
+        """Return the gradients of all requests, with zeros instead of None."""
         given = [grad for grad in grads if grad is not None]
         if len(given) == len(grads):
             return given
@@ -237,12 +237,13 @@ class LookupPlan:
         limits = [limit for limit in most if limit is not None]
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
-        # The words of tables that `signature` has read last, and their tensors.
+        # The seeds and shards that `signature` has read last, the tensors that hold them, and the
+        # versions of these tensors.
         self._numbers: list[int] = []
         self._words: list[torch.Tensor] = []
         self._versions: list[int | None] = []
         self.fits_alone = False
-        # Weak, so that an exchange is freed together with its group.
+        # A weak reference, so that an exchange is freed together with its group.
         self._fits: ref[Exchange] | None = None
 
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
@@ -260,7 +261,7 @@ class LookupPlan:
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def signature(self) -> str:
-        """Return the facts that all ranks must agree on before a lookup.
+        """Return a text of the facts that all ranks must agree on before a lookup.
 
         Raises:
             RuntimeError: a table has been overwritten by the table of another rank.
@@ -272,9 +273,10 @@ class LookupPlan:
         versions = _versions(words)
         same = len(words) == len(self._words) and all(map(operator.is_, words, self._words))
         same = same and versions == self._versions and None not in versions
-        # A write through .data changes no version. Where a read costs no wait, it is noticed too.
+        # A write through .data changes no version, so read the words again if that does not wait
+        # for a device.
         if not (same and errors_are_deferred(words[0].device)):
-            # Everything in one go, since each read from a device waits for the device.
+            # Read everything in one go, since each read from a device waits for the device.
             self._numbers = torch.cat(words).tolist()
             self._words, self._versions = words, versions
         numbers = self._numbers
@@ -319,7 +321,7 @@ class LookupPlan:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """Return the version of each tensor; None if its writes are not counted."""
+    """Return the version of each tensor, or None for an inference tensor, which has no version."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -15,7 +15,7 @@ from .numbered import numbered
 from .plan import TableBatch
 from .second import Gradients, pooled_again
 
-# Ops called without their wrappers: the results of a lookup need no checks.
+# Ops without their Python wrappers, since the results of a lookup need no checks.
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 
@@ -24,7 +24,7 @@ class LookupResult(NamedTuple):
     """Outputs of a lookup, and everything that its backward needs.
 
     Attributes:
-        outputs: one for each request, or a single one that has all outputs as columns.
+        outputs: one output for each request, or a single output with the columns of all requests.
         record: the record of the lookup, without the tensors that autograd must track.
         found: the tensors that autograd must track, for ``save_for_backward``.
     """
@@ -73,7 +73,7 @@ class LookupRecord:
         """Return the result of `gradients` for a lookup made by `table_ops.run_into`.
 
         Args:
-            grads: gradients of the tensors that were written to, one for each.
+            grads: gradients of the tensors that the lookup has written to.
             found: see `LookupResult`.
             features: the descriptors' ``features``, with the positions of gradients instead of
                 outputs.
@@ -190,7 +190,7 @@ class CallRecord:
         found: Sequence[Any],
         outs: list[torch.Tensor | None],
     ) -> None:
-        """Pool other vectors for `second.pooled_again`, and add the results to `outs`."""
+        """Pool these vectors as the lookup has pooled its rows, and add the results to `outs`."""
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
         given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)

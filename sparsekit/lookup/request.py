@@ -25,9 +25,9 @@ GROUP = "EmbeddingGroup"
 class Request:
     """Bags of keys to look up in one table; the result is a vector for each bag.
 
-    The values of keys and offsets may be invalid until `check` has been called. The ops for a
-    single rank check them as well, and change nothing if they are invalid, so `check` is only
-    needed to explain their error.
+    The values of keys and offsets may be invalid until `check` has been called. On a single rank,
+    the ops check the values too, and change nothing if they are invalid; `check` is then only
+    needed to explain the error.
     """
 
     table: EmbeddingTable
@@ -43,15 +43,15 @@ class Request:
     # Index of this request's first bag, if several requests share `bags` and each uses a run of
     # bags.
     first_bag: int | None = None
-    # First column of this request in an output that requests share, and the number of all its
-    # columns.
+    # If requests share an output: the first column of this request, and the number of all columns
+    # of the output.
     columns: tuple[int, int] | None = None
-    # Offsets of the bags, if the output is jagged: the vectors of the keys, not pooled.
+    # If the output is jagged, with a vector for each key: the offsets of the bags.
     jagged: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
-        """The name with which error messages begin."""
+        """Name at the beginning of error messages."""
         return name_of(self.table, self.feature)
 
     @property
@@ -156,7 +156,7 @@ class OnDemand(Sequence[Request]):
 
 
 class LazyRequests(OnDemand):
-    """Requests for runs of shared bags; their number is known.
+    """Requests for runs of shared bags; their number is known before they are made.
 
     Args:
         bags: the bags of all requests.
@@ -200,7 +200,7 @@ def ask_bags(
     max_feature_num: int | None = None,
     truncate: bool = False,
 ) -> Request:
-    """Return a request for bags in any form; do not change the table.
+    """Make a request from bags in any form, without changing the table.
 
     If slot_num is None, there is one slot, and inputs and output have no dimension for slots.
     """
@@ -219,7 +219,7 @@ def ask_bags(
     request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
     odd = rest != 0 or bags.slots not in (None, slot_num)
-    # Bags are checked before they are changed.
+    # Bags that will be changed must be checked first, unless change_without_waiting does both.
     changes = truncate or by_slot or isinstance(combiner, tuple)
     changes = changes or max_feature_num is not None or table.padding_key is not None
     limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
@@ -245,10 +245,11 @@ def change_without_waiting(
     """Change the bags of a request on a device without waiting; see `without_waiting.Changes`.
 
     Returns:
-        Whether that is possible; otherwise the request is unchanged.
+        True if the bags have been changed; False if that is impossible without waiting.
     """
     table = request.table
-    # The route by bag sends whole bags, and layers that pool here look up all keys.
+    # The route by bag sends whole bags, and a request that is pooled on this rank looks up all of
+    # its keys. Neither can leave keys out on the device.
     by_key = table.world_size == 1 or table.strategy == "all_to_all"
     if request.pooled_here or not by_key or not errors_are_deferred(table.weight.device):
         return False
@@ -320,8 +321,8 @@ def check_keys(
     Args:
         table: the table in which they are looked up.
         keys: int64 or int32.
-        name: the name with which error messages begin; None means the table's name.
-        bags: the bags of the keys, from which errors take positions in the input.
+        name: name at the beginning of error messages; None means the table's name.
+        bags: bags of the keys; they give positions in the input for error messages.
     """
     check_key_dtype(table, keys)
     check_weight(table)

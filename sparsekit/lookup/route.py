@@ -35,10 +35,10 @@ class Route(Protocol):
 
 
 def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception:
-    """Return the error that reading a call's input has raised, to be passed to `look_up`.
+    """Return an error in a call's input, for `look_up` to raise on all ranks.
 
-    An interrupt is raised here, after the call is counted, so that no other rank takes this rank's
-    next call for the interrupted one.
+    An interrupt is raised immediately, but the call is counted first; otherwise other ranks would
+    take this rank's next call for the interrupted one.
     """
     if isinstance(error, Exception):
         return error
@@ -106,7 +106,8 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 def _begin_on_ranks(
     exchange: Exchange, cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 ) -> ByKey | ByBag:
-    # Count the lookup before anything can fail or be interrupted, so that all ranks count alike.
+    # Count the lookup before anything can fail or be interrupted, so that all ranks have the same
+    # count.
     exchange.lookups += 1
 
     def default_route() -> ByKey:
@@ -129,7 +130,7 @@ def _begin_on_ranks(
         facts = *_compare(made, asked), exchange.parts_saved
         return Proposal(made.signature, made.counts, facts)
 
-    # If the input is invalid on this rank, all ranks raise, and none has changed a table yet.
+    # If the input is invalid on any rank, raise an error on all ranks, before a table is changed.
     agreed = exchange.agree("look up", attempt(propose))
     by_key, requests = cast(ByKey, made), cast("Sequence[Request]", asked)
     exchange.parts_saved = 0
@@ -154,7 +155,7 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
     forced = "reduce_scatter" in strategies
     if "all_to_all" in strategies and not forced:
         return 0, 0
-    # This decides most calls without inspecting the requests.
+    # Decide most calls here, without inspecting the requests.
     if not forced and by_key.bytes_of_bags() >= by_key.bytes_to_move():
         return 0, 0
     if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):

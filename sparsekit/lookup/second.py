@@ -31,7 +31,7 @@ def differentiable(
 
 
 class _Call(Protocol):
-    """A call of an op that pooled vectors of some tables."""
+    """A call of an op that has pooled vectors; `CallRecord` implements this protocol."""
 
     @property
     def weights(self) -> list[Any]:

@@ -28,7 +28,8 @@ from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 
-# Ops called without their wrappers: requests check the arguments, or explain an op's refusal.
+# Ops without their Python wrappers: requests check the arguments, or explain why an op refused
+# them.
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -56,7 +57,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
         call = TableOps(batches[0], requests, None)
         return _result([call], call.run())
     if not errors_are_deferred(batches[0].tensors().weights[0].device):
-        # Otherwise one call might already have inserted keys when the next call is refused.
+        # Check all requests first, so that no call inserts keys before another call is refused.
         for request in requests:
             request.check()
     outputs: dict[int, torch.Tensor] = {}
@@ -157,7 +158,8 @@ class TableOps:
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
         report = None if reports is None else self._report(reports)
         words = () if report is None else (report.words,)
-        # On a device the host does not know whether there are new keys; usually there are none.
+        # Compare sizes on the CPU only: on a device, the host does not know whether there are new
+        # keys.
         sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
         before = _numbers(sizes)
         if late and tables.inserts:
@@ -192,7 +194,7 @@ class TableOps:
             self._prepare(late)
 
     def _report(self, reports: Reports) -> Report:
-        """Read the reports of earlier lookups that have arrived, and return this lookup's own."""
+        """Read reports of earlier lookups that have arrived, and return this lookup's report."""
         reports.poll()
         batch, sources = self._batch, self._descriptors
         device, names = sources.keys[0].device, batch.names

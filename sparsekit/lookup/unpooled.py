@@ -69,7 +69,7 @@ def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
     if combiner == "max":
         return _largest(vectors, request.offsets)
     places = torch.arange(len(vectors), device=vectors.device)
-    # Without the checks of the public function, since bags and weights have been checked.
+    # Call the op without the checks of `embedding_bag`, since bags and weights have been checked.
     pooled = _embedding_bag(vectors, places, request.offsets, COMBINERS[combiner], request.weights)
     return cast(torch.Tensor, pooled)
 
@@ -96,5 +96,5 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         won = (vectors == largest.gather(0, bag)) | vectors.isnan()
         places = torch.arange(n, device=bag.device).unsqueeze(1).where(won, n)
         first = bag.new_full((bags, dim), n).scatter_reduce_(0, bag, places, "amin")
-    # An empty bag has no maximum, and reads row n, which is zero.
+    # An empty bag has no maximum; let it read row n, which is zero.
     return torch.cat([vectors, vectors.new_zeros(1, dim)]).gather(0, first)

@@ -1,9 +1,9 @@
 """Drops padding, truncates bags and sorts them by slot on a device, without waiting for it.
 
-A lookup on the CPU checks bags and drops keys before it calls an op. Here the host knows neither
-the offsets nor the number of keys that remain. So keys are moved, not dropped: keys that no bag
-keeps come last, in an extra bag that is not pooled. Bags that must be refused get an invalid first
-offset, so that the op reports them like other invalid offsets.
+A lookup on the CPU checks bags and drops keys before it calls an op. On a device, the host knows
+neither the offsets nor the number of keys that remain. Keys are therefore moved instead of dropped:
+the keys to drop come last, in an extra bag that is not pooled. Bags that must be refused get an
+invalid first offset, so that the op reports them like other invalid offsets.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def changed(bags: Bags, changes: Changes) -> Bags:
     given = places if bags.offsets is None else bags.offsets.to(torch.int64)
     end = given.new_full((1,), n)
     if n == 0 or count == 0:
-        # Nothing moves. Where offsets do not end at n, the end that is refused is one too large.
+        # There are no keys to move. If the offsets do not end at n, append n + 1 instead of n, so
+        # that the op refuses the bags.
         return Bags(bags.values, torch.cat([given, end + (given[-1:] != n)]), bags.weights)
     of_bags = _Limits(given, n, bags.slot_major, changes)
     # Clamp the offsets, so that invalid ones cannot address memory out of bounds.
@@ -101,7 +102,8 @@ class _Limits:
             self.refused |= (of_samples > changes.max_feature_num).any()
         if changes.limits is not None:
             most = [torch.iinfo(torch.int64).max if m is None else m for m in changes.limits]
-            # Filled by kernels: a tensor of these numbers would be copied from the host.
+            # Fill tensors by kernels, since a tensor of these numbers would be copied from the
+            # host.
             each = torch.stack([counts.new_full((samples,), m) for m in most])
             self.most = (each if slot_major else each.T).reshape(-1)
 
@@ -112,7 +114,7 @@ class _Limits:
 
 
 def _bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the bag of each place; an arbitrary bag if offsets are invalid."""
+    """Return the bag of each position; an arbitrary bag if offsets are invalid."""
     return torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
 
 
@@ -131,7 +133,7 @@ def _slot_by_slot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order that sorts bags by slot, and the sorted bags' offsets.
 
-    Keys behind the last bag stay where they are.
+    Keys after the last bag do not move.
     """
     begins, counts = (x.view(-1, slots).T.reshape(-1) for x in (offsets[:-1], offsets.diff()))
     sorted_offsets = offsets_of(counts)

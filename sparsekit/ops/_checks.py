@@ -24,7 +24,7 @@ def check_tensor(
 ) -> None:
     """Raise TypeError for a wrong type or dtype, ValueError for a wrong number of dimensions.
 
-    None accepts any dtype, or any number of dimensions.
+    If dtypes or dim is None, any dtype or any number of dimensions is accepted.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")

@@ -78,7 +78,7 @@ def group_embedding_bag_backward_at_(
 
     The gradient of a row of table t goes to ``out.view(-1)[row * row_strides[t]:][:dims[t]]``;
     other elements of out are left unchanged. Where two rows overlap, out has either gradient or
-    parts of both. On CUDA nothing waits for the device.
+    parts of both. On CUDA the host does not wait for the device.
 
     Args:
         out: contiguous, any shape, in the dtype of grads, changed in place.
@@ -131,9 +131,9 @@ def group_embedding_bag_update_(
 ) -> None:
     """Apply an optimizer step to all tables' distinct rows, given the gradients of the outputs.
 
-    The result is bitwise that of `group_embedding_bag_backward`, followed by `update_rows_` of all
-    tables. On the CPU, however, the gradients are not stored, since the thread that sums the
-    gradients of a table updates its rows while the gradients are in the cache.
+    The result is bitwise equal to that of `group_embedding_bag_backward` followed by `update_rows_`
+    for all tables. On the CPU the gradients are not stored: the thread that sums the gradients of a
+    table updates its rows while the gradients are in the cache.
 
     Args:
         grads: gradients of outs, laid out like them, in the dtype of weights.
@@ -141,7 +141,7 @@ def group_embedding_bag_update_(
             its table; a negative index gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them.
         counts: int64 ``[T]``, number of distinct rows of each table. If count_steps is set, the
-            step of a table without rows is counted as well.
+            step is also counted for a table without rows.
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.

@@ -16,21 +16,22 @@ class Of(NamedTuple):
 
     dtypes: Sequence[torch.dtype]
     dim: int | None  # None accepts any number
-    # True for descriptors, which are on the CPU whatever the device of the other tensors is.
+    # True for descriptors, which are always on the CPU.
     on_cpu: bool = False
 
 
 class Op:
     """An op in the namespace sparsekit that runs before Python checks its arguments.
 
-    The op refuses everything that the checks refuse, with shorter messages, before it changes
-    anything; checking first would take longer than a small op itself. The checks come first where
-    no kernel runs: while torch.compile traces, and in the op's fake kernel.
+    Checking first would take longer than a small op itself. The op refuses invalid arguments before
+    it changes anything, but with short messages; the checks then raise an error that explains the
+    refusal. Where no kernel runs, the checks come first: while torch.compile traces, and in the
+    op's fake kernel.
 
     Args:
         name: name of the op.
-        tensors: name of an argument -> its requirements; names that the op lacks are ignored. A
-            tensor without an entry only has to be on the device of the others.
+        tensors: requirements for arguments, by name; names that the op lacks are ignored. A tensor
+            without an entry only has to be on the same device as the others.
         gradient: whether the op has a gradient.
     """
 

@@ -33,9 +33,10 @@ def bucketize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group keys by owner, each group in input order.
 
-    The owner of a key is ``owners[virtual shard]``, where the virtual shard is 16 bits of a hash of
-    the key that never changes (csrc/core/include/sparsekit/owner.h), or without a map the rank
-    ``unsigned(key) % world_size``. A negative key counts as key + 2^64, even if keys are int32.
+    The owner of a key is ``owners[virtual shard]``. The virtual shard is 16 bits of a hash of the
+    key; the hash function never changes (csrc/core/include/sparsekit/owner.h). Without a map, the
+    owner is rank ``unsigned(key) % world_size``. A negative key counts as key + 2^64, even if keys
+    are int32.
 
     Args:
         keys: int64 or int32 ``[n]``, any values.

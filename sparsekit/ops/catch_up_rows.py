@@ -20,12 +20,12 @@ def catch_up_rows_(
     rule: str,
     settings: Sequence[float],
 ) -> None:
-    """Apply to rows the steps in which they had no gradient.
+    """Apply to rows the steps that they have missed because they had no gradient.
 
     The result is that of `update_rows_` with a gradient of zeros for each step between a row's
-    row_step and ``first_step + count - 1``, except that steps too long after the last gradient to
-    move a weight only change the states. Rows with a row_step of 0 have never had a gradient and do
-    not move; if numbers is empty, nothing changes.
+    row_step and ``first_step + count - 1``, with one exception: a step too long after the last
+    gradient to move a weight only changes the states. Rows with a row_step of 0 have never had a
+    gradient and do not change. If numbers is empty, nothing changes.
 
     Args:
         weight: as in `update_rows_`, changed in place.

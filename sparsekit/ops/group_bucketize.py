@@ -35,8 +35,8 @@ def group_bucketize(
 ) -> tuple[torch.Tensor, ...]:
     """Group the distinct keys of each table by the rank that owns them.
 
-    ``sparsekit/ops/_group.py`` describes sources, features and entries. On CUDA nothing waits for
-    the device.
+    ``sparsekit/ops/_group.py`` describes sources, features and entries. On CUDA the host does not
+    wait for the device.
 
     Args:
         owners: owner maps, int16 ``[65536]`` each: the rank that owns each virtual shard.
@@ -70,8 +70,8 @@ def group_bucketize(
         TypeError: a wrong dtype.
         ValueError: a wrong shape or number, a mix of devices, a bad feature, offsets that do not
             rise from 0 to the number of keys, a bag with more keys than max_nnz, or a key that
-            owners give to a rank that does not exist. On CUDA the last error needs checks on;
-            otherwise such a key goes to rank 0.
+            owners give to a rank that does not exist. On CUDA the last error is raised only if
+            checks are on; otherwise such a key goes to rank 0.
         IndexError: a key out of the range of its table.
     """
     results: tuple[torch.Tensor, ...] = _bucketize(

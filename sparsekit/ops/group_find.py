@@ -91,7 +91,7 @@ def group_find_or_insert_(
         RuntimeError: another thread is inserting into one of the tables, or a table is full. A full
             table is left unchanged; keys of tables that are not full have been inserted.
     """
-    # The tensors' versions are not incremented: no backward saves a hash table, and for many tables
+    # Do not increment the tensors' versions: no backward saves a hash table, and for many tables
     # this would take a tenth of the call's time.
     return _find_or_insert(
         buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features

@@ -1,9 +1,9 @@
 """Ops on the plain tensors of a hash table; `sparsekit.HashTable` wraps them.
 
-``buckets`` is int64 ``[num_buckets, 8]``. Each bucket is a line of 64 bytes with 5 int64 keys, 5
-int32 rows (-1 in an empty place) and an int32 count of the keys that found the bucket full.
-``hash_seed`` is int64 ``[1]``, a random number that decides which bucket a key goes to; buckets
-cannot be read without it. ``size`` is int64 ``[1]``, the number of rows in use.
+``buckets`` is int64 ``[num_buckets, 8]``. A bucket takes 64 bytes: 5 int64 keys, 5 int32 rows (-1
+in an empty place) and an int32 count of the keys that found the bucket full. ``hash_seed`` is int64
+``[1]``, a random number that determines the bucket of each key, so it is valid for these buckets
+only. ``size`` is int64 ``[1]``, the number of rows in use.
 """
 
 import torch

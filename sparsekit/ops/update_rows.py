@@ -74,10 +74,10 @@ def update_rows_(
     The formulas are in `sparsekit.optim`; csrc/core/include/sparsekit/optimizer_rules.h shows how
     they are computed.
 
-    Several tables, of any sizes but one dtype, are updated by one call: weight, row_step, rows,
-    grad and step are then sequences with a tensor for each table, or None for all, and states has
-    all states of the first table, then those of the next. The result is that of one call for each
-    table, but no table has changed if the call is refused.
+    One call can update several tables, of any sizes but one dtype. Then weight, row_step, rows,
+    grad and step are sequences with a tensor for each table, or None for all tables; states has all
+    states of the first table, then all states of the second, and so on. The result equals that of
+    one call for each table, except that no table is changed if the call is refused.
 
     Args:
         weight: float32, float64 or bfloat16 ``[num_rows, dim]``, changed in place.
@@ -90,13 +90,13 @@ def update_rows_(
         step: int64, one element: the number of this step, counted from 1; see count_steps.
         rule: the optimizer.
         settings: its settings, in the order above.
-        per_row: count each row's steps in row_step, and use that count in place of step. Without
-            it, row_step is set to step. Counts stop at 2^31 - 1.
+        per_row: count each row's steps in row_step, and use that count instead of step. Without it,
+            row_step is set to step. Counts stop at 2^31 - 1.
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
-        count_steps: step has the number of earlier steps, initially 0, and the same call increments
-            it, so that an interruption cannot come between the rows and their number of steps.
+        count_steps: step has the number of earlier steps, initially 0, and the call increments it.
+            An interruption then cannot come between the update of the rows and that of the number.
 
     Raises:
         TypeError: weight has a wrong dtype.
