@@ -134,8 +134,7 @@ class ByRange {
   int64_t ranges_ = 1;
   DistinctKeyMap<Key> numberings_[kMaxRanges];
   Distinct<Key>* distinct_;  // [n] distinct keys of each range, starting at the range's start
-  uint32_t* ranks_;          // [n] rank of each key of distinct_ among the distinct keys of all
-                             // ranges
+  uint32_t* ranks_;          // [n] rank of each key of distinct_ among all distinct keys
   uint32_t* firsts_;  // [shares of a range] number of new keys, later the rank of the first new key
   uint32_t* entries_;
 };

@@ -1,5 +1,5 @@
-// Helpers for all kernels on bags: find a bag's entries, even if offsets are bad, and compute the
-// divisor of the bag's sum.
+// Helpers for all kernels on bags. They find a bag's entries, even if offsets are bad, and compute
+// the divisor of the bag's sum.
 #pragma once
 
 #include <cmath>
@@ -33,8 +33,8 @@ SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* 
   if (!good) simt::atomic_min(bad_offset, position);
 }
 
-// Returns the bag, at or after bag `from`, that contains entry i, or -1 if there is none. With bad
-// offsets several bags may contain the entry; the result is then one of these bags, or -1.
+// Returns the first bag at or after bag `from` that contains entry i, or -1 if there is none. With
+// bad offsets, several bags may contain the entry; the result is then any of these bags, or -1.
 SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   int64_t low = from, high = bags.num_bags;
   while (high - low > 1) {
@@ -50,13 +50,13 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
-// Returns the contribution of a weight to the total from which the divisor is computed.
+// Returns the term of a weight in the total from which the divisor is computed.
 template <class A>
 SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
   return combiner == Combiner::kMean ? weight : weight * weight;
 }
 
-// Returns the divisor of a pooled sum, or 0 for a bag whose result is zeros.
+// Returns the divisor of a pooled sum, or 0 if the result of the bag is zeros.
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};
@@ -64,7 +64,7 @@ SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
-// Divides instead of multiplying by the inverse, which is infinite for a tiny divisor.
+// Divides `x` instead of multiplying it by 1 / by, which is infinite for a tiny `by`.
 template <class A>
 SPARSEKIT_DEVICE A divided(A x, A by) {
   return by == 0 ? A{0} : x / by;

@@ -15,15 +15,15 @@ constexpr int kThreads = kWarps * simt::kWarp;
 // Number of keys that each lane loads at once.
 constexpr int kBatch = 4;
 
-// Returns the number of keys per warp, a multiple of 32 * kBatch. This number grows with
-// world_size, so that the table of counts has at most half as many entries as there are keys.
+// Returns the number of keys per warp, a multiple of 32 * kBatch. The number grows with world_size,
+// so that the table of counts has at most half as many entries as there are keys.
 int keys_per_warp(int64_t world_size) {
   return 256 * std::max(1, static_cast<int>(world_size / 256));
 }
 
 struct Workspace {
   int64_t blocks;
-  int32_t* starts;  // [world_size, blocks] key counts, later positions of each block's first keys
+  int32_t* starts;  // [world_size, blocks] key counts, later positions of the blocks' first keys
   char* scan;
 
   Workspace(Arena& arena, int64_t n, int64_t world_size) {
@@ -46,8 +46,8 @@ struct Ranks {
   }
 };
 
-// Calls visit(i, key, owner, peers) for this warp's keys, in order, on all lanes. owner is -1 past
-// the end, and peers is the mask of the lanes whose keys have the same owner.
+// Calls visit(i, key, owner, peers) on all lanes for this warp's keys, in order. `owner` is -1 past
+// the end. `peers` is the mask of the lanes whose keys have the same owner.
 template <class Key, class Visit>
 SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& ranks,
                                        int keys_per_warp, const Visit& visit) {
@@ -61,7 +61,8 @@ SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& 
       const int64_t i = base + j * simt::kWarp;
       key[j] = i < end ? keys[i] : Key{};
     }
-    int from_map[kBatch];  // load all owners before checking any, so that these loads overlap too
+    // Load all owners before checking any of them, so that these loads overlap, too.
+    int from_map[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       from_map[j] = static_cast<int>(owner_of(key[j], ranks.owners));
@@ -105,8 +106,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   }
 }
 
-// Keys of one owner keep their order: blocks, the warps of a block, the steps of a warp and its
-// lanes all follow the order of the input.
+// Sorts keys by owner. Keys of one owner keep their order, since blocks, the warps of a block, the
+// steps of a warp and its lanes all follow the order of the input.
 template <class Key>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     scatter_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,

@@ -6,8 +6,8 @@ namespace sparsekit::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Minimum blocks per multiprocessor. With this hint ptxas uses a few more registers instead of
-// spilling.
+// Minimum number of resident blocks per multiprocessor. With this hint, ptxas uses a few more
+// registers instead of spilling.
 constexpr int kBlocksAtOnce = 2;
 
 template <class Rule, class T, int kWidth>
@@ -21,7 +21,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
   const int64_t tiles = simt::global_threads() >> log2_lanes;
   const int64_t tile_in_warp = simt::lane() >> log2_lanes;
   const auto row_at = [&](int64_t i) { return i >= n ? -1 : rows == nullptr ? i : rows[i]; };
-  // Read row indices one step ahead, so that no row has to wait for its index.
+  // Read each row index one step ahead, so that loads of rows do not wait for it.
   int64_t next_row = row_at(tile_of_thread(log2_lanes));
   for (int64_t of_warp = tile_of_thread(log2_lanes) - tile_in_warp; of_warp < n; of_warp += tiles) {
     const int64_t i = of_warp + tile_in_warp;
@@ -31,7 +31,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
       if (column == 0) simt::atomic_min(bad, i);
       row = -1;
     }
-    // One lane reads the row's last step and marks the row as up to date.
+    // One lane reads the step up to which the row was updated, and marks the row as up to date.
     int32_t at_step = 0;
     if (column == 0 && row >= 0) {
       at_step = table.row_step[row];

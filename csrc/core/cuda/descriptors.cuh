@@ -1,5 +1,5 @@
-// Helpers for the kernels on many tables: send descriptors to the device, compute prefix sums in a
-// single block, and search these sums.
+// Helpers for the kernels on many tables. They send descriptors to the device, compute prefix sums
+// in a single block, and search these sums.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,12 @@
 namespace sparsekit::cuda {
 
 constexpr int kGroupThreads = 256;
-// Minimum blocks per multiprocessor. With this hint ptxas uses a few more registers instead of
-// spilling.
+// Minimum number of resident blocks per multiprocessor. With this hint, ptxas uses a few more
+// registers instead of spilling.
 constexpr int kGroupBlocksAtOnce = 2;
 
-// Descriptors as a launch parameter: 4 KB, which every driver supports, or 32 KB if there are more.
+// Descriptors as a launch parameter. Its size is 4 KB, which every driver supports, or 32 KB if
+// there are more descriptors.
 template <int kWords>
 struct Brought {
   static constexpr int kMost = kWords;
@@ -37,8 +38,8 @@ SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) brought, int count,
 using DescriptorArena = BasicArena<16>;
 
 // Arrays of descriptors that are sent to the device together. They are passed as parameters of one
-// launch or, with many tables, of a few launches. Unlike a copy, this needs no page-locked memory,
-// does not wait, and can be captured in a CUDA graph.
+// launch or, if there are many tables, of a few launches. Unlike a copy, a launch needs no
+// page-locked memory, does not wait, and can be captured in a CUDA graph.
 class Descriptors {
  public:
   // Returns the size in bytes of an array with n elements.
@@ -49,8 +50,8 @@ class Descriptors {
     return arena.bytes();
   }
 
-  // `device` is the address of the first array; each further array follows the previous one. add()
-  // returns the device address of the array that it adds.
+  // `device` is the address of the first array; each further array directly follows the previous
+  // one. add() returns the device address of the array that it adds.
   explicit Descriptors(const void* device)
       : device_(static_cast<char*>(const_cast<void*>(device))) {}
 
@@ -87,7 +88,7 @@ class Descriptors {
   std::vector<char> bytes_;
 };
 
-// Fills in the fields that every kind of feature descriptor has, and the first bag of the next
+// Fills in the fields that every kind of feature descriptor has, and sets the first bag of the next
 // feature.
 template <class Bags, class Described>
 void describe_bags(const Bags& of, Described& feature, Described& next) {
@@ -103,14 +104,14 @@ void describe_bags(const Bags& of, Described& feature, Described& next) {
 
 constexpr int kSumThreads = 256;
 
-// Returns a grid with a single block, which the functions below require.
+// Returns a grid with the single block that the functions below require.
 inline simt::Grid one_block() {
   simt::Grid grid{1, kSumThreads};
   grid.shared_bytes = kSumThreads / simt::kWarp * static_cast<int64_t>(sizeof(int64_t));
   return grid;
 }
 
-// Returns the sum of `mine` over the threads before this one. All threads of the block must call
+// Returns the sum of `mine` over all threads with a lower index. All threads of the block must call
 // this function.
 SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   auto* of_warps = simt::shared<int64_t>();
@@ -125,11 +126,11 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   simt::barrier();
   int64_t before = up_to_here - mine;
   for (int i = 0; i < warp; ++i) before += of_warps[i];
-  simt::barrier();  // wait before the shared words are reused
+  simt::barrier();  // wait for all reads before the shared words are reused
   return before;
 }
 
-// Calls put(i, of(0) + ... + of(i - 1)) for each i in [0, n].
+// Calls put(i, sum of of(j) for all j < i) for each i in [0, n].
 template <class Of, class Put>
 SPARSEKIT_DEVICE void sum_up(int n, const Of& of, const Put& put) {
   const int run = (n + simt::block_size() - 1) / simt::block_size();
@@ -146,7 +147,7 @@ SPARSEKIT_DEVICE void sum_up(int n, const Of& of, const Put& put) {
 }
 
 // Returns the last i in [0, count) with at(i) <= value, or 0 if there is none. at(i) must not
-// decrease.
+// decrease as i grows.
 template <class At>
 SPARSEKIT_DEVICE int last_up_to(int64_t value, int count, const At& at) {
   int first = 0;

@@ -27,7 +27,7 @@ bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   if (error == cudaErrorStreamCaptureImplicit) {
-    // `stream` is the legacy stream, and another stream is being captured.
+    // `stream` is the legacy stream while another stream is being captured.
     (void)cudaGetLastError();
     return true;
   }
@@ -43,8 +43,8 @@ struct Buffer {
 };
 
 // A buffer for the copies of one call. It is page-locked, so that the copies are asynchronous and
-// one wait is enough. Buffers are kept for the calls of all threads, and never freed: when a
-// process ends, the driver may already be gone.
+// the call waits only once. Buffers are reused by the calls of all threads and never freed: when
+// the process ends, the driver may already be gone.
 class Staging {
  public:
   explicit Staging(int64_t bytes) {
@@ -77,7 +77,7 @@ class Staging {
   }
 
   void allocate(int64_t bytes) {
-    // In any other mode, this would invalidate a graph that another thread is capturing.
+    // In any other mode, this allocation would invalidate a graph that another thread is capturing.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     simt::check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
     void* memory = nullptr;
@@ -143,7 +143,7 @@ void read_back(const Piece* pieces, int count, void*) {
 
 void copy_to_device(void* device, const void* host, int64_t bytes, void*) {
   if (!simt::host::lacks_memory(device)) std::memcpy(device, host, static_cast<size_t>(bytes));
-  // Like a memset, this is queued on the stream without a wait.
+  // Record this copy like a memset: it is queued on the stream without a wait.
   simt::host::note(simt::host::Request::kMemset, "copy to the device", 0, bytes);
 }
 #endif

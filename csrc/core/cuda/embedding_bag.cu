@@ -9,8 +9,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The launch bounds ask for two blocks per multiprocessor: without these bounds, ptxas aims at more
-// blocks and spills a few registers.
+// The launch bounds request two blocks per multiprocessor. Without them, ptxas aims at more blocks
+// and spills a few registers.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
   pool_own_bag<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,
@@ -24,7 +24,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256, 2)
                               first_element(kWidth, in.log2_lanes));
 }
 
-// Pools the parts of long bags, one tile per part.
+// Pools the parts of long bags. Each tile handles one part.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_parts_kernel(Pooling<T> in, LongBags<T> long_bags) {
   const int64_t slot = tile_of_thread(in.log2_lanes);
@@ -64,8 +64,9 @@ void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShap
 
 // ---- backward ----
 
-// Sums over the entries of a bag: the total of the weights and, if `dots` is given, the weighted
-// sum of the dot products. All lanes of a warp must call sum_bag with the same bag.
+// Sums over the entries of a bag: `total` is the total of the weights, and `weighted` is the
+// weighted sum of the dot products if `dots` is given. All lanes of a warp must call sum_bag with
+// the same bag.
 template <class A>
 struct BagSums {
   A total;
@@ -87,7 +88,7 @@ SPARSEKIT_DEVICE BagSums<A> sum_bag(const A* weights, const A* dots, const Range
   return sums;
 }
 
-// Computes divisors[bag] of weighted bags, one warp per bag.
+// Computes divisors[bag] of weighted bags. Each warp handles one bag.
 template <class A>
 SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                      A* divisors) {
@@ -100,15 +101,16 @@ SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combine
   }
 }
 
-// The entries of the segment sum over rows. Each entry stands for the scaled gradient of its bag.
+// The entries of the segment sum over rows. The value of each entry is the scaled gradient of its
+// bag.
 template <class A>
 struct BagEntries {
-  int32_t* bag;  // [n] bag of each entry, or -1 if it has none; null if there are sample weights
+  int32_t* bag;  // [n] bag of each entry, or -1 if no bag has it; null if there are sample weights
   ScaledRow<A>* scaled;  // [n] with sample weights, otherwise [num_bags]; null if nothing is scaled
   A* divisors;           // [num_bags] divisors of weighted bags; null if no such bag is divided
 };
 
-// Prepares entries and checks offsets: one thread for each entry, bag and offset.
+// Prepares entries and checks offsets, with one thread for each entry, bag and offset.
 template <class A>
 SPARSEKIT_KERNEL bag_entries_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                     BagEntries<A> entries, int64_t* bad_offset) {
@@ -148,8 +150,8 @@ struct BackwardWorkspace {
 
 // ---- backward of the sample weights ----
 
-// Computes grad[i] = dot product of entry i's row and its bag's gradient; a tile handles kInFlight
-// entries.
+// Computes grad[i] as the dot product of entry i's row and its bag's gradient. Each tile handles
+// kInFlight entries.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     entry_dots_kernel(const T* grad_out, Pooling<T> in, Acc<T>* grad) {
@@ -161,14 +163,14 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
   int64_t row[kInFlight];
   for (int j = 0; j < kInFlight; ++j) row[j] = first + j < in.bags.n ? in.bags.rows[first + j] : -1;
-  // Gradients and rows to multiply; a null pointer stands for zeros.
+  // Pointers to the gradients and rows to multiply; a null pointer stands for zeros.
   const T *g[kInFlight], *x[kInFlight];
   int64_t bag = -1;
   for (int j = 0; j < kInFlight; ++j) {
     const int64_t i = first + j;
     g[j] = x[j] = nullptr;
     if (i >= in.bags.n) continue;
-    // The entry is usually in the bag of the previous entry.
+    // Keep the bag of the previous entry if it contains this entry, too, which is the usual case.
     const bool same = bag >= 0 && i < in.bags.offsets[bag + 1];
     if (!same) bag = find_bag(in.bags, i, bag < 0 ? 0 : bag + 1);
     if (row[j] < 0 || row[j] >= in.num_rows || bag < 0) continue;
@@ -198,9 +200,9 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
 }
 
-// Computes the gradient from the dot products by the formula in cpu/embedding_bag.cpp, one warp per
-// bag. With bad offsets bags may overlap, so gradients are accessed as memory that another warp may
-// write.
+// Computes the gradient from the dot products by the formula in cpu/embedding_bag.cpp. Each warp
+// handles one bag. With bad offsets, bags may overlap, so another warp may write the same
+// gradients: access them only with relaxed loads and stores.
 template <class A>
 SPARSEKIT_KERNEL normalise_dots_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                        A* grad) {

@@ -1,11 +1,11 @@
-// Finds the distinct keys of a batch and the first position of each, with a scratch hash table.
-// unique() and the insertion of new keys share it. There are four steps, each a launch:
-//   enter  every key finds or claims its slot, which keeps the smallest position and a count;
-//   mark   every used slot sets the bit of its first position;
-//   scan   a prefix sum over the bits ranks keys in order of first occurrence;
-//   emit   looks up slot and rank of every key; this is the caller's kernel.
-// The result does not depend on the order of threads. The choice of slots does, but slots are
-// internal.
+// Finds the distinct keys of a batch and the first position of each key, with a scratch hash table.
+// Both unique() and the insertion of new keys use it. There are four steps, each with its own
+// launch:
+//   enter  finds or claims a slot for every key; the slot keeps the smallest position and a count;
+//   mark   sets the bit of the first position of every used slot;
+//   scan   ranks keys in order of first occurrence, by a prefix sum over the bits;
+//   emit   looks up the slot and the rank of every key; the caller provides this kernel.
+// The choice of slots depends on the order of threads, but the result does not: slots are internal.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -16,14 +16,14 @@
 
 namespace sparsekit::cuda {
 
-// 16 bytes, moved in one access; two slots share a 32-byte sector.
+// A slot is 16 bytes, loaded and stored in one access; two slots share a 32-byte sector.
 struct alignas(16) Slot {
   int64_t key;
   int32_t first;
   int32_t count;
 };
 
-// Marks a free slot. The key that has this value uses an extra slot after all others.
+// Marks a free slot. A key with this value uses an extra slot after all others.
 constexpr int64_t kNoKey = INT64_MIN;
 
 // Returns the number of slots for n keys. If all keys are distinct, 3 of 5 slots are used.
@@ -45,8 +45,8 @@ struct Ranks {
         scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
         words((n + 31) / 32) {}
 
-  // Marks the entries of a word for which `counts` is true. All lanes of a warp must call this with
-  // the same word; each lane has one entry.
+  // Marks the entries of a word for which `counts` is true. Each lane handles one entry. All lanes
+  // of a warp must call this function with the same word.
   SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
     const uint32_t mask = simt::warp_ballot(counts);
     if (simt::lane() != 0) return;
@@ -72,7 +72,7 @@ struct FirstSeen {
   FirstSeen(Arena& arena, int64_t n) : slots(arena.take<Slot>(num_slots(n) + 1)), ranks(arena, n) {}
 };
 
-// Returns the slot of `key` among `capacity` slots; claims one if the key is new.
+// Returns the slot of `key` among `capacity` slots, and claims a slot if the key is new.
 SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, int64_t key) {
   if (key == kNoKey) return capacity;
   for (int64_t s = home_bucket(key, seed, capacity);;) {
@@ -83,9 +83,9 @@ SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, 
   }
 }
 
-// Counts one more key, at `position`, in `slot`. All lanes of the warp must call this, with
-// positions that ascend with the lane; lanes with slot < 0 have no key. One lane counts all equal
-// slots of the warp, so that a hot key costs one atomic per warp.
+// Counts one more key, at `position`, in `slot`. All lanes of the warp must call this function,
+// with positions that ascend with the lane; lanes without a key pass slot < 0. One lane counts all
+// equal slots of the warp, so that a frequent key costs one atomic per warp.
 SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
   const uint32_t same = simt::warp_match(slot);
   if (slot < 0 || simt::lowest_bit(same) != simt::lane()) return;
@@ -96,7 +96,7 @@ SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
 // Clears the slots and bits that n keys need. This function and rank_first_seen are defined in
 // unique.cu.
 void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
-// Makes the launches for the steps mark and scan.
+// Launches the kernels for the steps mark and scan.
 void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
 
 }  // namespace sparsekit::cuda

@@ -6,12 +6,12 @@ namespace sparsekit::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Number of rows that a tile loads at once. Rows are scattered in memory, so the number of requests
-// in flight determines the speed.
+// Number of rows that a tile loads at once. Rows are scattered in memory, so the speed depends on
+// the number of requests in flight.
 constexpr int kRows = 4;
 
 // Copies rows of row_words words. Each tile of a block copies kRows rows. Adjacent tiles copy
-// adjacent rows, so that the output is written contiguously.
+// adjacent rows, so the output is written contiguously.
 template <class Word>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     gather_rows_kernel(const Word* table, int64_t num_rows, int64_t row_words, const int64_t* rows,
@@ -20,8 +20,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   const int64_t first = simt::block() * tiles * kRows + (simt::thread() >> log2_lanes);
   const int64_t at = first_element(1, log2_lanes);
 
-  // Load all row indices, then all rows, before using any row, so that no load waits for the use of
-  // another row.
+  // Load all row indices, then all rows, before any row is used, so that no load waits for the use
+  // of another row.
   int64_t row[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
@@ -46,7 +46,7 @@ template <class Word>
 void launch_gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
                         int64_t n, void* out, int64_t* bad, void* stream) {
   const int64_t row_words = row_bytes / static_cast<int64_t>(sizeof(Word));
-  // A lane moves one word at a time, whatever the size of Word.
+  // Pass a type of 16 bytes, so that a lane moves one word at a time, whatever the size of Word.
   const RowShape shape = row_shape<simt::Vec<uint64_t, 2>>(row_words);
   simt::launch("gather_rows", gather_rows_kernel<Word>,
                grid_for_rows((n + kRows - 1) / kRows, shape, kThreads), stream,

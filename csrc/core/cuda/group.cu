@@ -3,7 +3,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Computes, in one block, where the entries and keys of each feature begin.
+// Computes, in a single block, where the entries and keys of each feature begin.
 SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
   const auto key_start = [&](int f) {
     const DeviceFeature& feature = group.features[f];
@@ -21,8 +21,8 @@ SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
   });
 }
 
-// Writes the first entry of bag i, counted over all features. For i = num_bags, writes the number
-// of entries.
+// Writes the index of bag i's first entry, counted over all features. For i = num_bags, writes the
+// total number of entries.
 SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num_bags,
                                 int32_t* bags, int64_t* long_bag) {
   if (i == num_bags) {
@@ -33,11 +33,11 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   const DeviceFeature& feature = group.features[f];
   const Source source = group.source(feature.source);
   const int64_t bag = feature.first_bag + (i - feature.first);
-  // Clamp to the feature's entries, since offsets may be bad.
+  // Clamp the position to the feature's entries, since offsets may be bad.
   const int64_t at = clamped_offset(source, bag, group.key_starts[f]) - group.key_starts[f];
   const int64_t count = group.entry[f + 1] - group.entry[f];
   bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
-  // Subtract only good offsets: bad ones could overflow.
+  // Subtract only good offsets; the difference of bad offsets could overflow.
   const int64_t low = offset_at(source, bag), high = offset_at(source, bag + 1);
   const bool good = 0 <= low && low <= high && high <= source.n;
   if (good && high - low > feature.max_nnz) {
@@ -59,7 +59,7 @@ SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t*
   if (!good) simt::atomic_min(bad_offset, i);
 }
 
-// Reports the key of entry e if it is outside the range that its table allows.
+// Reports the key of entry e if the key is outside the range that its table allows.
 SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* bad_key) {
   const int f = group.feature_of(e), t = group.features[f].table;
   if (group.ends[t] < 0 || group.takes(t, group.key(f, e))) return;
@@ -67,8 +67,8 @@ SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* ba
   simt::atomic_min(bad_key, source.key_start + group.key_starts[f] + (e - group.entry[f]));
 }
 
-// Writes bags, checks offsets and checks keys: one thread for each bag, each offset and, if some
-// table limits keys, each entry.
+// Writes bags, checks offsets and checks keys, with one thread for each bag, each offset and, if
+// any table limits keys, each entry.
 SPARSEKIT_KERNEL group_bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
                                    int32_t* bags, GroupErrors errors) {
   int64_t i = simt::global_thread();
@@ -118,7 +118,7 @@ const AskedTable& asked(const GroupCall& call, int64_t t) {
   return call.tables[t];
 }
 
-// Returns true if some table allows only a range of keys.
+// Returns true if any table limits the range of its keys.
 bool limits_keys(const GroupCall& call) {
   for (int64_t t = 0; t < call.num_tables; ++t) {
     if (asked(call, t).end >= 0) return true;
@@ -126,7 +126,7 @@ bool limits_keys(const GroupCall& call) {
   return false;
 }
 
-// Returns a vector with of(t) for each table t, and with capacity for one more element.
+// Returns a vector with of(t) for each table t. It has capacity for one more element.
 template <class D, class Of>
 std::vector<D> for_tables(const GroupCall& call, const Of& of) {
   std::vector<D> all;
@@ -165,7 +165,7 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// Lays out the arrays in the order in which begin_group sends them.
+// Places the arrays in the order in which begin_group sends them.
 void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
   group.sources = arena.take<DeviceSource>(call.num_sources + 1);
   group.features = arena.take<DeviceFeature>(call.num_features + 1);

@@ -1,4 +1,4 @@
-// The entries of a group of tables on a device: each entry has a key and a table. The number of
+// The entries of a group of tables on a device. Each entry has a key and a table. The number of
 // entries is known only on the device.
 #pragma once
 
@@ -51,15 +51,15 @@ SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }
 
-// Descriptors of a call in device memory. Arrays of start positions have an extra last element: the
-// end of the last range.
+// Descriptors of a call in device memory. Arrays of start positions have one more element, which is
+// the end of the last range.
 struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
   const int32_t* first_features;  // [num_tables + 1]
   const int64_t* ends;            // [num_tables] AskedTable::end; null if no table limits its keys
-  const DeviceTable* tables;      // [num_tables], if keys are looked up or inserted
-  const Owners* owners;           // [num_tables], if keys are sent to their owners
+  const DeviceTable* tables;      // [num_tables]; null unless keys are looked up or inserted
+  const Owners* owners;           // [num_tables]; null unless keys are sent to their owners
   int32_t num_sources, num_features, num_tables;
   int32_t most;         // maximum number of entries, which is the capacity of result buffers
   int32_t* entry;       // [num_features + 1] first entry of each feature
@@ -93,21 +93,22 @@ struct DeviceGroup {
   }
 };
 
-// Returns an offset clamped to [least, source.n], since offsets may be bad.
+// Returns the offset of a bag, clamped to [least, source.n] since offsets may be bad.
 SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64_t least) {
   const int64_t at = offset_at(source, bag);
   return at < least ? least : at > source.n ? source.n : at;
 }
 
-// Moves the error words; one thread for each word. Other calls may report errors at the same time.
+// Moves the error words, with one thread for each word. Other calls may report errors at the same
+// time.
 SPARSEKIT_DEVICE void move_errors(const ErrorReport& errors) {
   const int64_t i = simt::global_thread();
   if (i >= errors.count) return;
   errors.report[i] = simt::atomic_exchange(&errors.words[i], kNoPosition);
 }
 
-// Returns the group of a call, laid out in the first part of the workspace. Once begin_group has
-// filled that part, every function of the call may use it.
+// Returns the group of a call, placed at the beginning of the workspace. After begin_group has
+// filled that memory, all functions of the call may use it.
 DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena);
 
 }  // namespace sparsekit::cuda

@@ -1,4 +1,4 @@
-// Puts the keys of all tables in order of (owner, table, entry), by a stable sort by (owner,
+// Sorts the keys of all tables by owner, table and entry: entries are sorted stably by (owner,
 // table). The sorted order also gives the number and the position of the keys of each (owner,
 // table).
 #include "sparsekit/group_bucketize.h"
@@ -10,11 +10,11 @@
 namespace sparsekit::cuda {
 namespace {
 
-// A piece consists of the keys that one table sends to one rank. Pieces are numbered rank by rank,
-// in sending order.
+// A piece consists of the keys that one table sends to one rank. Pieces are numbered in sending
+// order: by rank, then by table.
 struct Pieces {
   int32_t world_size, num_tables;
-  uint32_t* piece;  // [most] piece of each sorted entry; count() if its key is not sent
+  uint32_t* piece;  // [most] piece of each sorted entry; count() if the entry's key is not sent
   int32_t* entry;   // [most] entries, sorted by piece
   int32_t* begin;   // [count()] position of each piece's first key among all keys sent
   // [count() + 1] key counts of the pieces, ordered by table; later the prefix sums of these
@@ -24,8 +24,8 @@ struct Pieces {
   SPARSEKIT_HOST_DEVICE int64_t count() const { return int64_t{world_size} * num_tables; }
 };
 
-// Numbers the keys, and finds the piece of each key's first entry. If `distinct` is true, `inverse`
-// holds the slots of keys on entry.
+// Numbers the keys, and finds the piece of the first entry of each key. On entry, `inverse` holds
+// the slots of keys if `distinct` is true.
 SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bool distinct,
                                       Pieces pieces, uint32_t* piece_of, int32_t* entries_of,
                                       int32_t* inverse, int64_t* bad_owners) {
@@ -83,8 +83,8 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
   counts[p] = count;
 }
 
-// Writes the keys to send, their places, and the key counts: one thread for each key and each
-// table.
+// Writes the keys to send, their positions, and the key counts, with one thread for each key and
+// each table.
 SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to) {
   const int64_t i = simt::global_thread();
   const auto keys_before = [&](int64_t t) { return pieces.before[t * pieces.world_size]; };
@@ -150,7 +150,7 @@ struct DeviceExchange {
   SPARSEKIT_DEVICE int32_t num_keys(int t) const { return of_table(t)[world_size - 1].end; }
 };
 
-// Checks tables and writes rows: one thread for each table and each entry.
+// Checks tables and writes rows, with one thread for each table and each entry.
 SPARSEKIT_KERNEL exchange_rows_kernel(DeviceExchange call, int32_t* rows, ExchangeErrors errors) {
   const int64_t i = simt::global_thread();
   if (i < call.num_tables) {

@@ -1,6 +1,6 @@
 // Numbers the distinct keys of all tables of a call in the same launches. Entries are numbered
-// across tables, and the entries of a table are contiguous, so one scan of a bit per entry ranks
-// the first occurrences in all tables: the rank within a table is the rank among all entries minus
+// across tables, and the entries of a table are contiguous. So one scan over a bit per entry ranks
+// the first occurrences in all tables: the rank within a table is the rank among all entries, minus
 // the rank of the table's first entry.
 #pragma once
 
@@ -11,25 +11,25 @@
 namespace sparsekit::cuda {
 
 // Returns the index of a table's first slot in the array of all slots. Each table of the call has a
-// part of this array, with 5 slots per 3 entries. A slot holds the smallest entry seen so far with
-// the slot's key, or -1 while the slot is free.
+// range of this array, with 5 slots per 3 entries. A slot is -1 while it is free. Otherwise it
+// holds the smallest entry seen so far with the slot's key.
 SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table) {
   return entries + entries * 2 / 3 + table;
 }
 
 // Sets slot_of[e] to the slot of entry e's key. One lane enters all equal keys of a warp, so that a
-// hot key costs at most one atomic per warp.
+// frequent key costs at most one atomic per warp.
 SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots,
                                     uint32_t* slot_of) {
   const int32_t entries = group.entries();
-  // All lanes of a warp loop together: `first` is the entry of lane 0.
+  // All lanes of a warp iterate together, since they communicate; `first` is the entry of lane 0.
   for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
        first += simt::global_threads()) {
     const auto e = static_cast<int32_t>(first + simt::lane());
     const bool there = first + simt::lane() < entries;
     const int f = there ? group.feature_of(e) : 0, t = there ? group.features[f].table : -1;
     const int64_t key = there ? group.key(f, e) : 0;
-    // The lowest of the lanes with this key has its first entry.
+    // The lowest lane with a key has the key's first entry in this warp.
     const int leader = simt::lowest_bit(simt::warp_match(key) & simt::warp_match(t));
     uint32_t s = 0;
     if (there && leader == simt::lane()) {
@@ -69,7 +69,7 @@ SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, cons
   }
 }
 
-// The first entry of each key; valid after find_first_entries.
+// The first entry of each key, valid after find_first_entries().
 struct FirstEntries {
   int32_t* slots;
   Ranks ranks;
@@ -89,8 +89,8 @@ struct FirstEntries {
   }
 };
 
-// Returns a grid for the kernels on entries: one thread for each entry, and a warp for each word of
-// bits.
+// Returns a grid for the kernels on entries, with one thread for each entry and one warp for each
+// word of bits.
 inline simt::Grid grid_for_entries(const GroupCall& call) {
   return simt::strided_grid_for(call.entries + simt::kWarp, kGroupThreads);
 }

@@ -1,5 +1,5 @@
-// Pools the bags of all features in the same launches. Each block belongs to one feature, found by
-// the block's index, and pools bags as in pool_bags.cuh.
+// Pools the bags of all features in the same launches. Each block handles one feature, which is
+// found from the block's index. Bags are pooled as in pool_bags.cuh.
 #include "sparsekit/group_embedding_bag.h"
 
 #include <algorithm>
@@ -38,8 +38,8 @@ struct PoolTable {
   float a, b;
 };
 
-// `features` and `tables` each have one extra element at the end, which marks the end of the last
-// element's ranges.
+// `features` and `tables` each have one extra element at the end, whose start positions end the
+// ranges of the last element.
 template <class T>
 struct PoolGroup {
   const PoolFeature<T>* features;
@@ -149,7 +149,7 @@ struct FeaturePooling {
     for (int l = 0; l < kWidth; l += kDrawColumns) {
       float values[kDrawColumns];
       initial_values(initializer, key, (element + l) / kDrawColumns, values);
-      // The columns of a narrow piece may start anywhere within a draw.
+      // If an access is narrower than a draw, its columns may start anywhere within the draw.
       const int first = kWidth < kDrawColumns ? static_cast<int>(element % kDrawColumns) : 0;
 #pragma unroll
       for (int k = 0; k < kWidth && k < kDrawColumns; ++k) {
@@ -179,8 +179,8 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   }
 }
 
-// Drawing initial vectors takes more registers than are available with two blocks per
-// multiprocessor.
+// Launch bounds: drawing initial vectors takes more registers than are available with two blocks
+// per multiprocessor.
 template <class T, bool kShortBags, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {
@@ -192,7 +192,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtO
   }
 }
 
-// Pools the parts of long bags, one tile per part, with enough lanes for the longest rows.
+// Pools the parts of long bags. Each tile handles one part and has enough lanes for the longest
+// rows.
 template <class T, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, int log2_lanes) {
@@ -224,12 +225,12 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 template <class T>
 RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& feature) {
   const PooledTable<T>& table = tables[feature.table];
-  // Accesses are wide if every vector begins at a multiple of 16 bytes.
+  // Wide accesses require that every vector begins at a multiple of 16 bytes.
   const bool aligned = feature.keeps_alignment(kWide<T>) && table.stride % kWide<T> == 0;
   return row_shape<T>(table.dim, table.weight, aligned ? feature.out : misaligned<T>());
 }
 
-// The features with bags that may be long, and a row shape that suits all of these features.
+// The features whose bags may be long, and a row shape that suits all of these features.
 struct LongShape {
   bool any = false;
   int64_t dim = 0;

@@ -22,7 +22,7 @@ struct Ways {
   }
 };
 
-// The features of all tables of a call, stored contiguously, and totals over these features.
+// The features of all tables of a call, stored contiguously, and totals over them.
 template <class T>
 struct SumCall {
   const SummedTable<T>* tables;
@@ -123,7 +123,7 @@ struct BackwardWorkspace {
         order(arena, ordered_rows) {}
 };
 
-// Workspace for sums that are written to a SumRoom.
+// Workspace for sums that are written to the memory of a SumRoom.
 template <class T>
 struct RoomWorkspace {
   char* descriptors;
@@ -137,7 +137,7 @@ struct RoomWorkspace {
         at(arena.take<int64_t>(call.entries)) {}
 };
 
-// Workspace of find_row_runs, which updates use.
+// Workspace of find_row_runs(), which updates call.
 template <class T>
 struct RunsWorkspace {
   SumWorkspace<T> sums;
@@ -162,7 +162,7 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   return features;
 }
 
-// Returns the shape of a table's gradients. Accesses are wide if every gradient begins at a
+// Returns the shape of a table's gradients. Wide accesses require that every gradient begins at a
 // multiple of 16 bytes.
 template <class T>
 RowShape shape_of_table(const SummedTable<T>& table) {
@@ -190,8 +190,8 @@ std::vector<SumTable> sum_tables(const SumCall<T>& call) {
   return tables;
 }
 
-// Sorts the n rows of all tables, each table by itself. Writes the output position of each row's
-// sum to group.at, and the sorted rows to sorted_rows.
+// Sorts the n rows of all tables, separately for each table. Writes the output position of each
+// row's sum to group.at, and the sorted rows to sorted_rows.
 template <class T>
 void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                 const OrderWorkspace& work, void* stream) {
@@ -201,7 +201,7 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
   sort_pairs(work.keys, work.sorted_keys, work.numbers, work.sorted_numbers, n, 32, work.sort,
              stream);
   const int32_t* numbers = work.sorted_numbers;
-  if (group.num_tables > 1) {  // sort by table; stable, so rows stay in order
+  if (group.num_tables > 1) {  // sort stably by table, so that the rows of a table stay in order
     simt::launch("group: tables to sort", tables_to_sort_kernel<T>, grid, stream, group, n, numbers,
                  work.keys);
     sort_pairs(work.keys, work.sorted_keys, numbers, work.numbers, n, bits_of(group.num_tables - 1),
@@ -212,8 +212,8 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                sorted_rows);
 }
 
-// Returns the group of a call, except for the fields that differ between gradients and updates.
-// Sends `descriptors`.
+// Sends `descriptors` and returns the group of a call. The caller sets the fields that differ
+// between gradients and updates.
 template <class T>
 SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const SumWorkspace<T>& work,
                       Descriptors& descriptors, int64_t* bad_index, void* stream) {
@@ -242,7 +242,7 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
   return group;
 }
 
-// Prepares the sums: computes where the data of each table begins, and a sort key for each entry.
+// Prepares the sums: computes where the data of each table begins, and the sort key of each entry.
 template <class T>
 void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, const UpdateShares& shares,
                 void* stream) {
@@ -320,8 +320,8 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 
 namespace {
 
-// Copies the tables. In a copy, `grad` only indicates whether all accesses to the table's sums may
-// be wide.
+// Copies the tables. In the copies, `grad` only indicates whether all accesses to the table's sums
+// may be wide.
 template <class T>
 std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>& room) {
   std::vector<SummedTable<T>> tables(sums.tables, sums.tables + sums.num_tables);

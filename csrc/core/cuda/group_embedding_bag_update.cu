@@ -4,8 +4,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients of a table's distinct rows. A gradient is summed when it is read, with the same order
-// of additions as in sum_tables_kernel.
+// Gradients of a table's distinct rows. Each gradient is summed when it is read, with the same
+// order of additions as in sum_tables_kernel.
 template <class T>
 struct SummedGradients {
   struct Found {
@@ -17,7 +17,7 @@ struct SummedGradients {
   const int32_t* rows;
   const int32_t* begins;
   const int32_t* values;  // values of the table's sorted entries
-  const T* sums;          // sums of rows that span several chunks, indexed by their first chunk
+  const T* sums;          // sums of rows that span several chunks, indexed by the row's first chunk
   int64_t stride, n;
   Acc<T> divide_by;
 
@@ -71,7 +71,7 @@ struct SummedTables {
 };
 
 // Returns the shape of a table's rows in an update. Accesses are wide only if the gradients of bags
-// are aligned for wide accesses too.
+// are also aligned for wide accesses.
 template <class Rule, class T>
 RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sums, bool per_row) {
   constexpr int kWidth = kWide<Acc<T>>;
@@ -91,8 +91,8 @@ int64_t descriptor_bytes(const GroupSums<T>& sums) {
          2 * Descriptors::bytes<Share>(sums.num_tables) + sum_descriptor_bytes(sums);
 }
 
-// Returns the number of blocks that suffice for the shares of a launch, whatever their numbers of
-// rows, of which there are at most `rows` in all.
+// Returns a number of blocks that suffices for the shares of a launch. `rows` is the maximum number
+// of rows of all shares together; their distribution among the shares does not matter.
 int64_t most_blocks(const std::vector<Share>& shares, int64_t rows) {
   int64_t threads = 0, columns = 0;
   for (const Share& share : shares) {

@@ -9,8 +9,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Returns the row of a key in this lane's table, or -1 if it is absent. All lanes of the warp must
-// call this.
+// Returns the row of a key in this lane's table, or -1 if the key is absent. All lanes of the warp
+// must call this function.
 SPARSEKIT_DEVICE int32_t row_of_key(const DeviceGroup& group, int t, int64_t key, bool wanted) {
   const DeviceTable& table = group.tables[t];
   const bool hashed = table.buckets != nullptr;
@@ -23,7 +23,7 @@ SPARSEKIT_DEVICE int32_t row_of_key(const DeviceGroup& group, int t, int64_t key
 SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows, ErrorReport errors) {
   move_errors(errors);
   const int32_t entries = group.entries();
-  // All lanes of a warp loop together: `first` is the entry of lane 0.
+  // All lanes of a warp iterate together, since they communicate; `first` is the entry of lane 0.
   for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
        first += simt::global_threads()) {
     const auto e = static_cast<int32_t>(first + simt::lane());
@@ -35,8 +35,9 @@ SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows, ErrorReport
   }
 }
 
-// Replaces inverse[e], the slot of entry e's key, with the index of the key in its table. The first
-// entry of each key looks up the key's row; for a missing key, the row is -1 for now.
+// On entry, inverse[e] is the slot of entry e's key. Replaces it with the index of the key in its
+// table. The first entry of each key looks up the key's row; if the key is missing, the row is -1
+// for now.
 SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ranks missing,
                                      int32_t* inverse, int32_t* rows, int64_t* status) {
   const int32_t entries = group.entries();
@@ -62,7 +63,8 @@ SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ran
   }
 }
 
-// One thread per table decides whether the new keys fit, so that a refusal changes nothing.
+// Decides whether the new keys fit, with one thread per table. The decision is made before any key
+// is inserted, so a refusal changes nothing.
 SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing,
                                     int64_t* counts, int64_t* status, int64_t* refused,
                                     ErrorReport errors) {
@@ -88,9 +90,9 @@ SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks m
   status[kStatusWords * t + 2] = *size;
 }
 
-// Each warp handles one word of `missing`, which has a bit for each of 32 entries: each lane with a
-// set bit inserts the key of its entry, then all lanes together write the initial vectors of these
-// keys.
+// Inserts the missing keys. Each warp handles one word of `missing`, which has a bit for each of 32
+// entries. Each lane with a set bit inserts the key of its entry; then all lanes together write the
+// initial vectors of these keys.
 template <class T>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
     group_insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
@@ -174,7 +176,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   const simt::Grid grid = grid_for_entries(call);
-  // `inverse` holds slots until group_number_kernel replaces these slots with indices.
+  // `inverse` holds slots until group_number_kernel replaces them with indices.
   find_first_entries(call, group, seed, work.firsts, inverse, status,
                      kStatusWords * call.num_tables, stream);
   simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,

@@ -1,5 +1,5 @@
-// Prepares sums of many tables: finds where each table's entries, rows and chunks begin, which row
-// each entry is added to, and the order of the rows.
+// Prepares sums of many tables: finds where the entries, rows and chunks of each table begin, the
+// row to which each entry is added, and the order of the rows.
 #pragma once
 
 #include "cuda/group_sums.cuh"
@@ -10,14 +10,14 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
   return at < 0 ? 0 : at > end ? end : at;
 }
 
-// Computes, in one block, where the entries, rows and chunks of each table begin, and which blocks
-// of an update handle the table's rows.
+// Computes, in a single block, where the entries, rows and chunks of each table begin, and which
+// blocks of an update handle the table's rows.
 template <class T>
 SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, UpdateShares shares) {
   const auto entries_before = [&](int t) {
     return clamped(group.bags[group.first_bag(t)], group.entries);
   };
-  // Even with bad bags, tables must not share entries.
+  // Make start positions ascend even if bags are bad, so that tables do not share entries.
   sum_up(
       group.num_tables,
       [&](int t) {
@@ -42,7 +42,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, Update
   for (int i = 0; i < levels.count; ++i) {
     const auto chunks = [&](int t) {
       int64_t n = num_entries(t);
-      // A table without entries needs a chunk too if it has rows to clear.
+      // A table without entries also needs a chunk if it has rows to clear.
       int64_t count = n == 0 && num_rows(t) > 0 ? 1 : (n + kChunk - 1) / kChunk;
       for (int j = 0; j < i; ++j) count = count <= 1 ? 0 : (2 * count + kChunk - 1) / kChunk;
       return count;
@@ -61,7 +61,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, Update
   share_out_blocks(shares.narrow, num_rows);
 }
 
-// Computes divisors of weighted bags, one warp per bag.
+// Computes divisors of weighted bags. Each warp handles one bag.
 template <class T>
 SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   using A = Acc<T>;
@@ -80,8 +80,8 @@ SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   if (simt::lane() == 0) group.divisors[bag] = divisor(total, range.end - range.begin, combiner);
 }
 
-// Returns the bag of table t that contains entry e, or -1 if there is none. With bad bags several
-// bags may contain the entry; the result is then one of these bags, or -1.
+// Returns the bag of table t that contains entry e, or -1 if there is none. With bad bags, several
+// bags may contain the entry; the result is then any of these bags, or -1.
 template <class T>
 SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e) {
   const int32_t first = group.first_bag(t), count = group.first_bag(t + 1) - first;
@@ -91,8 +91,8 @@ SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e
   return range.begin <= e && e < range.end ? bag : -1;
 }
 
-// Writes the sort key and the value of each entry, and the scales of bags or entries: one thread
-// for each entry and each bag.
+// Writes the sort key and the value of each entry, and the scales of bags or entries, with one
+// thread for each entry and each bag.
 template <class T>
 SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values) {
   using A = Acc<T>;
@@ -106,7 +106,7 @@ SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_
   }
   if (i >= group.entries) return;
   const int t = group.table_of(i);
-  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // beyond the entries of all tables
+  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // not an entry of any table
     keys[i] = group.key_start(group.num_tables);
     values[i] = -1;
     return;
@@ -170,8 +170,8 @@ SPARSEKIT_KERNEL place_rows_kernel(SumGroup<T> group, int64_t n, const int32_t* 
 
 // ---- rows in the caller's memory ----
 
-// Memory for the sums of a table. Rows begin at multiples of `unit` elements, and num_rows rows
-// fit.
+// Memory for the sums of a table. It has space for num_rows rows, which begin at multiples of
+// `unit` elements.
 struct SumTarget {
   int64_t unit, num_rows;
 };

@@ -1,12 +1,12 @@
 // Sums the gradients of the rows of all tables in the same launches. Each distinct row has a number
-// that is unique across tables, so one sort brings the entries of each row together and keeps the
-// entries of a table contiguous. Then chunks are summed as in segment_reduce.cuh. The first chunk
-// of each table starts at the table's first entry, so sums have the same bits as if each table were
-// summed alone.
+// that is unique across tables. One sort by these numbers brings the entries of each row together
+// and keeps the entries of a table contiguous. Then chunks are summed as in segment_reduce.cuh. The
+// first chunk of each table starts at the table's first entry, so the sums have the same bits as if
+// each table were summed alone.
 //
-// An optimizer's step needs no gradients in memory. For a step, only rows whose entries span
-// several chunks are summed in this way. For the other rows, it is enough to find where their
-// entries begin, and the update kernel adds the entries up (RowRuns).
+// An optimizer's step does not need the gradients in memory. Only rows whose entries span several
+// chunks are then summed in this way. For the other rows, only the positions of their entries are
+// found, and the update kernel adds these entries up (RowRuns).
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ struct SumTable {
   bool wide;
 };
 
-// `features` and `tables` each have one extra element at the end, which marks the end of the last
-// element's ranges.
+// `features` and `tables` each have one extra element at the end, whose start positions end the
+// ranges of the last element.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;
@@ -51,12 +51,12 @@ struct SumGroup {
   const int32_t* rows;  // may be null
   const int64_t* counts;
   const int32_t* bags;
-  // [num_tables + 1] totals over the preceding tables; computed by plan_sums_kernel.
+  // [num_tables + 1] totals over the preceding tables, computed by plan_sums_kernel.
   int32_t* entry;
   int64_t* row;
   int64_t* element;
-  // [all rows] the element of `out` at which each sum begins, or -1 if the sum does not fit; null
-  // if sums are in row order.
+  // [all rows] the element of `out` at which the sum of each row begins, or -1 if the sum does not
+  // fit; null if sums are in row order.
   int64_t* at;
   // Scaled gradients, indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;
@@ -84,13 +84,13 @@ struct SumGroup {
   SPARSEKIT_DEVICE Range range(int64_t bag) const {
     return good_range(bags[bag], bags[bag + 1], entries);
   }
-  // Returns the first sort key of a table. A table has one sort key for each row, and a last sort
-  // key for entries without a row.
+  // Returns the first sort key of a table. A table has one sort key for each row, followed by one
+  // for all entries without a row.
   SPARSEKIT_DEVICE uint32_t key_start(int t) const { return static_cast<uint32_t>(row[t] + t); }
   SPARSEKIT_DEVICE uint32_t no_row(int t) const { return key_start(t + 1) - 1; }
 
   // Returns the sums of the rows of table t that span several chunks, indexed by the row's first
-  // chunk: at most one such row begins in each chunk.
+  // chunk. At most one such row begins in each chunk.
   SPARSEKIT_DEVICE T* sums_over_chunks(int t) const { return out + int64_t{chunks[t]} * stride; }
 
   SPARSEKIT_DEVICE A weight_of(const SumFeature<T>& feature, int64_t e) const {
@@ -101,8 +101,8 @@ struct SumGroup {
   }
 };
 
-// A level of the reduction, with a capacity of n entries, whose rows are `stride` elements apart.
-// Chunks are numbered across all tables, and so are the blocks that sum these chunks.
+// A level of the reduction. It has a capacity of n entries, whose rows are `stride` elements apart.
+// Chunks, and the blocks that sum them, are numbered across all tables.
 template <class T>
 struct SumLevel : Level<T> {
   int32_t* chunks;
@@ -114,10 +114,10 @@ struct SumLevels {
   static constexpr int kMost = 8;  // 6 levels if n < 2^31, plus the output of the last level
 
   SumLevel<T> level[kMost];
-  int count;  // number of launches, which is one less than the number of levels
+  int count;  // number of launches, one less than the number of levels
 };
 
-// Gradients of a table's bags, in the form that sum_runs takes as RowsOf.
+// Gradients of a table's bags, in the form that sum_runs requires of RowsOf.
 template <class T>
 struct GradientRows {
   using Scalar = T;
@@ -125,7 +125,7 @@ struct GradientRows {
   const SumFeature<T>* features;
   int num_features;
   int64_t dim;
-  // The next fields are copies from the first feature, which is usually the only one.
+  // The next fields are copied from the first feature, which is usually the only one.
   const T* grad;
   int64_t stride;
   int32_t first_bag;
@@ -158,7 +158,7 @@ struct GradientRows {
   }
 };
 
-// Returns the gradient of a row from its sum: rounds the sum, then divides it.
+// Computes the gradient of a row from its sum: rounds the sum, then divides it.
 template <class T>
 SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
   const T rounded = store<T>(sum);
@@ -173,16 +173,16 @@ struct Begins {
   SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
 };
 
-// For each sort key of table t whose first entry this chunk determines, writes the position of that
-// entry. A key without entries gets the position of the next key's entries, and the key after the
-// last row gets the end. The lanes of a tile share the work.
+// Writes where the entries of each sort key of table t begin, for the keys whose first entry this
+// chunk determines. A key without entries gets the position of the next key's entries. The key
+// after the last row gets the end of all entries. The lanes of a tile divide the work.
 template <class T>
 SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
                                   uint32_t chunk, int lane, int lanes) {
   const int64_t first = group.entry[t];
   const auto n = static_cast<uint32_t>(group.entry[t + 1] - first);
   const uint32_t key_start = group.key_start(t), no_row = group.no_row(t);
-  // Returns the smallest key above the keys of all entries before k.
+  // Returns the smallest key that is larger than the keys of all entries before k.
   const auto next_key = [&](uint32_t k) {
     const uint32_t key = k == 0 ? key_start : sorted.keys[first + k - 1] + 1;
     return key < key_start ? key_start : key;
@@ -199,8 +199,8 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
 }
 
 // Sums a chunk of table t. Sums of whole runs are written to `out`, other sums to the next level.
-// If kAllRows is false, `begins` is given, and the first level skips rows that lie within a single
-// chunk.
+// If kAllRows is false, group.begins is given, and the first level skips rows that lie within a
+// single chunk.
 template <int kWidth, bool kFirst, bool kAllRows, class T, class RowsOf>
 SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
                                 const SumLevel<T>& to, int t, uint32_t chunk, int64_t element,
@@ -229,8 +229,8 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   };
   if (kFirst && n == 0) return clear(key_start, no_row);
 
-  // Sort keys of the entries just before and after the chunk. A row in the chunk has one of these
-  // keys only if it spans several chunks.
+  // Sort keys of the entries just before and just after the chunk. A row of the chunk continues
+  // beyond it only if it has one of these keys.
   constexpr uint32_t kNone = ~0u;
   const uint32_t before = begin == 0 ? kNone : from.keys[first + begin - 1];
   const uint32_t after = end == n ? kNone : from.keys[first + end];
@@ -241,7 +241,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     return found;
   };
   bool has_head = false, has_tail = false;
-  // The smallest key for which zeros may have to be written.
+  // The smallest key that may need zeros.
   uint32_t next = begin == 0 ? key_start : before + 1;
   if (next < key_start) next = key_start;
   sum_runs<kWidth>(begin, end, n, element, rows, entry,
@@ -269,7 +269,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     clear(next, no_row);
   }
   if (element > 0) return;
-  // A slot without a sum keeps its key, so that the entries of the next level are sorted too.
+  // A slot without a sum has a key, too, so that the entries of the next level are sorted.
   to.keys[slot] = from.keys[first + begin];
   to.keys[slot + 1] = from.keys[first + end - 1];
   to.values[slot] = has_head ? static_cast<int32_t>(slot) : -1;
@@ -315,16 +315,16 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   }
 }
 
-// The input for computing gradients row by row: where the entries of each row begin, the values of
-// all entries, and the sums of rows that span several chunks.
+// The input for computing gradients one row at a time: where the entries of each row begin, the
+// values of all entries, and the sums of rows that span several chunks.
 template <class T>
 struct RowRuns {
   SumGroup<T> group;
   const int32_t* values;  // values of the sorted entries
 };
 
-// find_row_runs finds the runs and stores them in `workspace`. It sends `descriptors`, which must
-// have sum_descriptor_bytes of free space, and computes first_blocks of `shares`.
+// find_row_runs() finds the runs and stores them in `workspace`. It sends `descriptors`, which must
+// have sum_descriptor_bytes() of free space, and computes the first_blocks of `shares`.
 template <class T>
 int64_t sum_descriptor_bytes(const GroupSums<T>& sums);
 template <class T>

@@ -26,7 +26,7 @@ SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const i
   if (simt::thread() == 0 && *in_block > 0) simt::atomic_add(misses, int64_t{*in_block});
 }
 
-// Encodes the scratch slot of a missing key as a negative number, to keep it in rows[i].
+// Encodes the scratch slot of a missing key as a negative number, so that rows[i] can hold it.
 SPARSEKIT_DEVICE int64_t coded(int64_t slot) {
   return -2 - slot;
 }
@@ -47,7 +47,8 @@ SPARSEKIT_KERNEL enter_missing_kernel(const int64_t* seed, const Key* keys, Devi
   }
 }
 
-// One thread decides whether all new keys fit, so that a refusal changes nothing.
+// Decides whether all new keys fit, on a single thread. The decision is made before any key is
+// inserted, so a refusal changes nothing.
 SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* size,
                               int64_t capacity, int64_t slots, int64_t* status) {
   if (simt::global_thread() != 0) return;
@@ -80,7 +81,7 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64
   }
 }
 
-// Each lane clears a quarter of a bucket.
+// Clears buckets. Each lane clears a quarter of a bucket.
 SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
   const int64_t i = simt::global_thread();
   if (i >= num_buckets * kLanesPerKey) return;
@@ -91,8 +92,8 @@ SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
                                : Quarter{{two_rows, row_and_spilled}};
 }
 
-// Adds to *surplus the sum of all buckets' `spilled` counts, minus the number of buckets that keys
-// have passed; in a sound table this is 0. Also writes each row's key to `keys`.
+// Writes each row's key to `keys`. Adds to *surplus the sum of the `spilled` counts of all buckets,
+// minus the number of buckets that keys have passed. In a sound table the difference is 0.
 SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
                                      const int64_t* seed, int64_t size, int64_t* keys,
                                      int64_t* surplus) {
@@ -105,15 +106,15 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
   const int32_t row = bucket.rows[slot];
   if (row >= 0 && row < size) {
     const int64_t key = bucket.keys[slot];
-    // A relaxed store, since in a damaged table two slots may have the same row.
+    // Use a relaxed store, since in a damaged table two slots may have the same row.
     simt::store(&keys[row], key);
     own -= buckets_passed(i / kSlotsPerBucket, key, *seed, num_buckets);
   }
   if (own != 0) simt::atomic_add(surplus, own);
 }
 
-// Reports damage if the key recorded for a row was found in another row, or not at all. This
-// happens for some row whenever a row has no key, or two keys.
+// Reports damage if a lookup of the key recorded for a row found another row or none. This happens
+// for some row whenever a row has no key, or two keys.
 SPARSEKIT_KERNEL verify_kernel(const int64_t* rows, int64_t size, int64_t* unsound) {
   const int64_t i = simt::global_thread();
   if (i < size && rows[i] != i) simt::store(unsound, int64_t{1});
@@ -158,7 +159,7 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
   grid.shared_bytes = sizeof(int32_t);
   simt::launch("hash_table: find", find_kernel<Key>, grid, stream, buckets, num_buckets, seed, keys,
                n, rows, work.misses);
-  // The size of the scratch table depends on the number of misses, which only the device knows.
+  // Size the scratch table on the device, since only the device knows the number of misses.
   clear_first_seen(work.seen, misses, stream);
   simt::launch("hash_table: enter", enter_missing_kernel<Key>, simt::strided_grid_for(n.most),
                stream, seed, keys, n, misses, work.seen, rows);

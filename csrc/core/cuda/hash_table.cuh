@@ -8,8 +8,8 @@
 
 namespace sparsekit::cuda {
 
-// The quarter of a bucket that one lane reads: quarters 0 and 1 have two keys each, quarter 2 has
-// the fifth key and two rows, and quarter 3 has three rows and the count of spilled keys.
+// The quarter of a bucket that one lane reads. Quarters 0 and 1 hold two keys each, quarter 2 holds
+// the fifth key and two rows, and quarter 3 holds three rows and the count of spilled keys.
 using Quarter = simt::Vec<int64_t, 2>;
 constexpr int kLanesPerKey = 4;
 
@@ -20,17 +20,17 @@ SPARSEKIT_DEVICE int32_t high(int64_t word) {
   return static_cast<int32_t>(static_cast<uint64_t>(word) >> 32);
 }
 
-// Returns the row of this lane's key in this lane's table, or -1 if it is absent or `wanted` is
-// false. All lanes of the warp must call this. Four lanes form a group that reads a bucket
-// together, so one load instruction covers eight lines, and each lane has four lines in flight: in
-// round j, the group looks up the key of its lane j.
+// Returns the row of this lane's key in this lane's table, or -1 if the key is absent or `wanted`
+// is false. All lanes of the warp must call this function. Four lanes form a group that reads a
+// bucket together: in round j, the group looks up the key of its lane j. So one load instruction
+// covers eight cache lines, and each lane has four loads in flight.
 SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t seed,
                                   int64_t key, bool wanted) {
   const int quarter = simt::lane() % kLanesPerKey;
   const int group = simt::lane() - quarter;
   int64_t bucket = wanted ? home_bucket(key, seed, num_buckets) : 0;
   int32_t row = -1;
-  // The number of steps is bounded, so that a damaged table cannot make the search endless.
+  // The number of steps is bounded, so that the search ends even in a damaged table.
   for (int64_t step = 0;; ++step) {
     wanted = wanted && step < num_buckets;
     const uint32_t pending = simt::warp_ballot(wanted);
@@ -52,7 +52,7 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
       const int64_t a = parts[j].at[0], b = parts[j].at[1];
       const uint32_t firsts = simt::warp_ballot(quarter <= 2 && a == sought) >> group;
       const uint32_t seconds = simt::warp_ballot(quarter <= 1 && b == sought) >> group;
-      // Bit s is set if slot s has this key. Slots fill in order and an empty slot has key 0, so
+      // Bit s is set if slot s has this key. An empty slot has key 0, but slots fill in order, so
       // the lowest set bit is a used slot whenever the key is in this bucket.
       const uint32_t slots = (firsts & 1) | (seconds & 1) << 1 | (firsts & 2) << 1 |
                              (seconds & 2) << 2 | (firsts & 4) << 2;
@@ -62,7 +62,7 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
                            : slot == 3  ? high(a)
                                         : low(b);
       const int32_t found = simt::warp_shuffle(mine, group + (slot <= 1 ? 2 : 3));
-      // This is Bucket::passed(): in the last quarter, b holds the last row and the count.
+      // Evaluate Bucket::passed(): in the last quarter, b holds the last row and the count.
       const int32_t passed = simt::warp_shuffle(low(b) < 0 ? 0 : high(b), group + 3);
       if (quarter == j && wanted && (slots != 0 || passed <= 0)) {
         row = slots == 0 || found < 0 ? -1 : found;
@@ -75,14 +75,14 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
 }
 
 // Inserts a key that is in no bucket. No other thread inserts this key, and no thread looks it up
-// before the next launch, so the slot's row is claimed first and the key follows. Returns false if
-// no slot is free; a *status other than 0 means that another thread has already found all buckets
-// full.
+// before the next launch. So the slot's row may be claimed first and the key written afterwards.
+// Returns false if no slot is free, or if *status is not 0 because another thread has already found
+// all buckets full.
 SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t key,
                                     int32_t row, const int64_t* status) {
   int64_t b = home_bucket(key, seed, num_buckets);
   for (int64_t step = 0; step < num_buckets; ++step) {
-    // The first thread that finds all buckets full ends the search of the others.
+    // Stop if another thread has found all buckets full.
     if (step % 64 == 63 && simt::load(status) != 0) return false;
     Bucket& bucket = *simt::global(buckets + b);
     int32_t seen[kSlotsPerBucket];

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Each lane handles one key, and a tile writes the new rows of its lanes in turn. In most batches
-// few keys are new, and the other keys cost only the read of a row index.
+// Each lane checks one key, and a tile writes the new rows of its lanes one after another. In most
+// batches few keys are new; each other key costs only the read of a row index.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     init_rows_kernel(T* out, int64_t num_rows, int64_t dim, const int64_t* keys,
@@ -47,7 +47,7 @@ void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const
                const int64_t* device_seed, int64_t* bad, void* stream) {
   if (n <= 0) return;
   const bool wide = draws_are_aligned(out, dim);
-  // One lane per draw: a draw has as many floats as the widest access.
+  // Use one lane per draw: a draw has as many floats as the widest access.
   const RowShape shape = row_shape<float>((dim + kDrawColumns - 1) / kDrawColumns * kDrawColumns);
   simt::Grid grid = simt::grid_for(n, kThreads);
   grid.columns = shape.columns;

@@ -1,4 +1,4 @@
-// Writes initial vectors, four columns at a time, the size of one draw.
+// Writes initial vectors, four columns at a time. One random draw gives four columns.
 #pragma once
 
 #include "cuda/row_shape.h"
@@ -8,7 +8,7 @@
 namespace sparsekit::cuda {
 
 constexpr int kDrawColumns = 4;
-// Number of elements in the widest access to the columns of a draw.
+// Number of elements in the widest access within the columns of a draw.
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 

@@ -1,4 +1,4 @@
-// Forward of embedding_bag: a tile of lanes pools a bag, and many tiles share a long bag.
+// Forward of embedding_bag. Each tile of lanes pools a bag; many tiles divide a long bag.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,12 @@
 namespace sparsekit::cuda {
 
 // Maximum number of entries of a bag that one tile pools. A longer bag is split into parts of this
-// size; each part is pooled by its own tile, and then parts are added in order, kPart at a time.
+// size. Each part is pooled by its own tile, and the sums of the parts are then added in order,
+// kPart at a time.
 constexpr int64_t kPart = 256;
 
 // The bags of one call of embedding_bag. The code below accesses bags and entries only through
-// these members, so any type that has the same members can replace this one.
+// these members, so any type that has the same members can be used instead.
 template <class T>
 struct Pooling {
   using Element = T;
@@ -60,7 +61,7 @@ struct Pooling {
   }
 };
 
-// Row indices and weights of the next kInFlight entries, which are loaded before the rows
+// Row indices and weights of the next kInFlight entries. They are loaded before the rows
 // themselves.
 template <class T>
 struct Entries {
@@ -102,7 +103,7 @@ struct Entries {
   }
 };
 
-// Adds `count` entries, starting at `begin`, in order: their weighted rows to `sum`, and their
+// Adds `count` entries, starting at `begin`, in order. Adds their weighted rows to `sum` and their
 // weights to `total`. Calls before(k) before adding the k-th row.
 template <int kWidth, class In, class T, class Before>
 SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_t element,
@@ -142,7 +143,7 @@ SPARSEKIT_DEVICE void write_bag(const In& in, int64_t bag, int64_t count, int64_
   write_row(in.vector(bag) + element, sum);
 }
 
-// Pools a bag. If it is long, only sets its output to zeros.
+// Pools a bag. If the bag is long, only sets its output to zeros.
 template <int kWidth, class In>
 SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, int64_t element) {
   const int64_t entries = range.end - range.begin;
@@ -162,8 +163,8 @@ SPARSEKIT_DEVICE int64_t num_parts(const Range& range) {
   return (range.end - range.begin + kPart - 1) / kPart;
 }
 
-// Parts of all long bags; the parts of a bag are contiguous. The order of the bags depends on
-// timing, but no sum depends on this order.
+// Parts of all long bags. The parts of a bag are contiguous. The order of the bags depends on
+// timing, but the sums do not.
 template <class T>
 struct LongBags {
   int64_t* taken;    // number of parts so far
@@ -200,8 +201,9 @@ SPARSEKIT_DEVICE void put_down_parts(const In& in, const LongBags<T>& long_bags,
 }
 
 // Pools one bag per tile; one more tile checks the last offset. All lanes of the warp must call
-// this. With `long_too`, the parts of long bags are listed, and their outputs are set to zeros. The
-// outputs stay zero if the list has no space for the parts, which happens only if bags overlap.
+// this function. If `long_too` is true, appends the parts of long bags to the list and sets their
+// outputs to zeros. The outputs stay zero if the list has no space for the parts, which happens
+// only if bags overlap.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, bool long_too,
                                    int64_t bag, int64_t element) {
@@ -211,21 +213,23 @@ SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, b
   if (bag < in.num_bags()) pool_bag<kWidth>(in, bag, range, element);
 }
 
-// Number of bags per tile if bags are short. With one bag of an entry or two, a tile would wait
-// three times in a row, for offsets, row indices and rows, with few loads in flight each time.
+// Number of bags per tile if bags are short. With a single bag of one or two entries, a tile would
+// wait three times in a row (for offsets, row indices and rows), each time with few loads in
+// flight.
 constexpr int kBags = 4;
 // Bags are short if they have fewer entries than this on average. Longer bags have at least two
-// batches of rows, and the waits before these batches hardly matter. An estimate, not yet measured.
+// batches of rows, so the waits before the first batch hardly matter. This is an estimate, not yet
+// measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
 // Like pool_own_bag, but with kBags bags per tile, starting at bag `first`. The entries of these
-// bags are contiguous, and are processed like the entries of one bag.
+// bags are contiguous, so they are processed like the entries of one bag.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_bags, bool long_too,
                                           int64_t first, int64_t element) {
   const int64_t last = first + kBags < in.num_bags() ? first + kBags : in.num_bags();
   int64_t before = first < last ? in.offset(first) : 0;
-  // True if the entries are in fact contiguous, and few.
+  // Becomes false if the entries are not contiguous or if a bag has more than kPart entries.
   bool plain = before >= 0;
   for (int j = 0; j < kBags; ++j) {
     const int64_t bag = first + j;
@@ -283,18 +287,18 @@ SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int6
 }
 
 // A round of adding parts. Before the round, every stride-th part of a bag holds the sum of
-// `stride` parts. In the round, these sums are added in groups of kPart, and the first part of each
-// group receives the result. In the last round, only the first part of a bag is left, and its sum
-// is written as the bag's vector. Sums are updated in place, since each element is read and written
-// by one lane only. A total is read by all lanes of a row, so totals are moved from one half of
-// `totals` to the other.
+// `stride` parts. The round adds these sums in groups of kPart and stores the result in the first
+// part of each group. In the last round, a single group is left, and its sum is written as the
+// bag's vector. Sums are updated in place, since only one lane reads and writes each element.
+// Totals are read by all lanes of a row, so the round reads them from one half of `totals` and
+// writes them to the other.
 struct Round {
   int64_t stride;
   int half;
   bool last;
 };
 
-// Makes a round's additions for the part of bag `bag` that is in slot `slot`.
+// Performs a round's additions for the part of bag `bag` that is in slot `slot`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Round round,
                                   int64_t slot, int64_t bag, int64_t element) {

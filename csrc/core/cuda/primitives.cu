@@ -17,7 +17,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// CUB takes numbers of elements with 32 bits.
+// CUB takes the number of elements as a 32-bit integer.
 int checked(int64_t n) {
   if (n > INT32_MAX) {
     throw std::runtime_error("sparsekit: a scan or sort of " + std::to_string(n) +
@@ -86,7 +86,7 @@ void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void*, void*) {
     out[i] = sum;
     sum += value;
   }
-  constexpr int64_t kOperations = 2;  // kernels of CUB 3.0: one sets up the state of the other
+  constexpr int64_t kOperations = 2;  // CUB 3.0 has a kernel that sets up state and one that scans
   simt::host::note(simt::host::Request::kLibrary, "scan", 4 * n, 4 * n, kOperations);
 }
 
@@ -102,9 +102,10 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
     sorted_keys[i] = keys[order[i]];
     sorted_values[i] = values[order[i]];
   }
-  // Counts bytes as CUB moves them: it reads the keys once to count digits of 8 bits, and moves the
-  // pairs once for each digit. CUB 3.0 sorts up to 4864 pairs in one kernel; otherwise it clears
-  // memory twice, counts and sums the digits, and clears and sorts once for each digit.
+  // Count the operations and bytes of CUB's sort. It reads the keys once to count digits of 8 bits,
+  // and moves the pairs once for each digit. CUB 3.0 sorts up to 4864 pairs in one kernel. For more
+  // pairs, it clears memory twice, counts and sums the digits, and then clears memory and sorts
+  // once for each digit.
   const int64_t digits = (bits + 7) / 8;
   const int64_t operations = n <= 4864 ? 1 : 4 + 2 * digits;
   simt::host::note(simt::host::Request::kLibrary, "sort", n * (4 + 8 * digits), n * 8 * digits,

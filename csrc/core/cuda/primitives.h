@@ -1,4 +1,4 @@
-// Scan and sort: CUB on a device, loops in the host runner.
+// Scan and sort. They use CUB on a device, and loops in the host runner.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace sparsekit::cuda {
 int64_t scan_workspace_bytes(int64_t n);
 int64_t sort_workspace_bytes(int64_t n);
 
-// out[i] = in[0] + ... + in[i - 1] for i in [0, n). `out` may be `in`. n < 2^31.
+// Sets out[i] = in[0] + ... + in[i - 1] for i in [0, n). `out` may be `in`. n < 2^31.
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void* workspace, void* stream);
 
 // Returns the number of bits needed for sort keys up to `most`.
@@ -19,7 +19,7 @@ inline int bits_of(int64_t most) {
   return bits;
 }
 
-// Sorts pairs stably by the low `bits` bits of the key; the arrays do not overlap. n < 2^31.
+// Sorts pairs stably by the low `bits` bits of the key. The arrays must not overlap. n < 2^31.
 void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
                 int32_t* sorted_values, int64_t n, int bits, void* workspace, void* stream);
 

@@ -1,5 +1,5 @@
-// Assigns the elements of a row to lanes, and reads and writes these elements. All kernels that
-// process rows use this layout.
+// Assigns the elements of a row to lanes, and reads and writes them. All kernels that process rows
+// use this layout.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace sparsekit::cuda {
 
-// A tile of 2^log2_lanes adjacent lanes, 1 to 32, reads a row; each lane reads `width` elements in
+// A tile of 2^log2_lanes adjacent lanes (1 to 32) reads a row. Each lane reads `width` elements in
 // one access. Wider rows are split into `columns` slices, one per column of the grid.
 struct RowShape {
   int width;
@@ -20,13 +20,13 @@ struct RowShape {
   int lanes() const { return 1 << log2_lanes; }
 };
 
-// Number of elements of T in the widest access, 16 bytes.
+// Number of elements of T in the widest access, which has 16 bytes.
 template <class T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
 
 // Returns a shape with kWide<T> elements per lane if every row of every array starts at a multiple
-// of 16 bytes, otherwise with one element per lane. `arrays` are the addresses of all arrays of
-// rows of T; null pointers are ignored.
+// of 16 bytes. Otherwise, returns a shape with one element per lane. `arrays` are the addresses of
+// all arrays of rows of T; null pointers are ignored.
 template <class T, class... Arrays>
 RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   const bool aligned =
@@ -34,12 +34,12 @@ RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   RowShape shape{aligned ? kWide<T> : 1, 0, 1};
   const int64_t accesses = (dim + shape.width - 1) / shape.width;
   while (shape.log2_lanes < 5 && shape.lanes() < accesses) ++shape.log2_lanes;
-  // At least one column, so that row indices are checked even if rows have no elements.
+  // Have at least one column, so that row indices are checked even if rows have no elements.
   shape.columns = std::max(1, static_cast<int>((accesses + shape.lanes() - 1) / shape.lanes()));
   return shape;
 }
 
-// Returns an address to pass to row_shape for an array whose rows are not aligned.
+// Returns a misaligned address. Pass it to row_shape for an array whose rows are not aligned.
 template <class T>
 T* misaligned() {
   return reinterpret_cast<T*>(sizeof(T));
@@ -52,7 +52,7 @@ inline simt::Grid grid_for_rows(int64_t n, const RowShape& shape, int threads = 
   return grid;
 }
 
-// Return the row of this tile, and the first element that this lane handles.
+// Return the row that this tile handles, and the first element that this lane handles.
 SPARSEKIT_DEVICE int64_t tile_of_thread(int log2_lanes) {
   return simt::global_thread() >> log2_lanes;
 }
@@ -82,7 +82,7 @@ struct RowPiece {
   SPARSEKIT_DEVICE const S& at(int i) const { return access[i / kAccess].at[i % kAccess]; }
 };
 
-// to[0 : kWidth] = sum, rounded to the type of the row.
+// Writes `sum`, rounded to the type of the row, to to[0 : kWidth].
 template <class T, int kWidth>
 SPARSEKIT_DEVICE void write_row(T* to, const Acc<T> (&sum)[kWidth]) {
   RowPiece<T, kWidth> piece;

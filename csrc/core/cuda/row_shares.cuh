@@ -1,4 +1,4 @@
-// Shares out the blocks of a launch that updates rows of several tables.
+// Divides the blocks of a launch among the tables whose rows it updates.
 #pragma once
 
 #include "cuda/descriptors.cuh"
@@ -6,7 +6,8 @@
 
 namespace sparsekit::cuda {
 
-// One table of a launch. `columns` consecutive blocks handle the same rows; see row_shape.h.
+// The share of one table in a launch. `columns` consecutive blocks handle the same rows; see
+// row_shape.h.
 struct Share {
   int32_t table;  // index of the table in the call
   uint16_t columns;
@@ -18,22 +19,22 @@ struct Share {
         columns(static_cast<uint16_t>(shape.columns)),
         log2_lanes(static_cast<uint16_t>(shape.log2_lanes)) {}
 
-  // Returns the number of threads that n rows take, with one tile per row and column.
+  // Returns the number of threads for n rows, with one tile per row and column.
   SPARSEKIT_HOST_DEVICE int64_t threads(int64_t n) const { return (n << log2_lanes) * columns; }
 };
 
-// Maximum number of blocks of a launch, besides one for each table and column: more than any device
-// runs at a time. Each block then has enough rows to pay for the two powers that it computes for
-// the step. The host runner gets few blocks, so that small tests loop too.
+// Maximum number of blocks of a launch, not counting one for each table and column. It is more than
+// any device runs at a time. With this limit, each block has enough rows to pay for the two powers
+// that it computes for the step. The host runner gets few blocks, so that small tests loop, too.
 #ifdef __CUDACC__
 constexpr int64_t kMostUpdateBlocks = 2048;
 #else
 constexpr int64_t kMostUpdateBlocks = 32;
 #endif
 
-// How the tables of a launch share blocks: in proportion to the threads that their rows take.
+// Divides the blocks of a launch among its tables, in proportion to the threads for their rows.
 struct BlockShares {
-  int64_t of_block;  // number of threads' work for each block
+  int64_t of_block;  // number of threads whose work one block does
 
   SPARSEKIT_HOST_DEVICE explicit BlockShares(int64_t all_threads)
       : of_block((all_threads + kMostUpdateBlocks - 1) / kMostUpdateBlocks) {
@@ -45,20 +46,21 @@ struct BlockShares {
   }
 };
 
-// The tables of a launch whose numbers of rows are known only on the device; both arrays are in
+// The tables of a launch whose numbers of rows are known only on the device. Both arrays are in
 // device memory.
 struct DeviceShares {
   const Share* shares;
-  int64_t* first_blocks;  // [count + 1] number of blocks of the preceding tables
+  int64_t* first_blocks;  // [count + 1] number of blocks of all preceding tables
   int32_t count;
 };
 
-// The launches of an update: of tables with wide accesses, and of the others.
+// The launches of an update: one for the tables with wide accesses, one for the other tables.
 struct UpdateShares {
   DeviceShares wide, narrow;
 };
 
-// Computes launch.first_blocks in one block of threads; rows(t) is the number of rows of table t.
+// Computes launch.first_blocks in a single block of threads. rows(t) is the number of rows of table
+// t.
 template <class Rows>
 SPARSEKIT_DEVICE void share_out_blocks(const DeviceShares& launch, const Rows& rows) {
   if (launch.count == 0) return;

@@ -2,10 +2,10 @@
 // they differ only in each entry's row and in the scale of that row.
 //
 // There are two methods. In order: entries are sorted by segment, then each tile adds a fixed chunk
-// of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums, which are the
-// entries of the next level, and so on until one chunk is left. So the whole device shares the work
-// of a hot segment, and the order of additions depends only on the ids. By atomics: one pass over
-// the entries in the given order.
+// of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums. They are the
+// entries of the next level, and so on until one chunk is left. So all tiles of the device divide
+// the work of a frequent segment, and the order of additions depends only on the ids. By atomics:
+// one pass over the entries in the given order.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +19,19 @@
 
 namespace sparsekit::cuda {
 
-// Sorted entries per tile. The number is even, so that both partial sums of a chunk are in one
+// Number of sorted entries per tile. It is even, so that both partial sums of a chunk are in one
 // chunk of the next level.
 constexpr uint32_t kChunk = 64;
 
 // A row and its scale.
 template <class A>
 struct alignas(2 * sizeof(A)) ScaledRow {
-  int32_t row;  // negative for a row of zeros
+  int32_t row;  // negative if the row is zeros
   A scale;
 };
 
-// Maps the value of an entry to a row: row `value` or, if `scaled` is given, the row and the scale
-// in scaled[value].
+// Maps the value of an entry to a row. If `scaled` is given, scaled[value] has the row and its
+// scale; otherwise the value is the row.
 template <class S>
 struct Rows {
   using Scalar = S;
@@ -51,22 +51,21 @@ struct Rows {
   }
 };
 
-// `key` is the segment of the entry, or num_segments if the entry is dropped. `value` is its row; a
-// negative value marks an absent entry.
+// `key` is the segment of the entry, or num_segments if the entry is dropped. `value` is mapped to
+// a row; a negative value marks an absent entry.
 struct Entry {
   uint32_t key;
   int32_t value;
 };
 
-// Where a run of entries with equal keys lies relative to a tile's range: entirely inside (kWhole),
-// beginning before it (kHead), or beginning inside and continuing past its end (kTail).
+// Position of a run of entries with equal keys relative to a tile's range. kWhole: entirely inside.
+// kHead: begins before the range. kTail: begins inside and continues past the end.
 enum class Run { kWhole, kHead, kTail };
 
-// Walks the range [begin, end) of n entries that are sorted by key; the range has at least one
-// entry. For every run with an entry that is not absent, calls put(run, key, sum), where `sum` is
-// the sum of the run's rows in the range, added in order. entry(k) must work for k in
-// [max(begin - 1, 0), min(end, n - 1)]. Positions are unsigned because they may exceed n < 2^31
-// slightly.
+// Goes through the range [begin, end) of n entries that are sorted by key. The range has at least
+// one entry. Calls put(run, key, sum) for every run with an entry that is not absent; `sum` is the
+// sum of the run's rows in the range, added in order. entry(k) must work for k in [max(begin - 1,
+// 0), min(end, n - 1)]. Positions are unsigned because n < 2^31 and they may slightly exceed n.
 template <int kWidth, class RowsOf, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
                                const RowsOf& rows, const EntryAt& entry, const Put& put) {
@@ -108,16 +107,16 @@ SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t
   if (any) put(head ? Run::kHead : goes_on ? Run::kTail : Run::kWhole, key, sum);
 }
 
-// Returns the segment of entry i as a sort key; reports an id that is too large.
+// Returns the segment of entry i as a sort key. Reports an id that is too large.
 SPARSEKIT_DEVICE uint32_t segment_key(int64_t id, int64_t i, int64_t num_segments, bool report,
                                       int64_t* bad) {
   if (id >= num_segments && report) simt::atomic_min(bad, i);
   return static_cast<uint32_t>(id < 0 || id >= num_segments ? num_segments : id);
 }
 
-// The terms of the sums: entry i, for i in [0, n), adds row values[i], or row i if `values` is
-// null, to segment ids[i]. Entries with a negative value or id are dropped. *bad is set as in
-// unsorted_segment_sum.
+// The terms of the sums. Entry i, for i in [0, n), adds row values[i] to segment ids[i]; if
+// `values` is null, it adds row i. Entries with a negative value or id are dropped. *bad is set as
+// in unsorted_segment_sum.
 struct Segments {
   const int64_t* ids;
   const int32_t* values;
@@ -129,8 +128,8 @@ struct Segments {
 // ---- in order ----
 
 // The entries of a level. At level 0, their rows are the caller's rows. At other levels, their rows
-// are partial sums, two per chunk of the previous level: one for a run that began before the chunk,
-// and one for a run that continues after it.
+// are partial sums. Each chunk of the previous level leaves two of them: one for a run that began
+// before the chunk, and one for a run that continues after it.
 template <class T>
 struct Level {
   uint32_t* keys;
@@ -186,7 +185,7 @@ SPARSEKIT_KERNEL segment_keys_kernel(Segments in, uint32_t* keys, int32_t* posit
   keys[i] = key;
 }
 
-// Sums the runs of one chunk of `from` per tile. Sums of whole runs are written to `out`, other
+// Sums the runs of `from`, with one chunk per tile. Sums of whole runs are written to `out`, other
 // sums to `to`. `present` is given only at level 0.
 template <class T, class S, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
@@ -220,14 +219,14 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
                      }
                    });
   if (element > 0) return;
-  // A slot without a sum keeps its key, so that the entries of the next level are sorted as well.
+  // A slot without a sum has a key, too, so that the entries of the next level are sorted.
   to.keys[2 * chunk] = from.keys[begin];
   to.keys[2 * chunk + 1] = from.keys[end - 1];
   to.values[2 * chunk] = has_head ? static_cast<int32_t>(2 * chunk) : -1;
   to.values[2 * chunk + 1] = has_tail ? static_cast<int32_t>(2 * chunk + 1) : -1;
 }
 
-// Writes zeros for segments without entries, one warp for each word of `present`.
+// Writes zeros for segments without entries. Each warp handles one word of `present`.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segments, int64_t dim,
                                     int log2_lanes, T* out) {
@@ -274,12 +273,12 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
 
 // ---- by atomics ----
 
-// Adds 32 entries per warp to `out`. Entries of the same segment are first brought together and
-// added in registers, so that a hot segment costs one atomic addition per warp.
+// Adds entries to `out`, 32 entries per warp. Entries of the same segment are first brought
+// together and added in registers, so that a frequent segment costs one atomic addition per warp.
 template <int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     add_rows_kernel(Segments in, Rows<float> rows, int log2_lanes, float* out) {
-  rows.stride = rows.dim;  // always true here; telling the compiler so saves two registers
+  rows.stride = rows.dim;  // they are equal; telling the compiler so saves two registers
   const int64_t i = simt::global_thread();
   const int64_t element = first_element(kWidth, log2_lanes);
   const int lane = simt::lane();
@@ -309,7 +308,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   entries[place] = mine;
   simt::warp_sync();
 
-  // A tile handles as many entries as it has lanes.
+  // Let a tile handle as many entries as it has lanes.
   const int lanes = 1 << log2_lanes;
   const int begin = lane & ~(lanes - 1);
   const auto add = [&](uint32_t key, const float (&sum)[kWidth]) {
@@ -332,8 +331,8 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
         has_tail = has_tail || run == Run::kTail;
       });
 
-  // A group that spans several tiles consists of a tail and the heads of the following tiles. The
-  // heads of the group are summed, then the tail's tile adds the total.
+  // A group that spans several tiles consists of a tail and the heads of the following tiles. Sum
+  // the heads; the tile that has the tail then adds the total.
   if (!simt::warp_any(has_tail)) return;
   const int last = begin + lanes - 1;
   const uint32_t last_key = entries[last].key;
@@ -366,10 +365,10 @@ void reduce_by_atomics(const Segments& in, const Rows<float>& rows, const RowSha
                shape.log2_lanes, out);
 }
 
-// Sorting moves about 76 bytes per entry and costs about ten launches. With atomics, rows that do
-// not stay in the L2 cache are read and written in memory for every entry. So atomics suit few
-// entries, rows of up to 32 bytes, and outputs of up to 32 MiB; all three limits are estimates, not
-// yet measured.
+// Returns true if adding by atomics should be faster. Sorting moves about 76 bytes per entry and
+// takes about ten launches. With atomics, rows that do not stay in the L2 cache are read and
+// written in memory for every entry. So atomics suit few entries, rows of up to 32 bytes, and
+// outputs of up to 32 MiB. All three limits are estimates, not yet measured.
 inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
   constexpr int64_t kFewEntries = 32768;
   constexpr int64_t kSmallRow = 8;
@@ -379,7 +378,7 @@ inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
 
 // ---- by either method ----
 
-// out[s] = sum of the scaled rows of segment s; zeros for a segment without entries.
+// Sets out[s] to the sum of the scaled rows of segment s. A segment without entries gets zeros.
 template <class T>
 void reduce_segments(const Segments& in, const Rows<T>& rows, bool deterministic, T* out,
                      const SegmentWorkspace<T>& work, void* stream) {

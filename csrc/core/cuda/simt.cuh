@@ -2,10 +2,10 @@
 // around a CUDA intrinsic. For g++, simt/host.h defines these functions instead, so that tests can
 // run all threads of a block concurrently.
 //
-// Rules for kernels, which the host runner enforces: a block has a multiple of 32 threads; every
+// Rules for kernels, which the host runner enforces: a block has a multiple of 32 threads. Every
 // lane of a warp takes part in each collective, and every thread of a block in each barrier. Memory
 // that another thread may write in the same launch is accessed only through the atomics and the
-// relaxed load and store; everything else is plain C++.
+// relaxed load and store. Everything else is plain C++.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace sparsekit::simt {
 
 constexpr int kWarp = 32;
 
-// The shape of a launch: blocks * columns blocks of `threads` threads, each block with shared_bytes
-// of shared memory. A kernel sees block() < blocks and column() < columns.
+// The shape of a launch. It has blocks * columns blocks, each with `threads` threads and
+// shared_bytes of shared memory. In a kernel, block() < blocks and column() < columns.
 struct Grid {
   int64_t blocks;
   int threads = 256;
@@ -31,7 +31,7 @@ inline Grid grid_for(int64_t n, int threads = 256) {
 
 // Like grid_for, for kernels that loop over their items with the stride of the grid. The grid is
 // limited to a few full waves of the largest chip, so that a kernel costs little if the device
-// finds that there is little to do. The host runner gets few blocks, so that small tests loop too.
+// finds that there is little to do. The host runner gets few blocks, so that small tests loop, too.
 #ifdef __CUDACC__
 constexpr int64_t kMostBlocks = 2112;
 #else
@@ -43,7 +43,7 @@ inline Grid strided_grid_for(int64_t n, int threads = 256) {
   return grid;
 }
 
-// N values that are moved in one access of sizeof(T) * N bytes, at most 16.
+// N values that are loaded or stored in one access of sizeof(T) * N bytes, at most 16.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T at[N];
@@ -64,7 +64,7 @@ struct alignas(sizeof(T) * N) Vec {
 
 #define SPARSEKIT_KERNEL [[maybe_unused]] static __global__ void
 #define SPARSEKIT_DEVICE __device__ __forceinline__
-// A large kernel parameter that threads read in place, without a copy.
+// Declares a large kernel parameter that threads read in place, without a copy.
 #define SPARSEKIT_GRID_CONSTANT(Type) const __grid_constant__ Type
 
 namespace sparsekit::simt {
@@ -85,7 +85,8 @@ SPARSEKIT_DEVICE int column() {
   return static_cast<int>(blockIdx.y);
 }
 
-// Returns the block's shared memory: the same bytes for every call, 16-byte aligned, uninitialised.
+// Returns the block's shared memory. Every call returns the same memory; it is 16-byte aligned and
+// uninitialised.
 template <class T>
 SPARSEKIT_DEVICE T* shared() {
   extern __shared__ int4 sparsekit_shared_memory[];
@@ -100,7 +101,8 @@ SPARSEKIT_DEVICE T* global(T* address) {
   return address;
 }
 
-// Convert a pointer to global memory to an integer, which a shuffle can pass on, and back.
+// to_number() converts a pointer to global memory to an integer, which can be passed to a shuffle.
+// from_number() converts the integer back.
 template <class T>
 SPARSEKIT_DEVICE uint64_t to_number(T* address) {
   return __cvta_generic_to_global(address);
@@ -115,7 +117,7 @@ SPARSEKIT_DEVICE void free_registers() {
   asm volatile("" ::: "memory");
 }
 
-// Waits for all threads of the block; their earlier writes are visible afterwards.
+// Waits for all threads of the block. Their earlier writes are visible afterwards.
 SPARSEKIT_DEVICE void barrier() {
   __syncthreads();
 }
@@ -141,7 +143,8 @@ SPARSEKIT_DEVICE uint32_t warp_match(T value) {
   return __match_any_sync(~0u, value);
 }
 
-// count_bits is __popc; lowest_bit is __ffs - 1, for mask != 0.
+// count_bits() returns the number of set bits; lowest_bit() returns the index of the lowest set
+// bit, for mask != 0.
 SPARSEKIT_DEVICE int count_bits(uint32_t mask) {
   return __popc(mask);
 }
@@ -205,8 +208,8 @@ SPARSEKIT_DEVICE void store(T* address, T value) {
   }
 }
 
-// address[0 : N] += value, atomically per element; uses a single 16-byte reduction in the L2 cache
-// if the chip supports it.
+// Adds value[j] to address[j] for each j, atomically per element. Uses a single 16-byte reduction
+// in the L2 cache if the chip supports it.
 template <int N>
 SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
 #if __CUDA_ARCH__ >= 900
@@ -224,10 +227,10 @@ SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
   }
 }
 
-// Host functions. All throw std::runtime_error with CUDA's message.
+// Host functions. They all throw std::runtime_error with CUDA's message.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // clear the error, or CUB's next launch would appear to have failed
+  (void)cudaGetLastError();  // clear it: otherwise CUB's next launch would seem to have failed
   throw std::runtime_error(std::string("sparsekit: ") + what + ": " + cudaGetErrorString(error));
 }
 
@@ -247,7 +250,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, v
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
-// Fills device memory with one byte.
+// Fills device memory with copies of one byte.
 inline void fill_bytes(void* device, int byte, int64_t bytes, void* stream) {
   if (bytes == 0) return;
   check(cudaMemsetAsync(device, byte, bytes, static_cast<cudaStream_t>(stream)), "memset");

@@ -1,4 +1,4 @@
-// Accesses a weight and its states in slices of a few columns.
+// Accesses a weight and its states, a few columns at a time.
 #pragma once
 
 #include "cuda/row_shape.h"
@@ -15,7 +15,7 @@ SPARSEKIT_DEVICE void write(T* address, const simt::Vec<T, N>& value) {
   *reinterpret_cast<simt::Vec<T, N>*>(simt::global(address)) = value;
 }
 
-// Holds kWidth columns of kStates states.
+// Holds the values of kStates states in kWidth columns.
 template <class A, int kWidth, int kStates>
 struct TableSlice {
   simt::Vec<A, kWidth> state[kStates == 0 ? 1 : kStates];
@@ -40,8 +40,8 @@ struct TableSlice {
   }
 };
 
-// Returns the shape of a table's rows. Accesses are wide if every row of the weight, of the states
-// and of `grad` (unless it is null) begins at a multiple of 16 bytes.
+// Returns the shape of a table's rows. Wide accesses require that every row of the weight, of the
+// states and of `grad` (unless it is null) begins at a multiple of 16 bytes.
 template <class T>
 RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
   using A = Acc<T>;
@@ -49,7 +49,7 @@ RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
                                 table.weight, grad);
   bool aligned = true;
   for (int k = 0; k < states; ++k) aligned = aligned && table.strides[k] % kWide<A> == 0;
-  // If some row is not aligned, use the shape for unaligned rows.
+  // If any row is not aligned, use the shape for unaligned rows.
   return aligned ? shape : row_shape<A>(table.dim, reinterpret_cast<const A*>(sizeof(A)));
 }
 

@@ -8,7 +8,7 @@ namespace {
 SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
   const int64_t count = n.get();
   for (int64_t i = simt::global_thread(); i < num_slots(count) + 1; i += simt::global_threads()) {
-    // Slot{kNoKey, INT32_MAX, 0} in one store.
+    // Store Slot{kNoKey, INT32_MAX, 0} in one access.
     reinterpret_cast<simt::Vec<int64_t, 2>*>(seen.slots)[i] = {{kNoKey, INT32_MAX}};
   }
   for (int64_t i = simt::global_thread(); i < seen.ranks.words; i += simt::global_threads()) {
@@ -21,7 +21,8 @@ SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, int64_t seed, Firs
                               int64_t* slot_of) {
   const int64_t count = n.get();
   const int64_t capacity = num_slots(count);
-  // All lanes of a warp loop together: `first` is the position of lane 0.
+  // All lanes of a warp iterate together, since they communicate; `first` is the position of lane
+  // 0.
   for (int64_t first = simt::global_thread() - simt::lane(); first < count;
        first += simt::global_threads()) {
     const int64_t i = first + simt::lane();
@@ -84,7 +85,7 @@ void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int6
   Arena arena(workspace);
   const FirstSeen seen(arena, n.most);
   clear_first_seen(seen, n, stream);
-  // `inverse` holds the slots until emit_kernel turns these slots into ranks.
+  // `inverse` holds the slots until emit_kernel replaces them with ranks.
   simt::launch("unique: enter", enter_kernel<Key>, simt::strided_grid_for(n.most), stream, keys, n,
                seed, seen, inverse);
   rank_first_seen(seen, n, stream);

@@ -3,7 +3,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients in memory. n is their exact number, which may be known only on the device.
+// Gradients in memory. n is the exact number of gradients, which may be known only on the device.
 template <class T>
 struct GivenGradients {
   struct Found {
@@ -22,7 +22,7 @@ struct GivenGradients {
   }
 };
 
-// The tables of a launch, and their gradients.
+// The tables of a launch and their gradients.
 template <class T, int kTables>
 struct GivenTables {
   static constexpr int kMost = kTables;
@@ -40,7 +40,7 @@ struct GivenTables {
   }
 };
 
-// The parameter of a launch for up to kTablesOfLaunch tables: it holds all data of these tables in
+// The parameter of a launch for up to kTablesOfLaunch tables. It holds all data of these tables in
 // 4 KB, a size that every driver supports.
 template <class T>
 struct FewTables : GivenTables<T, kTablesOfLaunch> {
@@ -50,8 +50,7 @@ struct FewTables : GivenTables<T, kTablesOfLaunch> {
   void put(int i, const SteppedTable<T>& table) { tables[i] = table; }
 };
 
-// The parameter of a launch for more tables: in 32 KB, it holds only the data that is new in a
-// call.
+// The parameter of a launch for more tables. Its 32 KB hold only the data that is new in a call.
 template <class T>
 struct ManyTables : GivenTables<T, 768> {
   const SteppedTable<T>* tables;
@@ -62,7 +61,7 @@ struct ManyTables : GivenTables<T, 768> {
   void put(int, const SteppedTable<T>&) {}
 };
 
-// The step counters of a launch, in a parameter of 4 KB, a size that every driver supports.
+// Step counters of a launch, in a parameter of 4 KB, a size that every driver supports.
 struct Steps {
   static constexpr int kMost = 500;
   int64_t* steps[kMost];
@@ -75,7 +74,7 @@ SPARSEKIT_KERNEL count_steps_kernel(SPARSEKIT_GRID_CONSTANT(Steps) steps, int co
   if (step >= 0) *steps.steps[i] = step + 1;
 }
 
-// A call of update_rows, which is split into launches.
+// A call of update_rows. It is split into launches.
 template <class Rule, class T>
 struct Call {
   const SteppedTable<T>* tables;
@@ -89,7 +88,7 @@ struct Call {
   int64_t* bad;
   void* stream;
 
-  // Makes the launches for the tables whose lanes access kWidth elements at once.
+  // Launches the kernels for the tables whose lanes access kWidth elements at once.
   template <int kWidth, class Tables>
   void launch_all() const {
     Tables launch;

@@ -1,4 +1,4 @@
-// The loop over rows of an optimizer's step, for any source of tables and gradients.
+// Updates rows in an optimizer's step, for any type of tables and gradients.
 #pragma once
 
 #include "cuda/row_shares.cuh"
@@ -8,10 +8,10 @@
 
 namespace sparsekit::cuda {
 
-// Returns the means that a rule needs over a row, the same on all lanes of its tile; 0 for a
-// negative row. All lanes of the warp must call this. kWidth depends only on the alignment of
-// gradients, and must not affect the bits of the means; so each lane takes the elements that it
-// would have with wide accesses.
+// Returns the means over a row that a rule needs, or 0 for a negative row. They are the same on all
+// lanes of the row's tile. All lanes of the warp must call this function. kWidth depends only on
+// the alignment of gradients, and must not change any bit of the means; so each lane takes the
+// elements that it would have with wide accesses.
 template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
 SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
                                               const Gradient& gradient, const RowTable<T>& table,
@@ -54,7 +54,8 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& 
   return {sums.first / count, kTwo ? sums.second / count : 0};
 }
 
-// Data shared by the threads of a block: a table, its gradients, and the constants of its step.
+// Data shared by the threads of a block: a table, its gradients, and the constants of the table's
+// step.
 template <class T, class Gradients, class StepConstants>
 struct Block {
   RowTable<T> table;
@@ -63,12 +64,12 @@ struct Block {
   StepConstants numbers;
 };
 
-// Updates rows. Tables has the shares of a launch, the first block of each share and, at the end,
-// the number of blocks in use and, for each share i, table(i) and gradients(i). The type of
+// Updates rows. Tables has the shares of a launch and the first block of each share, followed by
+// the number of blocks in use. For each share i, it has table(i) and gradients(i). The type of
 // gradients(i) has
 //   n                                the number of gradients;
 //   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
-//   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of that gradient.
+//   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of gradient i.
 template <class Rule, class T, int kWidth, class Tables>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
@@ -87,7 +88,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   if (t < 1) return;
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
   const int block = static_cast<int>(simt::block() - first_block);
-  // Kept in shared memory, and read again for each row, since it would take too many registers.
+  // Keep this data in shared memory and read it again for each row, since it would take too many
+  // registers.
   auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
     own.table = tables.table(at_table).table;
@@ -105,7 +107,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   const int stride = columns * kWidth << log2_lanes;
   const int tile_in_warp = simt::lane() >> log2_lanes;
   const int64_t first = (thread >> log2_lanes) - tile_in_warp;
-  // Read row indices one step ahead, so that no row has to wait for its index.
+  // Read each row index one step ahead, so that loads of rows do not wait for it.
   auto next = own.gradients.find(first + tile_in_warp);
   // The lanes of a warp stay together, since they communicate.
   for (int64_t of_warp = first; of_warp < own.gradients.n; of_warp += own.tiles) {
@@ -153,7 +155,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
       auto w = read<T, kWidth>(weight_at);
       TableSlice<A, kWidth, kOwn> states;
       states.read(own.table, row, at);
-      // Read after weight and states, since a sum may have to wait for its terms.
+      // Read the gradient after weight and states, since a sum may have to wait for its terms.
       const simt::Vec<T, kWidth> g = gradient(at);
       Philox4x32 random{};
       if constexpr (std::is_same_v<T, BFloat16>) {
@@ -183,7 +185,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 template <class Rule, class T>
 RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
   RowShape shape = shape_of(table, kElementStates<Rule>, grad);
-  // A state with one number per row must be updated by a single tile.
+  // If a state has one number per row, a single tile must update the whole row.
   if (Rule::kRowMeans > 0 || per_row) shape.columns = 1;
   return shape;
 }
