@@ -296,7 +296,8 @@ def counted(plan: bool = False) -> Iterator[Counts]:
     """Run this thread's sparsekit ops on the host runner and count their work in this block.
 
     With `plan`, launches are checked and counted but not executed, and results have addresses
-    without memory, which only other such ops may get. So tensors may have any size.
+    without memory, which may only be passed to other ops under `plan`. So tensors may have any
+    size.
 
     Several threads may count at the same time; each counts its own ops. Initialization in the first
     call of an op in a process is not counted.

@@ -18,7 +18,7 @@ from sparsekit.cli.dispatch import make_parser
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Save a model twice, the second time without optimizers and step and with another key."""
+    """Save a model with optimizers and a step, then without them and with one more key."""
     monkeypatch.chdir(tmp_path)
     users = sparsekit.Embedding(2000, 3, name="users")
     rows = sparsekit.Embedding(9, 2, name="rows", use_hashtable=False)

@@ -14,7 +14,7 @@ from sparsekit.cli.common import UsageError
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a function that makes arguments, given options; they name a folder that is new."""
+    """Return a function that maps options to the arguments of a command with a new folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.csv").write_text("1,2\n")
 

@@ -97,7 +97,7 @@ COMMANDS = {
 HEADER = ("userId", "movieId", "rating", "timestamp")
 AMAZON = [(f"A{user}", f"{item:010d}", float(r), t) for user, item, r, t in RATINGS]
 NAMED = {"reviewerID": "user_id", "overall": "rating", "unixReviewTime": "timestamp"}
-# Layout -> text and the commands that read it.
+# For each layout: its text and the commands that read it.
 LAYOUTS = {
     "u.data": (joined("\t", RATINGS), ["ratings", "autoencoder"]),
     "ratings.dat": (joined("::", RATINGS), ["ratings"]),

@@ -49,7 +49,7 @@ def test_the_exit_code_of_training_that_was_interrupted():
 
 @pytest.fixture
 def profile(monkeypatch):
-    """Stand in for the profile; return the files of traces that were asked for."""
+    """Replace the profiler; return the list of trace files that were requested."""
     asked = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Files are opened by their first bytes: plain, compressed or pipes; others are named."""
+"""Compression is recognised by a file's first bytes; errors name unsupported formats."""
 
 import bz2
 import gzip

@@ -265,7 +265,7 @@ def test_an_error_arrives_within_a_few_lookups(fault, seed):
         error = next(filter(None, errors), "none")
         assert error.startswith("users: ")
         assert argument in error
-        # It is raised once, and nothing that had been there was changed.
+        # The error is raised once, and the rows that were there before are unchanged.
         for _ in range(3):
             layer(few(layer))
         sparsekit.raise_errors()

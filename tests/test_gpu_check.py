@@ -19,7 +19,7 @@ def launched_in_sources():
 
 
 def test_every_kernel_is_launched():
-    mode = contextlib.nullcontext  # counted() has the ops run on the host runner
+    mode = contextlib.nullcontext  # counted() runs the ops on the host runner
     keys = torch.randint(-(2**62), 2**62, (257,), generator=torch.Generator().manual_seed(0))
     with counted() as counts:
         gpu_check_ops.check_keys(CPU, mode, keys)

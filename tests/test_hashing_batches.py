@@ -76,8 +76,8 @@ def test_values_of_every_kind_in_one_batch():
         ),
     ]
     check([draw.choice(kinds)() for _ in range(3000)])
-    # The threads skip such an item and all later ones: long ints, numbers of foreign types,
-    # long texts.
+    # The threads skip each of these items and all items after it: long ints, numbers of foreign
+    # types, long texts.
     left_out = [10**30, np.int64(-5), "é" * 5000, "日" * 5000]
     for item in left_out:
         values = [draw.choice(kinds)() for _ in range(700)]

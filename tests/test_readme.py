@@ -63,7 +63,7 @@ def test_the_first_example_is_one_line_away_from_torch() -> None:
     assert names["loss"] < 0.5
 
 
-# Page -> definitions that the page assumes before its first example.
+# For each page: definitions that its first example assumes.
 GIVEN = {
     "optimizers.md": """
 import torch, sparsekit

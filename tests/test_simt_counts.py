@@ -173,7 +173,7 @@ def tables():
 
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_a_step_of_layers_takes_few_launches(tables):
-    """With updates in backward, launches do not grow with tables; a step waits for nothing."""
+    """With updates in backward, more tables need no more launches, and a step never waits."""
     step = cuda_counts.Step(tables, fused=True, batch=4, nnz=2, dim=8, keys=20)
     total = step.count().sum()
     assert total.operations <= 31

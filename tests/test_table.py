@@ -74,7 +74,7 @@ def test_takes_exactly_its_capacity(capacity, load_factor, at_a_time):
     assert len(table) == capacity
     assert torch.equal(table.keys(), keys[:-1])
     assert torch.equal(table.find(keys[:-1]), torch.arange(capacity))
-    # The search for an absent key ends even if no place is empty, where a probe could loop forever.
+    # The search for an absent key ends, although no empty place stops it.
     assert table.find(keys[-1:]) == -1
     before = all_bytes(table)
     with pytest.raises(TableFullError):

@@ -247,7 +247,7 @@ def test_reset_parameters(use_hashtable):
 
 
 def test_reset_forgets_that_the_weight_was_moved():
-    """After a reset, a manual write to the weight would be lost, so it raises again."""
+    """A step that moves free rows hides writes by hand. After a reset, they raise again."""
     layer = embedding()
     optimizer = optim.LazyAdam(layer.parameters())
     layer.weight.grad = torch.ones_like(layer.weight)

@@ -84,8 +84,8 @@ def test_defaults(kind):
     assert given == {name: DEFAULTS.get(name) for name in given}
 
 
-# Arguments that both layers refuse, that from_pretrained refuses, and that EmbeddingBag refuses.
-# Errors name the last one.
+# Arguments that both layers refuse; arguments that from_pretrained refuses; arguments that only
+# EmbeddingBag refuses. Errors name the last argument of each.
 WRONG = [
     *({word: True} for word in ("scale_grad_by_freq", "_weight")),
     *({"num_embeddings": rows} for rows in (0, 2**31, 9.0)), {"embedding_dim": 0},

@@ -1,4 +1,4 @@
-"""Owner maps, and the entry of a state that says whose part of a table it is."""
+"""Maps of owners, their codes, and the entry that says which rank's shard a state holds."""
 
 import copy
 import gc

@@ -39,7 +39,8 @@ def unset(weight):
     return read
 
 
-# How a model keeps a weight outside its modules, how to read it from there, its name in messages.
+# For each way to keep a weight outside the modules of a model: how to store it there, how to read
+# it from there, and its name in messages.
 KEPT = {
     # deepctr-torch does this.
     "lists": (lambda m: [([m.tags.weight], 0.0, 1e-5)], lambda k: k[0][0][0], "[0][0][0]"),
@@ -192,7 +193,8 @@ class Next(nn.Module):
         return [self.item.weight for _ in range(2)]
 
     def penalty(self):
-        return self.plan.weight  # not a layer's weight; it cannot be a key either
+        # Not a layer; SimpleNamespace is unhashable, so it cannot be a key of a dict.
+        return self.plan.weight
 
 
 @pytest.mark.parametrize("options", [{"extra_rows": 5}, {}])

@@ -1,4 +1,4 @@
-"""Rows that get other keys: what the weight is told, and what is zeroed."""
+"""A table tells its weight once when keys change, and zeroes rows that have lost their keys."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Edges of states: layers without a hash table, entries of other kinds, and marks of weights."""
+"""States of layers without a hash table, entries of the wrong kind, and writes to weights."""
 
 import copy
 import pickle
@@ -144,7 +144,7 @@ def test_own_writes_are_told_from_others():
     count_own_writes([weight, plain])
     assert not weight.written()
     with own_writes([weight]):
-        count_own_writes([weight])  # within a series there is nothing to count
+        count_own_writes([weight])  # has no effect inside a block of own_writes
 
 
 @pytest.mark.parametrize(("rows", "place", "found"), [(9, 4, True), (9, 8, True), (9, 3, False)])
@@ -154,7 +154,7 @@ def test_free_rows_that_hold_a_value(rows, place, found):
     assert free_rows_hold(weight, 4) == found
     assert not free_rows_hold(weight, rows)
     large = torch.zeros(4 + 64 * 100, 2)
-    large[4 + 6300] = 1  # beyond the first free rows, but in the second sample
+    large[4 + 6300] = 1  # not among the first free rows, but in the second sample of rows
     assert free_rows_hold(large, 4)
     large.zero_()[4 + 63] = 1
     assert free_rows_hold(large, 4)

@@ -83,7 +83,7 @@ def check_pool(group, found, initial=False):
 def assert_equal_but_for_rounding(actual, expected, magnitude):
     """Check equality up to rounding; `magnitude` is the sum of the terms' absolute values."""
     largest = magnitude.max().item() if magnitude.numel() else 0
-    # A term takes part in the additions of its run, up to 1024 in a gradient, and a few more.
+    # A term takes part in the additions of its run (up to 1024 in a gradient) and in a few more.
     of_run = 1100 * torch.finfo(accumulate_dtype(actual.dtype)).eps / 2
     tolerance = max(TOLERANCE[actual.dtype], of_run) * max(1, largest)
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=tolerance)

@@ -33,7 +33,7 @@ CASES = {
 ROW_WISE = ("row_wise_adagrad", "partial_row_wise_adam")
 PER_ROW = ("adam", "partial_row_wise_adam", "lamb")
 _MOMENTS = [("sgd", 0), ("adam", 0), ("partial_row_wise_adam", 0), ("lamb", 0)]
-# (rule, index of a state) for the states that may be negative.
+# The states that may be negative, as pairs (rule, index of the state).
 SIGNED = [*_MOMENTS, ("rms_prop", 1), ("ftrl", 1)]
 
 

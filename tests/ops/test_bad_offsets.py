@@ -9,7 +9,7 @@ from pathlib import Path
 import sparsekit
 
 # Entries end right before a page that must not be touched. A fault would end the process, so this
-# runs in another one.
+# program runs in a separate process.
 PROGRAM = """
 import contextlib, ctypes, mmap, sys
 import simt

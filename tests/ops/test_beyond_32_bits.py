@@ -58,7 +58,7 @@ def test_rows_that_are_initialized(engine):
 
 
 def step(case, weight, rows, op):
-    """Make one step of `op` with the gradients of five rows; return weight and states there."""
+    """Take a step of `op` on five rows with given gradients; return the rows' new values."""
     rule, settings, states = CASES[case]
     make = reserved if len(weight) == ROWS else torch.zeros
     kept = [make(len(weight), DIM) for _ in range(states)]

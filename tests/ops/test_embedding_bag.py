@@ -89,7 +89,7 @@ def test_shapes_of_bags(device, lengths, combiner, weighted):
 )
 def test_any_bags(device, lengths, num_rows, dim, combiner, weighted, seed):
     rows, offsets = bags_of(lengths, num_rows, seed, lowest=-2)
-    # Weights are -1, 0 or 1, so that some weights and some sums are zero.
+    # The weights are -1, 0 or 1, so that some weights and some sums of weights are zero.
     weights = whole_numbers(len(rows), dtype=torch.float64, seed=seed).sign()
     weight = randn(num_rows, dim, dtype=torch.float64, seed=seed)
     check(weight, rows, offsets, combiner, weights if weighted else None, device)

@@ -162,7 +162,7 @@ def test_equal_keys_of_a_warp_cost_one_atomic():
     n = 2048
     equal = torch.zeros(n, dtype=torch.int64)
     assert atomics_to_enter(equal) <= n // 32
-    # Keys of the tables are different keys, although their numbers are equal.
+    # Equal numbers in different tables are different keys.
     assert atomics_to_enter(equal[:48], tables=40) <= 40 * (48 // 32 + 2)
     # Each key claims a slot; a lost claim is repeated.
     assert n <= atomics_to_enter(torch.arange(n)) <= 1.15 * n

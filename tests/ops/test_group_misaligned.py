@@ -17,7 +17,7 @@ from . import test_group_bucketize, test_group_find, test_group_update
 from .group_bags import check_all
 from .groups import Group, Source, random_bags
 
-DIMS = (1, 3, 5, 7, 33, 8)  # with an aligned table beside those of odd dims
+DIMS = (1, 3, 5, 7, 33, 8)  # the last dim makes an aligned table beside the others
 COMBINERS = ("sum", "mean", "sqrtn", "sum")
 
 
@@ -57,7 +57,7 @@ class Misaligned(TorchDispatchMode):
 
 
 def odd_group(dtype, device, order=1):
-    """Return tables of all dims; keys of int32 and int64, with weights and long bags in some."""
+    """Return tables of all dims with int32 or int64 keys; some have weights or long bags."""
     dims = DIMS[::order]
     group = Group(
         dtype, dims, [90] * len(dims), [t != 1 for t in range(len(dims))], [1] * 6, device

@@ -22,7 +22,7 @@ DIMS = (16, 1, 3, 64, 8, 0, 20)
 
 
 def mixed_group(count, dtype, device, keys=40, others=40, weighted=False):
-    """Return tables of several dims; every fifth gets no keys, every tenth no feature.
+    """Return tables of several dims; every fifth table gets no keys, and every tenth no feature.
 
     keys: number of keys of the first table.
     """
@@ -177,7 +177,7 @@ LENGTHS = (
 @pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_rows_of_any_number_of_entries(device, lengths, case, dtype):
-    """Rows may have any number of entries, also after another table and with wide vectors."""
+    """Rows may have any number of entries, even after another table and with wide vectors."""
     dims = [8, 16, 7, 1, 520, 301]
     group = Group(dtype, dims, [200] * len(dims), [True] * len(dims), [1] * len(dims), device)
     without = []
@@ -259,7 +259,7 @@ def test_a_backward_that_needs_the_old_weight_notices(device):
 
 
 def refused(error, message, group, found, tables, grads=None, changed=False, **keywords):
-    """Check that the call raises and changes nothing; with `changed`, that it counts no step."""
+    """Check that the call raises. It must change nothing, or with `changed` only count no step."""
     grads = random_grads(group) if grads is None else grads
     before = [tensor.clone() for tensor in tables.changed]
     with pytest.raises(error, match=f"^group_embedding_bag_update_: {message}"):

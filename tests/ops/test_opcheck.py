@@ -41,7 +41,7 @@ def buckets_of(*keys):
 
 
 def bags(dtype, combiner, weights, grad):
-    """Return arguments of embedding_bag; `grad` names the ones that require a gradient."""
+    """Return arguments of embedding_bag; `grad` names the arguments that require a gradient."""
     weight = randn(4, 3, dtype=dtype).requires_grad_("weight" in grad)
     sample_weights = None
     if weights:
@@ -61,7 +61,7 @@ def bags_backward_sample_weights(dtype, combiner):
 
 
 def update(case, dtype, *rows, own_steps=False, count_steps=False):
-    """Return arguments of update_rows_: a table per tensor of rows, or one table, updated whole."""
+    """Return arguments of update_rows_: a table for each tensor of rows, or one without rows."""
     rule, settings, _ = RULES[case]
     weights, states = [], []
     for _ in rows or range(1):
@@ -82,7 +82,7 @@ def catch_up(case, dtype, rows):
 
 
 def group(dtype=torch.float32, weighted=False):
-    """Return a group of two tables, one of them without a hash table, two sources, 3 features."""
+    """Return a group with two tables (one without a hash table), two sources and three features."""
     made = Group(dtype, [3, 4], [9, 9], [True, False], [1, 1])
     made.hash_tables[0].find_or_insert(int64(5, 6))
     weights = torch.rand(3 if weighted else 0, dtype=accumulate_dtype(dtype))
@@ -314,7 +314,7 @@ ON_CPU = {name for name, of in TENSORS.items() if of.on_cpu}
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_where_the_keys_and_rows_are(name):
-    """Results are on the device of keys and rows, by the fake kernel, so no GPU is needed."""
+    """Check by fake kernels, without a GPU, that results are on the device of keys and rows."""
     op = getattr(torch.ops.sparsekit, name).default
     names = [argument.name for argument in op._schema.arguments]
     arguments = next(iter(CASES[name]()))

@@ -154,7 +154,7 @@ def test_only_so_many_steps_are_kept(name, most, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
 def test_both_modes_give_the_same_bits(dtype):
-    # Rows miss too few steps for catching up to leave any out.
+    # Rows miss so few steps that catching up performs all of them.
     layers = layer_of(dtype), layer_of(dtype)
     optimizers = [
         optim.Adam([layer.weight], lr=0.1, mode=mode)
@@ -352,7 +352,8 @@ def test_an_optimizer_lives_only_as_long_as_rows_are_late():
     alive = weakref.ref(twins.ours)
     twins.ours = optim.LazyAdam([twins.layer.weight])
     gc.collect()
-    assert alive() is not None  # the rows' missed steps are recorded in it
+    # The old optimizer must stay alive: it holds the steps that the rows have missed.
+    assert alive() is not None
     loss_of(twins.layer(torch.tensor([3])), 5).backward()
     twins.ours.step()
     gc.collect()

@@ -317,7 +317,7 @@ def test_settings_of_torchs_that_are_ours(name, maximize):
     torch.testing.assert_close(other, weight, rtol=0, atol=1e-12)
 
 
-# Momentum and amsgrad need states; eps is 0 where AdamW adds it at another place.
+# Momentum and amsgrad need states. AdamW has eps 0, since it adds eps in a different position.
 TORCHS = {
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}),

@@ -1,9 +1,8 @@
 """Under a convention named after a library, an optimizer equals that library's.
 
-SOK tests its Adam on a layer and a dense part with random ids, and compares with tf.keras:
-learning rate 0.1, eps 1e-7, tolerance 1e-4. FBGEMM's tests compare a few steps of each optimizer
-with its published formula: tolerance 1e-3, here with eps 1e-4, where the two conventions differ
-clearly.
+SOK tests its Adam on a layer and a dense part with random ids, and compares with tf.keras: learning
+rate 0.1, eps 1e-7, tolerance 1e-4. FBGEMM's tests compare a few steps of each optimizer with its
+published formula: tolerance 1e-3. Here eps is 1e-4, with which the two conventions differ clearly.
 """
 
 import copy

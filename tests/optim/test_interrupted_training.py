@@ -95,7 +95,7 @@ def check(one, other):
         assert same_bits(vectors[:rows], expected[:rows])
         state, expected = one.optimizer.state[layer.weight], other.optimizer.state[twin.weight]
         if state.get("step", 0) == 0 and not expected:
-            continue  # made, but not used yet
+            continue  # the state has been created, but not used yet
         assert set(state) == set(expected)
         for name in set(state) - {"step"}:
             assert same_bits(state[name][:rows], expected[name][:rows]), name

@@ -73,7 +73,7 @@ def test_a_new_key_after_a_dense_gradient_under_momentum(nesterov):
         ours.step()
         theirs.step()
         keys = torch.tensor([1, 7] if step >= 5 else [1])
-        if step == 5:  # the row has moved, but its new key starts from the key's own vector
+        if step == 5:  # the row has moved, but its new key starts from the key's initial vector
             with torch.no_grad():
                 dense[1] = layer_of().eval()(torch.tensor([7]))[0]
         found = layer(keys)

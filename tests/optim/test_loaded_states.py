@@ -1,4 +1,4 @@
-"""States of odd forms that an optimizer loads or refuses."""
+"""Optimizers load or refuse states of unusual forms."""
 
 import copy
 

@@ -127,7 +127,7 @@ def test_states_of_a_table_tell_their_keys():
     twice["state"][0]["keys"][1] = 5
     with pytest.raises(ValueError, match=r"LazyAdam: .* damaged: keys has one of them twice"):
         optimizer.load_state_dict(twice)
-    # Load the state for a table with other rows, beside a table that has loaded a checkpoint.
+    # Load the state into an optimizer whose table has these keys in other rows.
     other = table()
     other(torch.tensor([-6, 8, 5]))
     of_other = optim.LazyAdam(other.parameters())

@@ -1,4 +1,4 @@
-"""Settings of optimizers: which values their annotations allow."""
+"""Settings of optimizers are checked by their annotations."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_settings_are_the_other_arguments_in_order():
 
 @pytest.mark.parametrize("zero", ["alpha", "eps", "initial_accumulator_value"])
 def test_a_given_zero_is_not_the_default(zero):
-    """The default depends on the form; eps is of the size of the squared gradient, to show."""
+    """eps is as small as the squared gradient, so that it matters. Defaults depend on `form`."""
     values = {"alpha": 0.5, "eps": 2.5e-11, "initial_accumulator_value": 5e-11, zero: 0.0}
     weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
     weight.grad = torch.full((1, 1), 1e-5, dtype=torch.float64)

@@ -133,6 +133,6 @@ def test_a_refused_step_changes_no_parameter(engine):
         optimizer.step()
     assert all(optimizer.state[weight]["step"] == 1 for weight in weights)
     if engine != "cpu":
-        return  # kernels update the valid rows
+        return  # kernels have updated the valid rows
     for now, then in zip(tensors(optimizer, weights), before, strict=True):
         assert same_bits(now, then)

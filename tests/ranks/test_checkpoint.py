@@ -159,7 +159,7 @@ def test_chains(pools, tmp_path, in_background):
 
 
 def errors(rank, world, folder):
-    """A save that fails on one rank raises on all ranks and keeps the earlier checkpoint."""
+    """Check that a save that fails on one rank raises on all and keeps the earlier checkpoint."""
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
     keep = Checkpoints(folder)
@@ -280,7 +280,7 @@ def test_random_numbers_go_on_in_a_group_that_has_no_tables(pools, tmp_path):
 
 
 def of_groups(rank, world, folder):
-    """Every function that saves or loads works in subgroups, even in one without rank 0."""
+    """Check that every function that saves or loads works in subgroups, even without rank 0."""
     groups = [dist.new_group([0]), dist.new_group(list(range(1, world)))]
     folder, options = folder / str(min(rank, 1)), {"process_group": groups[min(rank, 1)]}
     keys = torch.arange(10)
@@ -357,7 +357,7 @@ def test_each_rank_has_its_own_states_or_those_of_the_first(pools, tmp_path):
 
 
 def tables_of_other_kinds(rank, world, folder):
-    """Saving tables that differ between ranks raises on every rank, and the error names rank 1."""
+    """Check that saving tables that differ between ranks raises on every rank and names rank 1."""
     facts = {
         "dim": {"dim": (8, 4)[rank]},
         "placement": {"placement": ("hash", "modulo")[rank]},
@@ -378,7 +378,7 @@ def test_ranks_with_other_tables(pools, tmp_path):
 
 
 def layers_of_other_names(rank, world, folder):
-    """Unnamed layers get other names on a rank that has already made more layers."""
+    """Save layers whose names differ by rank, as unnamed ones do if a rank made more layers."""
     layers = {"t": sparsekit.Embedding(9, 2, name=f"of {rank}", seed=3)}
     checkpoint.save(torch.nn.ModuleDict(layers), folder / "a")
     DcpState(torch.nn.ModuleDict(layers)).state_dict()
@@ -390,7 +390,7 @@ def test_ranks_whose_layers_have_other_names(pools, tmp_path):
 
 
 def said_by_first(rank, world):
-    """A text and the names in a union may hold any bytes, and as many as they like."""
+    """Check that a text and the names in a union may hold any bytes and have any length."""
     ranks = Together(torch.nn.Linear(1, 1))
     odd = os.fsdecode(b"caf\xe9")
     for text in ("", "x", odd, "x" * 4097):
@@ -458,5 +458,5 @@ def test_a_rank_that_dies_leaves_the_old_checkpoint(fresh_ranks, tmp_path):
     assert isinstance(found[1], Died)
     model, optimizers = made()
     checkpoint.load(model, tmp_path / "old", optimizers)
-    if (tmp_path / "new").exists():  # rank 0 may have written its part before
+    if (tmp_path / "new").exists():  # rank 0 may already have written its part
         checkpoint.load(model, tmp_path / "new", optimizers)

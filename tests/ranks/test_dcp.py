@@ -146,7 +146,7 @@ def test_another_placement(pools, tmp_path, both):
 
 
 def errors(rank, world, folder):
-    """A save or load that fails on one rank raises on all ranks and leaves everything unchanged."""
+    """Check that a save or load that fails on one rank raises on all and changes nothing."""
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
     save(model, folder / "a", optimizers)
@@ -194,7 +194,7 @@ def test_an_error_on_one_rank_is_raised_on_all(pools, tmp_path):
 
 
 def loaded_on_more(rank, folder):
-    """A state made for saving cannot be loaded, not even by ranks that saved nothing."""
+    """Check that a state made for saving cannot be loaded, even by ranks that saved nothing."""
     model, optimizers = made()
     with pytest.raises(BaseException, match=r"load_from=path"):
         dcp.load({"app": DcpState(model, optimizers)}, checkpoint_id=folder)

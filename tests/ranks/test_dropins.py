@@ -82,7 +82,7 @@ def message_of(call):
 
 
 def errors_of(rank):
-    """Invalid input on one rank raises on both ranks, and the next call works."""
+    """Check that invalid input on one rank raises on both ranks, and that the next call works."""
     layer, found = EmbeddingBag(9, 4, mode="max", name="bag"), []
     ids = torch.tensor([[1, 2]])
     found.append(message_of(lambda: layer(ids, None, torch.ones(1, 2) if rank == 0 else None)))

@@ -78,7 +78,7 @@ def test_ranks_are_one_rank(case, ranks):
 
 
 def refused(rank):
-    """An input that is invalid on one rank raises on all ranks and changes nothing."""
+    """Check that input that is invalid on one rank raises on all ranks and changes nothing."""
     group = group_of("auto", "concatenated", FEATURES)
     keyed = batch_of(0, 2)
     if rank == 1:

@@ -11,14 +11,14 @@ import sparsekit
 from sparsekit.distributed import ignored_parameters
 from sparsekit.optim import clip_grad_norm_, clip_grad_value_
 
-# All rules run the same code; these three cover each form of optimizer state.
+# All rules run the same code. These three cover all forms of optimizer states.
 RULES = ["LazyAdam", "Adam", "RowWiseAdagrad"]
 
 
 def model(group):
     torch.manual_seed(0)
     layer = sparsekit.EmbeddingBag(99, 5, name="t", mode="sum", process_group=group)
-    # The last layer has one row, so rank 1 holds nothing of its weight and bias.
+    # The last layer has one row, so rank 1 has no part of its weight and bias.
     return torch.nn.Sequential(layer, torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
 
 

@@ -157,7 +157,7 @@ def clip_by_torch(rank, penalty, twice):
         with pytest.raises(RuntimeError, match=r"^layer: .* sparsekit\.optim\.clip_grad_norm_"):
             way(parameters)
         assert all(map(torch.equal, before, [p.grad.to_dense() for p in parameters]))
-        # Functions that treat each row separately are correct for a shard, too.
+        # Functions that scale each row separately are correct for a shard, too.
         total = clip_grad_norm_(parameters, math.inf)
         torch.nn.utils.clip_grads_with_norm_(parameters, total / 2, total)
         after = [p.grad.to_dense() for p in parameters]
@@ -220,7 +220,7 @@ def test_the_group_may_be_given(two_ranks):
 
 
 def twice(rank, strategy):
-    """Gradients of the output can be differentiated again; gradients of the table raise errors."""
+    """Check that outputs' gradients can be differentiated again and that a table's raise errors."""
     layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
     keys = torch.arange(6).view(2, 1, 3) + rank
     out = layer(keys)
@@ -305,7 +305,7 @@ def test_the_group_of_the_check_may_be_given(two_ranks):
 
 
 def test_what_is_made_of_a_shards_gradient_is_one():
-    """Results computed from a ShardGradient are ShardGradients: their norm would be wrong, too."""
+    """Results computed from a ShardGradient are ShardGradients: torch's norm would be wrong."""
     own = ShardGradient.of(torch.ones(3, 2), "users")
     ones = torch.ones(3, 2)
     for made in (own * 2, torch.add(ones, own), torch.where(ones > 0, own, ones), own + ones):

@@ -38,7 +38,7 @@ def whole_gradient(layer):
 
 
 def bags_of(rank):
-    """Return bags with shared and own keys; empty bags differ by rank, and rank 2 has no keys."""
+    """Return bags with keys of all ranks and of this rank alone; rank 2 has only empty bags."""
     if rank == 2:
         return [[]] * SLOTS
     rotated = BAGS[rank:] + BAGS[:rank]
@@ -175,7 +175,7 @@ def test_the_bytes_at_which_the_way_changes(ranks):
 
 
 def weights_without_a_sum(rank):
-    """The weights of a bag may add up to zero, over all ranks or among one rank's keys."""
+    """Check weights of a bag that add up to zero, over all ranks or among one rank's keys."""
     keys, offsets = torch.tensor([1, 2, 2, 4, 3, 1, 5]), torch.tensor([0, 2, 4, 6, 7])
     weights = torch.tensor([0.5, -0.5, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     for combiner in COMBINERS:
@@ -322,7 +322,7 @@ def test_an_unseen_key_reads_in_evaluation_what_training_would_start_from(ranks)
 
 
 def check_gradient(rank):
-    """Gradients agree with central differences: all ranks look up while one perturbs its shard."""
+    """Compare gradients with central differences: all ranks look up while one changes its shard."""
     layer = sparsekit.DistributedEmbedding(
         "sqrtn", 10, 2, 2, 3, dtype=torch.float64, name="g", gradient_reduction="sum"
     )

@@ -189,7 +189,7 @@ def test_an_attribute_that_is_set_on_one_rank(two_ranks):
 
 
 def without_a_way_by_key(rank):
-    """A limit has no effect if another layer of the group has none, or if the route is by bag."""
+    """Check that a limit has no effect if another layer has no limit, or if the route is by bag."""
     group = sparsekit.EmbeddingGroup({"a": one(1, "a"), "b": one(None, "b")})
     keys = torch.tensor([[[0, 1]], [[2, 3]]])
     group({"a": keys, "b": keys})

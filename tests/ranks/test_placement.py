@@ -38,7 +38,7 @@ IDS = {
 
 
 def loads(rank, placement):
-    """Look up 10,000 keys per rank, spread over ranks; returns the rows stored on this rank."""
+    """Look up 10,000 keys per rank, spread over ranks; return the rows stored on this rank."""
     world_size = dist.get_world_size()
     rows = {}
     for name, of in IDS.items():
@@ -67,7 +67,7 @@ def test_ranks_hold_about_as_many_rows_each(world_size):
 
 
 def round_trip(rank, assign):
-    """A layer uses the map of a loaded state, even if its own map was different."""
+    """Check that a layer uses the map of a loaded state, even if its own map was different."""
     made, twin, loaded = layer("a"), layer("twin", seed=3), layer("b", seed=7)
     assert made.owners is twin.owners is loaded.owners is even_map(2, torch.device("cpu"))
     assert made.state_dict()["owners"].data_ptr() == made.owners.data_ptr()
@@ -210,7 +210,7 @@ def test_a_map_with_something_that_is_no_rank(two_ranks):
 
 
 def kept(rank):
-    """The map's hash is computed once, not in each lookup."""
+    """Check that the map's hash is computed once, and not in each lookup."""
     module = layer()
     made = []
     with pytest.MonkeyPatch.context() as patch:

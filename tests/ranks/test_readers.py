@@ -11,7 +11,7 @@ from sparsekit.data import CsvReader
 def _rows(rank, path):
     reader = CsvReader(path, 10, label="row", shuffle=True, block_bytes=100)
     copied = pickle.loads(pickle.dumps(reader))
-    # The reader's copy works as in a process that this one starts.
+    # The copy reads as in a worker process, in which torch.distributed is not in use.
     with mock.patch.object(dist, "is_initialized", return_value=False):
         theirs = [batch.label.int().tolist() for batch in copied]
     mine = [batch.label.int().tolist() for batch in reader]

@@ -138,7 +138,7 @@ def test_a_collective_that_is_begun_early(any_ranks):
 
 
 def sent_at_once(rank):
-    """A message that fits is available to the others as soon as begin returns."""
+    """Check that a message that fits is available to other ranks as soon as begin returns."""
     transport = made()
     splits = [1000] * transport.world_size
     wait = transport.begin_all_to_all(torch.ones(sum(splits)), splits, splits)
@@ -277,7 +277,7 @@ def test_wrong_arguments(two_ranks):
 
 
 def two_threads(rank):
-    """Two threads exchange data at the same time, each through its own transport."""
+    """Exchange data in two threads at the same time, each with its own transport."""
     transports = [made(), made()]
     errors = []
 

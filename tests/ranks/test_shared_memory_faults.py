@@ -139,7 +139,7 @@ def test_what_was_sent_before_the_end_is_received(two_ranks):
 
 
 def spread(rank):
-    """Rank 0 gives up first, and rank 2 learns from it what happened to rank 1."""
+    """Let rank 0 give up first. Rank 2 learns from rank 0 what happened to rank 1."""
     transport = made()
     if rank == 1:
         time.sleep(0.3)
@@ -332,7 +332,7 @@ def test_sizes_that_are_overwritten(two_ranks, word):
 
 
 def strangers(rank):
-    """Processes that are not ranks connect first and send garbage."""
+    """Let processes that are not ranks connect first and send garbage."""
     offer = shared_memory._Meeting.offer
     kept = []
 

@@ -158,7 +158,7 @@ def test_unnamed_layers_take_what_torch_draws_alike_on_all_ranks(three_ranks):
 
 
 def on_meta(rank):
-    """A layer made on meta, without an exchange, can be given memory later."""
+    """Check that a layer made on meta, without an exchange, can be given memory later."""
     with torch.device("meta"):
         layer = make()
         rows = make(use_hashtable=False)
@@ -180,7 +180,7 @@ def test_layers_begun_on_meta(three_ranks):
 
 
 def on_cpu_by_name(rank):
-    """Layers work on their own device even if the default device is another."""
+    """Check that layers work on their own device even if the default device is another."""
     keys = torch.arange(8)
     with torch.device("meta"):
         for strategy in ("all_to_all", "reduce_scatter"):
@@ -199,7 +199,7 @@ def test_another_default_device(three_ranks):
 
 
 def xavier(rank):
-    """torch's initializer functions act as if one table had the rows of all ranks."""
+    """Check that torch's initializer functions act as if one table had the rows of all ranks."""
     init = torch.nn.init
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     vectors = []

@@ -1,4 +1,4 @@
-"""Where rows, bags and heads lie in the parts of a message."""
+"""Rows, bags and heads are at the right positions in the parts of a message."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 def parts_of(sizes):
-    """Return parts of these sizes in a row, filled with a byte that no test writes."""
+    """Return parts of these sizes, one after another, filled with a byte that no test writes."""
     begins = np.cumsum([0, *sizes])
     data = torch.full((int(begins[-1]),), 171, dtype=torch.uint8)
     return Parts(data, begins[:-1].tolist())

@@ -104,7 +104,7 @@ def test_results_are_within_the_documented_bound(ranks, strategy, combiner, dtyp
 
 
 def vectors_of_rows(rank):
-    """Vectors of other ranks are rounded once; the rank's own vectors are not."""
+    """Check that vectors of other ranks are rounded once, and the rank's own vectors are not."""
     keys = torch.arange(64)
     wired, plain = (
         sparsekit.All2AllDenseEmbedding(
@@ -129,7 +129,7 @@ def test_a_vector_is_rounded_once_and_those_of_own_rows_are_not(ranks):
 
 
 def sums_in_float32(rank):
-    """One rank's small gradients are not lost when added to another rank's large gradient."""
+    """Check that a rank's small gradients are not lost when added to another's large gradient."""
     layer = sparsekit.All2AllDenseEmbedding(
         8, 4, 1, 1, dynamic_input=True, name="sums", wire_dtype=BFLOAT16, gradient_reduction="sum"
     )
@@ -144,7 +144,7 @@ def test_gradients_are_added_in_float32(ranks):
 
 
 def rows_of_bfloat16(rank, strategy):
-    """bfloat16 rows are sent as they are; sums of bags as float32, unless wire_dtype is set."""
+    """Check that bfloat16 rows are sent as they are, but sums of bags as float32 by default."""
     keys = bags(rank)
     wired, plain = (
         pooling("narrow", wire_dtype=wire, strategy=strategy, dtype=BFLOAT16)
@@ -172,7 +172,7 @@ MIXED = [
 
 
 def mixed_group(rank):
-    """A group of mixed dtypes equals separate layers bit for bit and needs four collectives."""
+    """Check that a group of mixed dtypes equals separate layers and needs four collectives."""
 
     def layers():
         return {

@@ -103,7 +103,7 @@ def test_one_process_needs_no_exchange():
 
 
 def copies_train_alike(rank, named_group):
-    """A copied, a loaded and an unpickled layer train like the original."""
+    """Check that a copied, a loaded and an unpickled layer train like the original."""
     group = dist.group.WORLD if named_group else None
     layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied", process_group=group)
     keys = torch.tensor([[[1, 2]], [[3, 4 + rank]]])
@@ -287,7 +287,7 @@ def test_ddp_takes_the_dense_part_of_a_subclass(two_ranks):
 
 
 def in_a_group_of_its_own(rank):
-    """Ranks 0 and 1 share one table, and rank 2 has its own."""
+    """Check that ranks 0 and 1 share one table, while rank 2 has a separate table."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = groups[rank // 2]
     layer = sparsekit.DistributedEmbedding(

@@ -1,4 +1,4 @@
-"""The autoencoder's draws, capacity, saved state and numerical range."""
+"""The autoencoder's random draws, capacity, saved state and range of numbers."""
 
 import math
 

@@ -96,7 +96,7 @@ def test_buckets_are_of_the_people_who_are_trained_on(tmp_path):
 
 
 class Trainer:
-    """A trainer that records how it was asked to fit."""
+    """A trainer that records the arguments with which `fit` is called."""
 
     interrupted = False
 
@@ -106,7 +106,7 @@ class Trainer:
 
 @pytest.fixture
 def fitted(monkeypatch):
-    """Stand in for what `_fit` makes; return the trainer and the calls that follow training."""
+    """Replace everything that `_fit` calls; return the trainer and the later calls' arguments."""
     trainer, calls = Trainer(), []
     reader = SimpleNamespace(columns="columns")
     monkeypatch.setattr(command, "_reader", lambda *_: reader)

@@ -1,4 +1,4 @@
-"""Settings of click models that do not allow training, and labels that an AUC needs."""
+"""Click models refuse settings that do not allow training, and labels without an AUC."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def changed(config, **sections):
         {},
         {"data": {"train": ("x",), "sparse": ("a",)}},
         {"data": {"train": ("x",), "format": "criteo"}},
-        {"trainer": {"patience": 1}},  # the census has a validation part of its own
+        {"trainer": {"patience": 1}},  # the census data have a separate validation part
         {
             "data": {"train": ("x",), "sparse": ("a",), "validation": ("y",)},
             "trainer": {"patience": 1},

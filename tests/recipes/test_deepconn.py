@@ -1,4 +1,4 @@
-"""DeepCoNN's command: options of placements, its data, and errors of a test."""
+"""DeepCoNN's command checks its options, chooses its data and computes the test error."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Files of rating models and wide models: what is restored, in tables of which capacity."""
+"""Files of rating and wide models restore predictions, in tables that are large enough."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Files of trained models: how they are written and which are refused."""
+"""Files of trained models are written by rank 0, and other files are refused."""
 
 from pathlib import Path
 

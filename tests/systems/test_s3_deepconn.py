@@ -297,7 +297,8 @@ def pairs_of(ratings):
 @pytest.mark.parametrize("repeated", [False, True])
 def test_held_out_pairs_are_disjoint(reviews, repeated):
     ratings = reviews.ratings
-    if repeated:  # each pair once more, later: by rating, some pairs would be in both parts
+    # Repeat each pair at a later time: a split by rating would put some pairs into both parts.
+    if repeated:
         again = [torch.cat([x, x]) for x in (ratings.users, ratings.items, ratings.ratings)]
         ratings = Ratings(*again, torch.arange(2.0 * len(ratings)).double())
     train, test = split_reviews(ratings)

@@ -1,4 +1,4 @@
-"""How samples of batches are counted."""
+"""The number of samples of a batch is found in every form of batch."""
 
 import pytest
 import torch

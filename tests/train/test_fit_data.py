@@ -1,4 +1,4 @@
-"""Data passed to fit describe themselves, and are known again by a checksum."""
+"""FitData describes the data passed to fit, and identifies them by a checksum."""
 
 import torch
 

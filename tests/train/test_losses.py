@@ -1,4 +1,4 @@
-"""The mean loss of an epoch, and which of its steps diverged first."""
+"""Losses gives the mean loss of an epoch, and the first of its steps that diverged."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_a_state_goes_on():
     made.add(torch.tensor(2.0, dtype=torch.float64), 1)
     state = made.state("epoch")
     assert state == {"total": 12.0, "samples": 5, "steps": 3, "last": [10.0, 4, 2, 1.5]}
-    again = losses(7.0)  # what it had is replaced
+    again = losses(7.0)  # restore replaces this loss
     again.restore(state)
     assert again.state("epoch") == state
     assert again.since_last("epoch", 2.5) == made.since_last("epoch", 2.5) == (2.0, 1, 1, 1.0)

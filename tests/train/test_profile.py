@@ -18,7 +18,7 @@ def rows(table):
 
 
 def test_a_table_adds_up_what_it_does_not_show():
-    """The last line sums all ops; ops that move bytes have lines of their own."""
+    """The last line sums all ops. Each op that moves bytes has a separate line."""
     name = "a" * 50
     ops = [Op(name, 2, 0.5, 0.5, 0), Op("b", 1500, 0.3, 0.3, 0), Op("c", 3, 0.1, 0.1, 0)]
     ops += [Op("sent", 4, 0.06, 0.06, 1000), Op("sent too", 5, 0.04, 0.04, 24)]

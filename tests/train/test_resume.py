@@ -451,7 +451,7 @@ def test_other_data_may_follow_a_run_that_was_finished(tmp_path):
     other.checkpoints.close()
     again.load_state_dict(other.state_dict())
     assert again.steps == 8
-    # A call that trains nothing keeps a place within an epoch.
+    # A call that trains nothing keeps the position within an epoch.
     state = other.state_dict()
     state["place"] = {**state["place"], "batches": 3}
     again.load_state_dict(state)

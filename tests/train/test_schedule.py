@@ -7,7 +7,7 @@ from sparsekit.train import linear_warmup
 
 
 def rates(steps, *settings):
-    """Return the learning rate of each step, for an optimizer whose own rate is 0.5."""
+    """Return the learning rate of each step, for an optimizer with the rate 0.5."""
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.5)
     scheduler = linear_warmup(sgd, *settings)
     found = []

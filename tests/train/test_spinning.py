@@ -1,4 +1,4 @@
-"""When a run is told that its threads wait for one another on shared cores."""
+"""A hint is given if threads spin while they wait for one another on shared cores."""
 
 import pytest
 import torch

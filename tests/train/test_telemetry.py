@@ -1,4 +1,4 @@
-"""Figures of tables on one rank; tests/ranks/test_reports.py has those of several."""
+"""Figures of tables on one rank; tests/ranks/test_reports.py covers several ranks."""
 
 import pytest
 import torch
