@@ -1,4 +1,4 @@
-"""Rows and numbers of delimited text, and how a file of ratings is understood."""
+"""Rows and numbers of delimited text are parsed, and columns of ratings are found by name."""
 
 import sys
 

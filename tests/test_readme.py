@@ -93,7 +93,7 @@ def test_snippets_of_the_docs_run(
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_shapes_in_the_docs_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result of a line that ends in a comment with a shape has that shape."""
+    """If a line in the docs ends in a comment with a shape, the line's result has this shape."""
     monkeypatch.chdir(tmp_path)
     found = 0
     for page in PAGES:

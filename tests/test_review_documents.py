@@ -1,4 +1,4 @@
-"""Documents of users and items: vocabulary, order of the pieces, and what is left out."""
+"""Documents of users and items have the right vocabulary, pieces and order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Imports in many pieces or of odd dumps, exports of any size, and reshards of many rows."""
+"""Dumps are imported in pieces, tables of any size are exported, and many rows are resharded."""
 
 import os
 import pickle
@@ -185,7 +185,7 @@ def test_reshard_of_more_rows_than_16_bits_count(tmp_path, hash_table):
 
 
 def test_reshard_onto_fewer_ranks_than_a_capacity_is_for(tmp_path):
-    """One rank gets all rows of a table whose capacity was meant for a rank's share."""
+    """Reshard onto one rank, which gets all rows although the capacity was for a rank's share."""
     layer = sparsekit.Embedding(40, 1, name="t")
     layer.assign(torch.arange(40), torch.ones(40, 1))
     saved = checkpoint.save(layer, tmp_path / "saved")

@@ -47,7 +47,7 @@ def ended_well(process):
 
 
 def save_for_ever(folder, model, optimizers, seed):
-    """Save with every function in an endless loop, until the process is killed."""
+    """Save in an endless loop, at random in the background or not, until the process is killed."""
     chance = random.Random(seed)
     keep = Checkpoints(folder, keep=2, complete_every=chance.choice([1, 3]))
     latest = keep.latest()
@@ -228,7 +228,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def held_up(monkeypatch):
-    """Block saves before they write, until the block ends or the yielded function is called."""
+    """Hold saves before they write, until the context ends or the yielded function is called."""
     original = checkpoint.save.__globals__["write"]
     go_on = threading.Event()
 

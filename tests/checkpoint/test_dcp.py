@@ -308,7 +308,7 @@ def test_notes_that_do_not_belong_together(tmp_path):
 
 
 def of_users(**changes):
-    """Return a function that changes a note's entry of the table users."""
+    """Return a function that changes the entry of the table `users` in a note."""
     return lambda note: note["tables"]["users"].update(changes)
 
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are kept, when they appear, and which run owns them."""
+"""Folders keep the right checkpoints, show only complete ones, and belong to one run."""
 
 import contextlib
 import os

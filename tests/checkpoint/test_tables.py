@@ -169,7 +169,8 @@ class Buffers(torch.nn.Module):
         self.register_buffer("kept", torch.full((2,), value))
         self.register_buffer("scratch", torch.full((3,), value), persistent=False)
         self.register_buffer("none", None)
-        self.module = torch.nn.Linear(1, 1)  # named like a wrapper's content, but it is not one
+        # Has the name of a wrapper's content, but this class is no wrapper.
+        self.module = torch.nn.Linear(1, 1)
 
 
 def test_buffers_and_wrappers(tmp_path):

@@ -9,7 +9,7 @@ SPARSE = [f"C{i}" for i in range(1, 27)]
 
 @dataclass
 class Rows:
-    """Rows of a file: each one's label, dense values [13] and lists of keys [26]."""
+    """Rows of a file: the label, dense values [13] and lists of keys [26] of each row."""
 
     labels: list[float]
     dense: list[list[float]]

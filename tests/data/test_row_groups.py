@@ -18,7 +18,7 @@ from pyarrow import parquet  # noqa: E402
 
 
 class Counts:
-    """Calls to pyarrow: footers parsed, files opened, and the row groups of each read."""
+    """Counts of calls to pyarrow: footers parsed, files opened, and row groups of each read."""
 
     def __init__(self):
         self.parsed = self.opened = 0

@@ -85,7 +85,7 @@ class Case:
         return anything.to(dtype)
 
     def floats(self, *shape: int, dtype: torch.dtype, kind: str = "any") -> torch.Tensor:
-        """Draw normally distributed numbers, or whole numbers, whose sums are always exact."""
+        """Draw normally distributed numbers or, so that all sums are exact, whole numbers."""
         if kind == "whole":
             draws = torch.randint(-8, 9, shape, generator=self.generator)
         else:

@@ -516,7 +516,7 @@ def test_who_needs_a_gradient(storage, bag_trained, weights_trained):
 
 
 def trained_with_max_norm(theirs, ours, ids):
-    """Vectors are scaled to max_norm when read, in training and evaluation, as in torch."""
+    """Check that vectors are scaled to max_norm when read, in training and evaluation."""
     idle = [i for i in range(theirs.num_embeddings) if i not in ids.view(-1).tolist()]
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (theirs, ours)]
     start = theirs.weight.detach().clone()

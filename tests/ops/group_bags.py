@@ -75,7 +75,7 @@ def check_pool(group, found, initial=False):
     longest = int(bags[: num_bags + 1].diff().max()) if initial and num_bags else 0
     each = zip(outs, pooled(weights), pooled([w.abs() for w in weights]), strict=True)
     for out, expected, magnitude in each:
-        # The magnitude must include initial values, which are below 1, as are most weights of keys.
+        # Initial values add to the magnitude. They are below 1, as are most weights of keys.
         assert_equal_but_for_rounding(out, expected, magnitude + longest)
     return outs
 

@@ -171,7 +171,7 @@ def random_group(
         size = draw.choice([0, 1, 2, draw.randint(0, most_keys)])
         key_dtype = draw.choice([torch.int64, torch.int32])
         keys = key_pattern(draw.choice(["distinct", "few", "half on one"]), size, torch.int64)
-        # Keys in the range of all tables, and owned by one of three ranks.
+        # The keys are in the range of all tables. One of three ranks owns all of them.
         keys = (keys % 300 * 3 + 1).to(key_dtype)
         plain = draw.random() < 0.3
         bags = size if plain else draw.choice([1, 2, 17, 60]) if size else draw.choice([0, 1, 5])

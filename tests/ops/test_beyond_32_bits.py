@@ -24,14 +24,14 @@ OPS = torch.ops.sparsekit
 
 def reserved(*shape, dtype=torch.float32):
     """Return zeros that take memory only where they are written."""
-    reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
+    reserve = 0x4000  # Linux's MAP_NORESERVE, which Python defines from 3.13 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def table_at(rows, near):
-    """Return a table with ROWS rows, of which `rows` are those of `near`."""
+    """Return a table with ROWS rows that has the rows of `near` at `rows`."""
     table = reserved(ROWS, DIM)
     table[rows] = near
     return table

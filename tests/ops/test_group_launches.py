@@ -133,7 +133,7 @@ def test_long_bags_are_looked_for_only_where_there_may_be_some():
 @needs_bytes
 @pytest.mark.parametrize("tables", [26, 500])
 def test_the_busiest_block_of_an_update(tables):
-    """Blocks are shared out by distinct rows, of which the first table has 75%."""
+    """Blocks are divided by distinct rows, and the first table has 75% of these."""
     rows, dim = 2000, 128
     own = [rows * 3 // 4, *[rows // 4 // (tables - 1)] * (tables - 1)]
     group = Group(torch.float32, [dim] * tables, own, [True] * tables, [1] * tables)
@@ -147,7 +147,7 @@ def test_the_busiest_block_of_an_update(tables):
 
 
 def atomics_to_enter(keys, tables=1):
-    """Return the atomics that find the first of equal keys, where each table gets all keys."""
+    """Return the number of atomics that find first occurrences; each table gets all keys."""
     n = len(keys)
     group = Group(torch.float32, [1] * tables, [n] * tables, [True] * tables, [1] * tables)
     for t in range(tables):

@@ -465,7 +465,7 @@ def test_a_refusal_names_the_table_and_its_tensor(k):
     other[k] = other[k].to("meta")
     weights, first, second, *rest = zip(one, other, strict=True)
     states = [first[0], second[0], first[1], second[1]]
-    # The first tensor on each device.
+    # The error names the first tensor on each device.
     found = f"weight on cpu, {names[k]} on meta" if k else "weight on meta, states[0] on cpu"
     with pytest.raises(ValueError, match=rf"update_rows_: table 1: .*, got {re.escape(found)}$"):
         ops.update_rows_(weights, states, *rest, GOOD["rule"], GOOD["settings"])

@@ -157,7 +157,7 @@ class Saved:
 
 
 def saver(rng, folder, checkpoints, number):
-    """Return a random function that saves a layer and its optimizer and returns the folder."""
+    """Return a randomly chosen function that saves a layer and optimizer and returns the folder."""
 
     def in_background(layer, optimizer):
         return checkpoints.async_save(number, layer, optimizer).wait()
@@ -173,7 +173,7 @@ def saver(rng, folder, checkpoints, number):
 
 
 def restore(rng, side, saved, way):
-    """Restore a saved point of training by one of the methods."""
+    """Restore a saved point of training by the method `way`."""
     of_torch = side.name in OF_TORCH
     both = way.endswith("both")
     if way.startswith("checkpoint"):

@@ -341,7 +341,7 @@ def test_two_optimizers_in_turns():
             optimizer.zero_grad()
             loss_of(layer(keys_of(step)), step).backward()
             optimizer.step()
-            pair[step % 2 - 1].state_dict()  # rows of the other layer stay late
+            pair[step % 2 - 1].state_dict()  # the rows of the other layer stay late
     found = [layer(torch.arange(KEYS)) for layer in layers]
     assert same_bits(*found)
 

@@ -250,7 +250,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     resumed = kind([start()])
     resumed.load_state_dict(state)
     assert resumed.param_groups[0][setting] == resumed.defaults[setting] != value
-    # The groups may have been made with another value, which needs other states.
+    # The groups may have been created with another value, for which the states differ.
     groups = [{"params": [start()]} for _ in range(2)]
     optimizer = kind(copy.deepcopy(groups))
     run(optimizer, *optimizer.param_groups[0]["params"], gradients(steps=2))

@@ -162,7 +162,7 @@ def test_a_state_without_keys_waits_for_the_model():
 
 
 def test_a_parameter_whose_state_is_empty_starts_anew():
-    """Reading ``optimizer.state`` of a parameter without a step makes such an entry."""
+    """Reading ``optimizer.state`` of a parameter without a step creates an empty entry."""
     layer, other = table(), table()
     optimizer = optim.Adagrad(layer.parameters())
     assert optimizer.state[layer.weight] == {}

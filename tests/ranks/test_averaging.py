@@ -51,7 +51,7 @@ def averaged(rank, dtype, bucket_cap_mb):
             model.zero_grad()
             model(batch).sum().backward()
         ours, theirs = ([p.grad for p in model.parameters()] for model in models)
-        # DistributedDataParallel divides before it adds, and rounds at each step.
+        # DistributedDataParallel divides before it adds, and each of these operations rounds.
         close = {"atol": 1e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(ours, theirs, **close)
         assert len({str(bits) for bits in bits_of_all_ranks(ours)}) == 1

@@ -62,7 +62,7 @@ def test_an_error_of_one_rank_is_raised_by_all(how):
 
 
 class OfTwo(ValueError):
-    """Can be pickled, but not read again, since __init__ takes more than the message."""
+    """Error that can be pickled but not unpickled: __init__ takes more than the message."""
 
     def __init__(self, message, position):
         super().__init__(message)

@@ -91,7 +91,7 @@ def step(module, keys):
 
 
 def too_many_keys(rank, first):
-    """Rank 1 requests three keys from rank 0, but the limit is two; later steps stay within it."""
+    """Let rank 1 request three keys from rank 0, where the limit is two; later steps obey it."""
     module = one(2)
     if not first:
         step(module, [0, 1, 2, 3])
@@ -152,7 +152,7 @@ def test_ranks_with_other_limits(two_ranks_over, function):
 
 
 def missed_on_one(rank):
-    """Rank 1 fails between the handshake and the keys, so that only rank 0 knows the limit."""
+    """Let rank 1 fail between the handshake and the keys, so that only rank 0 knows the limit."""
     module = one(3)
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:

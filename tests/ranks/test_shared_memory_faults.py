@@ -186,7 +186,7 @@ def stop(rank, seconds):
         return
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        wait = all_to_all(transport, LARGE)  # needs a second rank
+        wait = all_to_all(transport, LARGE)  # cannot end while the other rank is stopped
         if seconds == 2:
             assert "timed out" in seconds_to_raise(wait)[1]
     finally:

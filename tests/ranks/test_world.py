@@ -205,7 +205,7 @@ def alone_in_a_group(rank):
         "sum", 40, 3, 1, 1, name="alone", process_group=groups[rank]
     )
     assert layer.exchange is None
-    for number in range(3 + rank):  # ranks may call it a different number of times
+    for number in range(3 + rank):  # ranks may make different numbers of calls
         layer(torch.arange(4).view(4, 1, 1) + 4 * number)
     assert layer.table.keys().tolist() == list(range(4 * (3 + rank)))
 

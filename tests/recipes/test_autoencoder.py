@@ -64,7 +64,7 @@ def test_the_draws_of_ranks_and_entries(history):
     assert torch.equal(drawn, same)
     assert drawn.tolist() == sorted(set(drawn.tolist()))
     assert 0 <= drawn.min() <= drawn.max() < len(history.items)
-    model.steps.fill_(2**62)  # a seed stays in its range
+    model.steps.fill_(2**62)  # seeds stay in their range after any number of steps
     model._draw(torch.arange(3))
 
 

@@ -317,7 +317,7 @@ print(hash("word1"))
 
 
 def test_the_vocabulary_does_not_depend_on_pythonhashseed():
-    here = os.environ.get("PYTHONHASHSEED")  # unset: random
+    here = os.environ.get("PYTHONHASHSEED")  # if this is unset, hashes are random
     environment = {**os.environ, "PYTHONHASHSEED": "2" if here == "1" else "1"}
     done = subprocess.run(
         [sys.executable, "-c", SHOW_WORDS], env=environment, capture_output=True, text=True
