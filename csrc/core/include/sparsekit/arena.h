@@ -5,8 +5,8 @@
 
 namespace sparsekit {
 
-// Bump allocator over the workspace. Each part begins at a multiple of kAlignment bytes.
-// Constructed with null, it only counts bytes, so the code that lays out the workspace also
+// Bump allocator over the workspace. Each part begins at a multiple of kAlignment bytes. If
+// `memory` is null, the arena only counts bytes, so the code that lays out the workspace also
 // computes its size.
 template <int64_t kAlignment>
 class BasicArena {
@@ -22,8 +22,8 @@ class BasicArena {
 
   int64_t bytes() const { return bytes_; }
 
-  // Returns the size in bytes of the workspace that Parts lays out. The constructor of Parts takes
-  // an arena and `sizes`.
+  // Returns the size in bytes of the workspace that the type Parts takes. The constructor of Parts
+  // takes an arena and `sizes`.
   template <class Parts, class... Sizes>
   static int64_t bytes_of(const Sizes&... sizes) {
     BasicArena arena;

@@ -1,7 +1,7 @@
 // Replays the steps that rows have missed, for optimizers that move every row in each step.
 //
-// Under exact Adam, or SGD with momentum, a row moves even without a gradient. This move depends
-// only on the row and on two numbers of the step, so it can wait until the row is read.
+// Under exact Adam, or SGD with momentum, a row moves even without a gradient. The move depends
+// only on the row and on two numbers of the step, so it can be postponed until the row is read.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace sparsekit {
 
-// The steps first_step, first_step + 1, ..., first_step + count - 1. `numbers` has two numbers for
-// each step: the arguments of the rule's without_gradient().
+// The steps first_step, first_step + 1, ..., first_step + count - 1. `numbers` holds two numbers
+// for each step: the arguments of the rule's without_gradient().
 struct MissedSteps {
   const double* numbers;  // [count, 2]
   int64_t first_step;
@@ -24,11 +24,11 @@ struct MissedSteps {
 
 namespace cpu {
 
-// Advances rows from the step in row_step to missed.last_step(), as if update_rows had been called
-// with a zero gradient for each step in between, and sets their row_step to missed.last_step().
-// `rows` [n] lists the rows to advance, which must be distinct; null means all rows. Does nothing
-// if no steps are given. A row_step of 0 marks a row that has never had a gradient; such a row does
-// not move. Learning rates come from `missed`, not from `rule`. Negative rows are skipped. Returns
+// Advances rows from their row_step to missed.last_step(), as if update_rows had been called with a
+// zero gradient for each step in between. Sets their row_step to missed.last_step(). `rows` [n]
+// lists the rows to advance, which must be distinct; null means all rows. Negative rows are
+// skipped. A row_step of 0 marks a row that has never had a gradient; such a row does not move.
+// Does nothing if missed.count is 0. Learning rates come from `missed`, not from `rule`. Returns
 // -1, or the first position whose row is >= num_rows; then nothing has been changed.
 template <class Rule, class T>
 int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, const Rule& rule,

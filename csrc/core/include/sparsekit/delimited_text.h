@@ -14,16 +14,16 @@ enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
 struct Field {
   FieldKind kind = FieldKind::kSkip;
 
-  // For kFloat: the value of row i is written to output[i * stride]. An empty field gives the value
-  // `missing`, or makes the row malformed if `required` is set.
+  // For kFloat: the value of row i is written to output[i * stride]. An empty field has the value
+  // `missing`; if `required` is set, it makes the row malformed.
   float* output = nullptr;
   int64_t stride = 1;
   float missing = 0;
   bool required = false;
 
-  // For the kinds that hold keys: each text between separators is a key; if `separator` is 0, the
-  // whole field is one key. Empty texts are skipped. An empty field gives `missing_key` if
-  // has_missing_key is set, otherwise no key.
+  // For the kinds that hold keys: the field is split at `separator`, and each text becomes a key.
+  // If `separator` is 0, the whole field is one key. Empty texts are skipped. An empty field gives
+  // `missing_key` if has_missing_key is set, and no key otherwise.
   char separator = 0;
   bool has_missing_key = false;
   int64_t missing_key = 0;
@@ -32,7 +32,7 @@ struct Field {
 
 struct TextFormat {
   char delimiter = '\t';
-  char quote = 0;  // 0: quotes have no special meaning
+  char quote = 0;  // 0 if quotes have no special meaning
   int64_t max_line_bytes = 0;
   std::vector<Field> fields;
 };
@@ -41,8 +41,8 @@ struct Line {
   int64_t begin, end;  // range in the text, without the newline
 };
 
-// The state of a scan at a position: outside quoted fields, inside one, or just after a quote
-// inside a field. That quote ends the field unless another quote follows.
+// The state of a scan at a position: outside quoted fields, inside a quoted field, or just after a
+// quote inside a quoted field. Such a quote ends the field unless another quote follows.
 enum class Place : uint8_t { kOutside, kInside, kBehind };
 
 struct FoundLines {
@@ -51,17 +51,17 @@ struct FoundLines {
   bool unclosed = false;  // true if the last line ends within a quoted field
 };
 
-// Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "\n" or "\r\n"
-// outside quoted fields. The end of the text also ends a line if `complete` is true; otherwise an
-// unfinished last line is left out. A field is quoted if it begins with `quote` (0: no field is
-// quoted); inside it, two quotes in a row stand for one. Blank lines are left out if `skip_blank`
-// is true.
+// Finds the lines that begin in [0, stop). A line must begin at 0. A line ends with "\n" or "\r\n"
+// outside quoted fields. If `complete` is true, the end of the text also ends a line; otherwise an
+// unfinished last line is left out. A field is quoted if it begins with `quote`; inside it, two
+// consecutive quotes stand for one. If `quote` is 0, no field is quoted. Blank lines are left out
+// if `skip_blank` is true.
 FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimiter, char quote,
                       bool skip_blank, bool complete);
 
 // Returns the position after the newline that ends the line containing `begin`, or -1 if the text
-// ends first. `place` is the state at `begin` on entry and at the end of the text on return. The
-// byte before `begin` must be readable, unless the line begins at 0.
+// ends first. On entry, `place` is the state at `begin`; on return, it is the state at the end of
+// the text. The byte before `begin` must be readable, unless the line begins at 0.
 int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                   Place& place);
 
@@ -86,10 +86,11 @@ struct MalformedRow {
 };
 
 struct ParsedKeys {
-  // Row i has offsets[f * rows + i + 1] - offsets[f * rows + i] keys for field f, where f counts
-  // only the fields that hold keys.
+  // In row i, field f has offsets[f * rows + i + 1] - offsets[f * rows + i] keys. The number f
+  // counts only the fields that hold keys.
   std::vector<int64_t> offsets;
-  // All keys, when the parts are concatenated: field by field, and row by row within a field.
+  // The concatenation of the parts holds all keys, field by field, and row by row within each
+  // field.
   std::vector<std::vector<int64_t>> parts;
 };
 

@@ -1,4 +1,4 @@
-// Sizes that are known only on the device, and row indices or segment ids of either width.
+// Sizes that are known only on the device, and arrays of int64 or int32.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace sparsekit {
 
-// A number of entries: `most` if `exact` is null, otherwise the smaller of `most` and *exact, which
-// is read in device memory when the kernel runs. This lets an op consume the result of another op
-// without a round trip to the host.
+// A number of entries. If `exact` is null, it is `most`; otherwise it is the smaller of `most` and
+// *exact, which is in device memory and read when the kernel runs. This lets an op consume the
+// result of another op without a round trip to the host.
 struct DeviceCount {
   int64_t most;
   const int64_t* exact = nullptr;
@@ -21,8 +21,8 @@ struct DeviceCount {
   }
 };
 
-// An array with one integer per entry: int64 in `wide` if it is not null, otherwise int32 in
-// `narrow`.
+// An array with one integer per entry. If `wide` is not null, it holds the integers as int64;
+// otherwise `narrow` holds them as int32.
 struct EntryNumbers {
   const int64_t* wide;
   const int32_t* narrow;

@@ -1,5 +1,5 @@
-// Passes small values between host and device. read_back waits for the stream, so ops use it only
-// where the host must know a result's size or an error.
+// Copies small values between host and device. read_back() waits for the stream, so ops call it
+// only where the host must know a result's size or an error.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace sparsekit::cuda {
 
-// Initial value of an error position: no error found. All bytes are equal, so a memset can set it.
+// Initial value of an error position, which means that no error was found. All bytes are equal, so
+// that a memset can set it.
 constexpr int kNoPositionByte = 0x7F;
 constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;
 
@@ -26,10 +27,10 @@ inline int64_t position_in_table(int64_t both) {
   return both & ((int64_t{1} << kPositionBits) - 1);
 }
 
-// Fills device memory with one byte, in stream order. Does not wait.
+// Fills device memory with copies of one byte, in stream order. Does not wait.
 void fill_bytes(void* device, int byte, int64_t bytes, void* stream);
 
-// Returns true while the stream is being captured into a CUDA graph, when waiting is forbidden.
+// Returns true while the stream is being captured into a CUDA graph; waiting is then forbidden.
 bool is_capturing(void* stream);
 
 struct Piece {
@@ -44,7 +45,7 @@ void read_back(const Piece* pieces, int count, void* stream);
 // Copies host memory to the device, in stream order. The caller may reuse `host` immediately.
 void copy_to_device(void* device, const void* host, int64_t bytes, void* stream);
 
-// Returns how often read_back has waited in this process.
+// Returns the number of times that read_back() has waited in this process.
 int64_t num_waits();
 
 }  // namespace sparsekit::cuda

@@ -1,5 +1,5 @@
-// Element types of rows: float, double, and BFloat16, which is stored in 16 bits and computed in
-// float.
+// Element types of rows: float, double, and BFloat16. A BFloat16 is stored in 16 bits; arithmetic
+// on it is done in float.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ template <class T>
 SPARSEKIT_HOST_DEVICE inline T store(Acc<T> x) {
   return static_cast<T>(x);
 }
-// Rounds to nearest, ties to even; a NaN stays a NaN, whatever its payload.
+// Rounds to nearest, with ties to even. Any NaN stays a NaN.
 template <>
 SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   uint32_t bits;
@@ -52,8 +52,8 @@ SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   return BFloat16{static_cast<uint16_t>(x != x ? nan : rounded)};
 }
 
-// Instantiates function<T>, or function<Rule, T>, for every dtype of rows. Used at the end of the
-// file that defines the function.
+// Instantiates function<T>, or function<Rule, T>, for every dtype of rows. Use this macro at the
+// end of the file that defines the function.
 #define SPARSEKIT_INSTANTIATE(function)                 \
   template decltype(function<float>) function<float>;   \
   template decltype(function<double>) function<double>; \

@@ -1,4 +1,4 @@
-// Pools table rows into bags; computes the gradients of pooling.
+// Pools table rows into bags, and computes the gradients of pooling.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace sparsekit {
 
 // Combines the rows x_i of a bag, with weights w_i (1 when there are none), into one vector:
 //   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
-// A divisor of zero, as for an empty bag, gives zeros. With kNone a bag has at most one row, which
-// is copied; only the ops on many tables accept kNone.
+// If the divisor is zero, as for an empty bag, the vector is zeros. With kNone, a bag has at most
+// one row, which is copied. Only the ops on many tables accept kNone.
 enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2, kNone = 3 };
 
 // Bag b pools rows[offsets[b] : offsets[b + 1]].
@@ -39,16 +39,16 @@ template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
                                                const ParallelFor& parallel_for);
 
-// Computes grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses become
-// zero. The order of additions is fixed, as in unsorted_segment_sum. Returns -1 or a bad position,
+// Computes grad_weight [num_rows, dim] from grad_out [num_bags, dim]. Rows that are in no bag get
+// zeros. The order of additions is fixed, as in unsorted_segment_sum. Returns -1 or a bad position,
 // like embedding_bag.
 template <class T>
 int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                                const Acc<T>* sample_weights, Combiner combiner, T* grad_weight,
                                void* workspace, const ParallelFor& parallel_for);
 
-// Computes grad_sample_weights [n], the gradient of sample_weights. Relies on the checks that the
-// forward has made.
+// Computes grad_sample_weights [n], the gradient of sample_weights. Offsets and rows must have
+// passed the checks of the forward.
 template <class T>
 void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t dim,
                                            const Bags& bags, const Acc<T>* sample_weights,
@@ -58,9 +58,10 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
 }  // namespace cpu
 
 // On a device, the kernels check offsets and rows. The caller sets *bad_offset and *bad_row to
-// INT64_MAX. *bad_offset becomes the position that cpu::check_offsets would return, and *bad_row
-// the smallest position of a row >= num_rows, if there are any. A bag with bad offsets is treated
-// as empty, and a bad row as a row of zeros. Preconditions: n < 2^31 and num_bags < 2^31.
+// INT64_MAX. If there is a bad offset, *bad_offset becomes the position that cpu::check_offsets
+// would return. If any row is >= num_rows, *bad_row becomes the smallest position of such a row. A
+// bag with bad offsets is treated as empty, and a bad row as a row of zeros. Preconditions: n <
+// 2^31 and num_bags < 2^31.
 namespace cuda {
 
 struct BagErrors {

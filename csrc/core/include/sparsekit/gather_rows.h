@@ -8,9 +8,9 @@
 namespace sparsekit {
 namespace cpu {
 
-// out[i] = table[rows[i]], or zeros where rows[i] < 0. A row is row_bytes bytes of any dtype. table
-// [num_rows, row_bytes], rows [n], out [n, row_bytes]. Returns -1, or the first position whose row
-// is >= num_rows; out is then undefined.
+// Sets out[i] = table[rows[i]], or zeros where rows[i] < 0. A row has row_bytes bytes, of any
+// dtype. table [num_rows, row_bytes], rows [n], out [n, row_bytes]. Returns -1, or the first
+// position whose row is >= num_rows; `out` is then undefined.
 int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
                     int64_t n, void* out, const ParallelFor& parallel_for);
 

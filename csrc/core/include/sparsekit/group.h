@@ -1,5 +1,5 @@
-// Arguments of ops that work on many tables at once: where the keys are, and which table each run
-// of bags looks up.
+// Arguments of ops that process many tables in one call. They describe where the keys are, and in
+// which table each run of bags is looked up.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace sparsekit {
 // An array of keys, divided into bags.
 struct Source {
   const void* keys;     // [n], int64 or int32
-  const void* offsets;  // [bags + 1], int64 or int32, from 0 to n; null: one key per bag
+  const void* offsets;  // [bags + 1], int64 or int32, from 0 to n; if null, each bag has one key
   bool wide_keys, wide_offsets;
   int64_t n, bags;
 
@@ -33,7 +33,7 @@ struct Feature {
   int64_t table, source;
   int64_t first_bag, bags;
   int64_t max_nnz;
-  // Known on the host only if the source's offsets are in host memory:
+  // The next fields are known on the host only if the source's offsets are in host memory.
   int64_t key_start, n, first_entry;
 };
 
@@ -41,7 +41,7 @@ struct Feature {
 struct AskedTable {
   int64_t first_feature, features;
   int64_t first_entry, n;  // known on the host only if offsets are in host memory
-  int64_t end;             // keys must be in [0, end); -1 if any key is allowed
+  int64_t end;             // keys must be in [0, end); -1 allows any key
 };
 
 namespace cpu {
@@ -53,8 +53,8 @@ struct BagCheck {
   int64_t position = -1;  // position of the bad offset or bag
 };
 
-// Checks that the offsets of the bags [first, last) of a source never decrease and stay within its
-// keys, and that no bag has more than `most` keys.
+// Checks that the offsets of the bags [first, last) of a source never decrease and stay within the
+// source's keys, and that no bag has more than `most` keys.
 BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t most,
                     const ParallelFor& parallel_for);
 
@@ -62,8 +62,9 @@ BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t m
 int64_t check_keys(const Source& source, int64_t first, int64_t last, int64_t end,
                    const ParallelFor& parallel_for);
 
-// Writes the first entry of each bag, feature by feature, followed by the number of entries, to
-// bags [bags of all features + 1]. Writes each feature's key_start to key_starts [num_features].
+// Writes the first entry of each bag to bags [bags of all features + 1], feature by feature,
+// followed by the total number of entries. Writes each feature's key_start to key_starts
+// [num_features].
 void write_bags(const Source* sources, const Feature* features, int64_t num_features, int32_t* bags,
                 int64_t* key_starts, const ParallelFor& parallel_for);
 
@@ -73,16 +74,16 @@ struct GroupTable;
 struct NewRows;
 struct RoutedTable;
 
-// On a device, bad offsets are clamped to the range of their source's keys. Fields that the host
-// would compute from offsets (key_start, n and first_entry of features; n and first_entry of
-// tables) are not read.
+// On a device, bad offsets are clamped to the range of their source's keys. The fields that the
+// host can only compute from offsets are not read: key_start, n and first_entry of features, and n
+// and first_entry of tables.
 namespace cuda {
 
-// Tables, sources and features of a call; all arrays are in host memory.
+// Tables, sources and features of a call. All arrays are in host memory.
 struct GroupCall {
-  const GroupTable* tables;   // [num_tables], unless `routed` is given
-  const RoutedTable* routed;  // [num_tables] if keys are sent to their owners, else null
-  const NewRows* new_rows;    // [num_tables], or null if nothing is inserted
+  const GroupTable* tables;   // [num_tables]; not used if `routed` is given
+  const RoutedTable* routed;  // [num_tables]; null unless keys are sent to their owners
+  const NewRows* new_rows;    // [num_tables]; null if nothing is inserted
   int64_t num_tables;
   const Source* sources;
   int64_t num_sources;
@@ -92,17 +93,17 @@ struct GroupCall {
   int64_t entries;   // upper bound on the number of entries
 };
 
-// The smallest position of each kind of error. The caller initializes these positions to INT64_MAX.
-// They are indices into the concatenation of all sources' offsets (for offsets and bags) or of all
-// sources' keys.
+// Smallest position of each kind of error. The caller initializes these positions to INT64_MAX.
+// Positions of offsets and bags are indices into the concatenated offsets of all sources; positions
+// of keys are indices into the concatenated keys of all sources.
 struct GroupErrors {
   int64_t* bad_offset;
   int64_t* long_bag;
   int64_t* bad_key;
 };
 
-// Moves error words of the device, `words` [count], to `report` [count] in stream order, so that
-// the host can read them later without a wait. Nothing is moved if count is 0.
+// Error words of the device. They are moved from words [count] to report [count] in stream order,
+// so that the host can read them later without a wait. If count is 0, nothing is moved.
 struct ErrorReport {
   int64_t* words;
   int64_t* report;
@@ -115,10 +116,10 @@ struct GroupBags {
   int64_t* key_starts;  // [num_features]
 };
 
-// Must be called before all other functions that use the entries of a call, with the same
-// workspace. Writes `bags` and makes the same checks as cpu::check_bags and cpu::check_keys. Also
-// checks that the offsets of each source begin at 0 and end at n. Bad offsets may describe more
-// than call.entries entries; the excess is dropped.
+// Writes `bags` and makes the same checks as cpu::check_bags and cpu::check_keys. Also checks that
+// the offsets of each source begin at 0 and end at n. Bad offsets may describe more than
+// call.entries entries; the excess is dropped. Call this function before all other functions that
+// use the entries of the call, with the same workspace.
 void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
                  void* workspace, void* stream);
 

@@ -1,4 +1,4 @@
-// Pools rows of many tables in one call; computes the gradients of pooling.
+// Pools rows of many tables in one call, and computes the gradients of pooling.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace sparsekit {
 
-// The fields of a table that pooling reads.
+// A table, with the fields that pooling reads.
 template <class T>
 struct PooledTable {
   const T* weight;
@@ -21,13 +21,13 @@ struct PooledTable {
   // [num_listed], or null. If given, `index` holds positions in this list instead of rows.
   const int32_t* rows;
   int64_t num_listed;
-  // Seed of the initial vectors that replace negative rows; null: zeros replace negative rows.
+  // Seed of the initial vectors that replace negative rows. If null, zeros replace negative rows.
   const int64_t* seed;
   Initializer initializer;  // initializer.seed is not used
 };
 
-// The bags of a feature. The vector of bag b begins at out + b * stride, the gradient of this
-// vector at grad + b * stride.
+// The bags of a feature. The vector of bag b begins at out + b * stride, and its gradient at grad +
+// b * stride.
 template <class T>
 struct FeatureBags {
   int64_t table, num_bags;
@@ -55,7 +55,7 @@ struct FeatureBags {
 };
 
 // The gradient of each table begins at a multiple of this many elements, so that vector loads can
-// be used.
+// read it.
 constexpr int64_t kPartElements = 16;
 
 // Arguments of the gradient of one table.
@@ -72,15 +72,15 @@ struct SummedTable {
   int64_t* sorted_rows;
 };
 
-// Callback that consumes the gradient of a table on the thread that summed it, while it is in the
-// cache: grad [num_rows, dim] is the gradient of `rows` [num_rows]. Both arrays are valid only
-// during the call. Calls for several tables may run concurrently; `parallel_for` has the threads
-// that a call may use. Must not throw.
+// Callback that consumes the gradient of a table while it is in the cache, on the thread that
+// summed it: grad [num_rows, dim] is the gradient of `rows` [num_rows]. Both arrays are valid only
+// during the call. Calls for different tables may run concurrently; `parallel_for` uses only the
+// threads that the call may use. Must not throw.
 template <class T>
 using GradientTaker = std::function<void(int64_t table, const int64_t* rows, const T* grad,
                                          const ParallelFor& parallel_for)>;
 
-// Output buffer for the sums of all tables: the sum for row r of table t begins at out + r *
+// Output buffer for the sums of all tables. The sum for row r of table t begins at out + r *
 // row_strides[t].
 template <class T>
 struct SumRoom {
@@ -88,7 +88,7 @@ struct SumRoom {
   int64_t elements;            // size of `out` in elements
   const int64_t* row_strides;  // [tables]
 
-  // Returns how many rows of table t, with `dim` elements each, fit in `out`.
+  // Returns the number of rows of table t that fit in `out` if they have `dim` elements each.
   int64_t num_rows(int64_t t, int64_t dim) const {
     return elements < dim ? 0 : (elements - dim) / row_strides[t] + 1;
   }
@@ -96,36 +96,37 @@ struct SumRoom {
 
 namespace cpu {
 
-// Returns the workspace size in bytes of group_embedding_bag; the workspace must be 64-byte
+// Returns the size in bytes of the workspace for group_embedding_bag. The workspace must be 64-byte
 // aligned. Without initial vectors, the size is 8 * (num_features + 1).
 template <class T>
 int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
                                             const FeatureBags<T>* features, int64_t num_features,
                                             const ParallelFor& parallel_for);
 
-// Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
-// `rows`; `bags` and `index` must have the same integer type. Returns -1, or an entry whose row or
-// position is out of range; the output is then undefined.
+// Pools the bags of all features. index[e] is the row of entry e or, if its table has a list
+// `rows`, a position in the list. `bags` and `index` must have the same integer type. Returns -1,
+// or an entry whose row or position is out of range; the output is then undefined.
 template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
                             int64_t num_features, EntryNumbers index, void* workspace,
                             const ParallelFor& parallel_for);
 
-// Returns the workspace size in bytes of group_embedding_bag_backward, with or without a taker; the
-// workspace must be 64-byte aligned. Pass the same `order` [tables] to both functions.
+// Returns the size in bytes of the workspace for group_embedding_bag_backward, with or without a
+// taker. The workspace must be 64-byte aligned. Pass the same buffer `order` [tables] to both
+// functions.
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int32_t* order,
                                                      const ParallelFor& parallel_for,
                                                      bool has_taker = false);
 
-// Computes the gradient of each table as embedding_bag_backward would from the table's entries,
-// then divides it by `divisor`. index[e] is the index of entry e's row among the num_rows rows of
+// Computes the gradient of each table, as embedding_bag_backward would from the table's entries,
+// and divides it by `divisor`. index[e] is the index of entry e's row among the num_rows rows of
 // its table's gradient; entries with a negative index are skipped. Returns -1, or the first entry
 // with an index >= num_rows.
 //
-// With a taker, gradients are passed to the taker, in the order of `rows`, and grad and sorted_rows
-// are not used. Bad entries are then found before the taker is first called.
+// If there is a taker, gradients are passed to the taker, in the order of `rows`; grad and
+// sorted_rows are not used. In this case, bad entries are found before the first call of the taker.
 template <class T>
 int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
                                      EntryNumbers index, int64_t divisor, int32_t* order,
@@ -134,11 +135,12 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
 
 }  // namespace cpu
 
-// Like the CPU versions. Bad bags are clamped to `entries`. An entry whose row is out of range is
-// treated as having no row, and is reported in *bad_index or *bad_row. Each table's part of `rows`
-// [entries] begins at the table's first entry; counts [tables] is the number of valid elements in
-// each part. PooledTable::rows, PooledTable::num_listed and SummedTable::first_entry are not read.
-// No bag has more entries than its feature's max_nnz.
+// Like the CPU versions, with these differences. Bad bags are clamped to `entries`. An entry whose
+// row is out of range is treated as having no row, and is reported in *bad_index or *bad_row.
+// `rows` [entries] has a range for each table, which begins at the table's first entry; counts
+// [tables] is the number of valid elements in each range. PooledTable::rows,
+// PooledTable::num_listed and SummedTable::first_entry are not read. No bag may have more entries
+// than its feature's max_nnz.
 namespace cuda {
 
 template <class T>
@@ -159,8 +161,8 @@ template <class T>
 void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
                          void* workspace, void* stream);
 
-// Arguments of the gradients of all tables. Features are ordered by table, and so are bags,
-// gradients and sorted rows.
+// Arguments of the gradients of all tables. Features, bags, gradients and sorted rows are all
+// ordered by table.
 template <class T>
 struct GroupSums {
   const SummedTable<T>* tables;
@@ -183,11 +185,11 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 template <class T>
 int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums);
 
-// Like group_embedding_bag_backward, but writes the sums for the rows sums.rows to `room`. The
-// field `grad` of sums.tables is not read, and num_rows is only an upper bound; the number of a
-// table's rows is also limited to the number of its entries, even if `counts` is larger. Sums that
-// do not fit in `room` are dropped; the position of such a sum's row among the rows of all tables
-// is reported in *bad_row. The host does not wait for the number of rows.
+// Like group_embedding_bag_backward, but writes the sums for sums.rows to `room`. Does not read the
+// field `grad` of sums.tables. num_rows is only an upper bound, and a table has at most as many
+// rows as entries, even if `counts` is larger. Sums that do not fit in `room` are dropped; *bad_row
+// then becomes the position of such a sum's row among the rows of all tables. The host does not
+// wait for the number of rows.
 template <class T>
 void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
                                      int64_t* bad_index, int64_t* bad_row, void* workspace,
@@ -197,12 +199,12 @@ template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 
 // Makes the optimizer step that update_rows would make with the gradients of
-// group_embedding_bag_backward, but without writing these gradients to memory: it stores only the
-// sums of rows whose sorted entries span several chunks. The host does not wait for the number of
-// rows. The field `grad` of sums.tables is not read, and num_rows is only an upper bound; the
-// number of a table's rows is also limited to the number of its entries, even if `counts` is
-// larger. Positions in *bad_row are counted among the distinct rows of a table. before_changes() is
-// called after the launches that check `index` and before anything is changed; it may throw.
+// group_embedding_bag_backward, but does not write these gradients to memory: it stores only the
+// sums of rows whose sorted entries span several chunks. Does not read the field `grad` of
+// sums.tables. num_rows is only an upper bound, and a table has at most as many rows as entries,
+// even if `counts` is larger. Positions in *bad_row are counted among the distinct rows of a table.
+// before_changes() is called after the launches that check `index` and before anything is changed;
+// it may throw. The host does not wait for the number of rows.
 template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,

@@ -1,4 +1,4 @@
-// XXH64 of the decimal text of integers, so that 3 and "3" have the same hash.
+// Computes XXH64 of the decimal text of integers, so that 3 and "3" have the same hash.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace sparsekit {
 
-// Returns the decimal digits of value < 10^8 in the 8 bytes of a word, the first digit in the
-// lowest byte. Divides in parallel: the two halves of four digits become four pairs of digits, then
-// eight digits.
+// Returns the decimal digits of `value` (< 10^8) in the 8 bytes of a word, with the first digit in
+// the lowest byte. Divides in parallel: splits the value into two halves of four digits, then into
+// four pairs of digits, then into eight digits.
 SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
   const uint64_t fours = value / 10000 | value % 10000 << 32;
   const uint64_t hundreds = (fours * 10486 >> 20) & 0x0000007F0000007Fu;
@@ -94,8 +94,8 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t value, uint64_t seed
 
 namespace cpu {
 
-// codes[i] = hash_decimal(values[i], seed), for i in [0, n). With is_unsigned the values are the
-// bits of unsigned integers.
+// Sets codes[i] = hash_decimal(values[i], seed) for i in [0, n). If is_unsigned is true, the values
+// are the bits of unsigned integers.
 void hash_integers(const int64_t* values, int64_t n, bool is_unsigned, uint64_t seed,
                    int64_t* codes, const ParallelFor& parallel_for);
 

@@ -11,27 +11,27 @@ namespace sparsekit {
 
 constexpr int kSlotsPerBucket = 5;
 
-// One 64-byte cache line: most lookups read nothing else. A slot is empty when its row is -1, so
-// every int64 is a legal key; an empty slot's key is 0. Slots fill in order.
+// A bucket fills one cache line of 64 bytes, and most lookups read nothing else. A slot is empty if
+// its row is -1, so any int64 may be a key; the key of an empty slot is 0. Slots fill in order.
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
   int32_t rows[kSlotsPerBucket];
-  // Number of keys that found this bucket full and moved on. 0 ends the search for a key.
+  // Number of keys that found this bucket full and moved on. If it is 0, a search ends here.
   int32_t spilled;
 
   // Returns true if a search that reaches this bucket must go on to the next one. Keys pass only
-  // full buckets, so a nonzero count in a bucket that is not full is damage; it must not prolong
-  // every search.
+  // full buckets, so a nonzero count in a bucket that is not full is a sign of damage. It is
+  // ignored here, so that it does not prolong every search.
   SPARSEKIT_HOST_DEVICE bool passed() const {
     return spilled > 0 && rows[kSlotsPerBucket - 1] >= 0;
   }
 };
 static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 
-// Mixes every bit of the key into the high bits, which home_bucket() uses: two rounds of multiply
-// and xor-shift, with the constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
-// Colliding keys are easy to construct, so keys from outside are hashed as key ^ seed with a random
-// seed (docs/design/hashing.md discusses how much protection this gives).
+// Mixes every bit of the key into the high bits, which home_bucket() uses. Has two rounds of
+// multiply and xor-shift, with the constants of the splitmix64 finaliser (Steele, Lea and Flood
+// 2014). Colliding keys are easy to construct, so keys from outside are hashed as key ^ seed with a
+// random seed (docs/design/hashing.md discusses how much protection this gives).
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -39,7 +39,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   return x ^ (x >> 31);
 }
 
-// Returns the bucket where the search for a key starts: the hash scaled to [0, num_buckets) by
+// Returns the bucket where the search for a key starts. Scales the hash to [0, num_buckets) by
 // multiply-high, so that the number of buckets need not be a power of two.
 SPARSEKIT_HOST_DEVICE inline int64_t bucket_of_hash(uint64_t hash, int64_t num_buckets) {
   __extension__ using uint128 = unsigned __int128;
@@ -51,7 +51,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t seed, int6
   return bucket_of_hash(hash_key(key ^ seed), num_buckets);
 }
 
-// Returns how many buckets `b` is past the home bucket of `key`.
+// Returns the distance of bucket `b` from the home bucket of `key`.
 SPARSEKIT_HOST_DEVICE inline int64_t buckets_passed(int64_t b, int64_t key, int64_t seed,
                                                     int64_t num_buckets) {
   const int64_t distance = b - home_bucket(key, seed, num_buckets);
@@ -63,38 +63,38 @@ namespace cpu {
 // Empties all buckets.
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for);
 
-// rows[i] = row of keys[i], or -1 if the key is absent. Key and Row are int32_t or int64_t. `seed`
-// must be the one that the keys were inserted with.
+// Sets rows[i] to the row of keys[i], or to -1 if the key is absent. Key and Row are int32_t or
+// int64_t. `seed` must be the seed with which the keys were inserted.
 template <class Key, class Row>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                      int64_t n, Row* rows, const ParallelFor& parallel_for);
 
 // Like hash_table_find, but inserts absent keys with the rows *size, *size + 1, ... in order of
-// first occurrence, and increases *size. All or nothing: if the rows would exceed `capacity`, the
-// table and *size are left unchanged, byte for byte, rows[i] of absent keys is -1, and the call
-// returns the number of absent entries of `keys` (repeats counted). Returns 0 on success, and -1 if
-// the table is damaged (by a bad file, say): no slot is free although *size is below `capacity`.
-// Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
+// first occurrence, and increases *size. Returns 0 on success. If the rows would exceed `capacity`,
+// no key is inserted: the table and *size are left unchanged, byte for byte, rows[i] of absent keys
+// is -1, and the call returns the number of absent entries of `keys`, including repeats. Returns -1
+// if the table is damaged, for example by a bad file: no slot is free although *size is below
+// `capacity`. Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
 template <class Key>
 int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for);
 
 // Writes keys[row] = key for every key in the table whose row is below `size`. rows [size] is
-// workspace. Returns false if the table is damaged: it does not have exactly one key for each row,
-// or its counts of spilled keys do not match its keys; `keys` is then undefined.
+// workspace. Returns false if the table is damaged, that is, if it does not have exactly one key
+// for each row, or if its counts of spilled keys do not match its keys; `keys` is then undefined.
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// On a device, all pointers, including `seed`, point to device memory, `stream` is a cudaStream_t,
-// and the host never waits for the device.
+// On a device, all pointers (including `seed`) point to device memory, and `stream` is a
+// cudaStream_t. The host never waits for the device.
 namespace cuda {
 
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream);
 
-// Like the CPU version; rows[i] is -1 for i >= n.get().
+// Like the CPU version, but rows[i] is -1 for i >= n.get().
 template <class Key>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                      const Key* keys, DeviceCount n, int64_t* rows, void* stream);

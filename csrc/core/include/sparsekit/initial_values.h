@@ -1,4 +1,4 @@
-// The values that init_rows writes, computed by the same code on the CPU and on devices.
+// Computes the values that init_rows writes, by the same code on the CPU and on devices.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace sparsekit {
 
-// Computes the four values of columns 4 * block ... 4 * block + 3 of a key's row.
+// Computes the initial values of columns 4 * block to 4 * block + 3 of a key's row.
 SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer, int64_t key,
                                                  int64_t block, float values[4]) {
   const float a = initializer.a, b = initializer.b;
@@ -36,13 +36,13 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
     return;
   }
   for (int j = 0; j < 4; j += 2) {
-    // u is in (0, 1] for the logarithm. It is a double, so that differences between platforms in
-    // log and cos matter only if they change the final rounding to float.
+    // u is in (0, 1], so its logarithm is finite. It is a double, so that differences between
+    // platforms in log and cos matter only if they change the final rounding to float.
     const double u = (static_cast<double>(random.word[j]) + 1) * 0x1p-32;
     const double radius = std::sqrt(-2 * std::log(u));
     double sine = 0, cosine = 0;
 #ifdef __CUDA_ARCH__
-    // Unlike sincospi, sin and cos have a path for huge angles, which needs stack memory.
+    // Use sincospi: sin and cos have a path for huge angles, which needs stack memory.
     sincospi(0x1p-31 * random.word[j + 1], &sine, &cosine);
 #else
     const double angle = 2 * 3.14159265358979323846 * 0x1p-32 * random.word[j + 1];
@@ -54,7 +54,7 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
   }
 }
 
-// Computes the initial vector of a key, on the CPU.
+// Computes the initial vector of a key on the CPU.
 template <class T>
 void init_row(T* row, int64_t dim, int64_t key, const Initializer& initializer) {
   for (int64_t column = 0; column < dim; column += 4) {

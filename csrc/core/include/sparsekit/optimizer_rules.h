@@ -1,27 +1,28 @@
-// The update of one element of a row, for each optimizer; shared by both engines.
+// The update of one element of a row, for each optimizer. Both engines, CPU and CUDA, use this
+// code.
 //
 // A rule is a struct of the optimizer's settings with
 //   kStates       number of states; each has one element for each element of the weight;
-//   kRowWise      true if the last state is instead one number for a whole row;
+//   kRowWise      true if the last state has one number for a whole row instead;
 //   kRowMeans     number of means over a row that step() depends on, up to two;
 //   kPerRow       true if a row may count its own steps;
 //   StepConstants<A>    struct of the numbers that all elements of a step share;
 //   at<A>(t)      returns the StepConstants of step t >= 1;
 //   step(...)     makes the step of one element: gradient g, weight w, states s[kStates].
 // A rule with means also has
-//   kMeansReadWeight, kMeansReadStates   true if the means depend on the weight or the states too;
+//   kMeansReadWeight, kMeansReadStates   true if the means also depend on the weight or the states;
 //   of_element(k, g, w, s)               returns the terms to average; s is a copy to work on;
 //   of_row(k, means, before)             returns a number of the row that step() reads from s after
 //                                        the element's states; with kRowWise it is the row's new
 //                                        state, and `before` is the old state.
-// A rule that also moves rows without a gradient has what catch_up_rows needs:
+// A rule that also moves rows without a gradient has the members that catch_up_rows needs:
 //   without_gradient(a, b)  returns the StepConstants of a missed step, given its two numbers;
-//   most_replayed()         returns the number of missed steps worth replaying: all later ones
-//                           together would move a weight by less than 2^-53 of the move in the
-//                           first one, at equal learning rates;
+//   most_replayed()         returns the number of missed steps worth replaying: at equal learning
+//                           rates, all later steps together would move a weight by less than 2^-53
+//                           of the move in the first step;
 //   decay(k, steps)         returns the factor by which `steps` missed steps shrink state k.
-// A is the type in which rows are computed. Expressions are in the order in which torch.optim
-// evaluates them.
+// A is the type in which rows are computed. Expressions are evaluated in the same order as in
+// torch.optim.
 #pragma once
 
 #include <cmath>
@@ -40,7 +41,7 @@ inline int64_t steps_to_vanish(double ratio) {
       std::ceil(1 + (std::log(1 - ratio) - 53 * std::log(2.0)) / std::log(ratio)));
 }
 
-// Returns base^steps for a base in [0, 1). Squaring needs fewer registers in a kernel than pow; its
+// Returns base^steps for a base in [0, 1). Squaring needs fewer registers in a kernel than pow. Its
 // error, at most steps * 2^-53, does not matter for a state that has decayed.
 SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
   double power = 1;
@@ -54,8 +55,8 @@ SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
 template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 
-// The terms that a rule averages over a row, or their means; 0 for a row without elements. Not an
-// array, since that would cost the CUDA kernel 6 registers.
+// The terms that a rule averages over a row, or their means. They are 0 for a row without elements.
+// The struct is not an array, since an array would cost the CUDA kernel 6 registers.
 template <class A>
 struct RowMeans {
   A first, second;
@@ -63,7 +64,7 @@ struct RowMeans {
 
 // g += weight_decay w;   without momentum w -= lr g;
 // with momentum, b = momentum b + g and w -= lr (nesterov ? g + momentum b : b).
-// This is torch.optim.SGD without dampening; see Sutskever et al., "On the importance of
+// This is torch.optim.SGD without dampening. See Sutskever et al., "On the importance of
 // initialization and momentum in deep learning", ICML 2013.
 template <bool kMomentum>
 struct Sgd {
@@ -107,11 +108,11 @@ struct Sgd {
 
 // m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   with kAmsgrad x = max(x, v),
 // w = (1 - lr weight_decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v or x) + eps_t).
-// eps_t is eps, as at the end of section 2 of Kingma and Ba, "Adam", ICLR 2015, and in
-// torch.optim.SparseAdam. With rescale_eps it is eps sqrt(1 - beta2^t); the last term is then the
-// same as in their algorithm 1 and in torch.optim.Adam. Weight decay follows Loshchilov and Hutter,
-// "Decoupled weight decay regularization", ICLR 2019; x is from Reddi et al., "On the convergence
-// of Adam and beyond", ICLR 2018.
+// By default, eps_t = eps, as at the end of section 2 of Kingma and Ba, "Adam", ICLR 2015, and in
+// torch.optim.SparseAdam. With rescale_eps, eps_t = eps sqrt(1 - beta2^t); the step is then the
+// same as in algorithm 1 of that paper and in torch.optim.Adam. Weight decay follows Loshchilov and
+// Hutter, "Decoupled weight decay regularization", ICLR 2019. x is from Reddi et al., "On the
+// convergence of Adam and beyond", ICLR 2018.
 template <bool kAmsgrad>
 struct Adam {
   static constexpr int kStates = kAmsgrad ? 3 : 2;
@@ -144,7 +145,7 @@ struct Adam {
     s[1] = k.beta2 * s[1] + k.rest2 * g * g;
     A v = s[1];
     if constexpr (kAmsgrad) {
-      // Written this way round, the comparison keeps a NaN in v.
+      // This order of operands keeps a NaN in v.
       s[2] = s[2] > v ? s[2] : v;
       v = s[2];
     }
@@ -167,8 +168,9 @@ struct Adam {
 
 // With lr_t = lr / (1 + (t - 1) lr_decay):
 // v += g^2,   w -= lr_t * g / (sqrt(v) + eps).
-// Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011; torch.optim.Adagrad.
-// Weight decay comes first: g += weight_decay w, or, if decoupled, w *= 1 - lr_t weight_decay.
+// Weight decay is applied first: it adds weight_decay w to g or, if decoupled, multiplies w by 1 -
+// lr_t weight_decay. See torch.optim.Adagrad and Duchi, Hazan and Singer, "Adaptive subgradient
+// methods", JMLR 2011.
 struct Adagrad {
   static constexpr int kStates = 1;
   static constexpr bool kRowWise = false;
@@ -199,9 +201,9 @@ struct Adagrad {
   }
 };
 
-// Adagrad with a single v per row, which accumulates the mean of g^2 over the row: FBGEMM's
-// EXACT_ROWWISE_ADAGRAD. Weight decay is applied only if kL2 is true; a runtime flag would cost the
-// CUDA kernel 6 to 20 registers.
+// Adagrad with a single v per row, which accumulates the mean of g^2 over the row. This is FBGEMM's
+// EXACT_ROWWISE_ADAGRAD. Weight decay is applied only if kL2 is true; a flag at run time would cost
+// the CUDA kernel 6 to 20 registers.
 template <bool kL2>
 struct RowWiseAdagrad : Adagrad {
   static constexpr bool kRowWise = true;
@@ -229,8 +231,9 @@ struct RowWiseAdagrad : Adagrad {
 //   without momentum               w -= lr g / d;
 //   with momentum                  b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop);
 //   with momentum and eps_inside   b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
-// Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
-// Weight decay comes first: g += weight_decay w, or, if decoupled, w *= 1 - lr weight_decay.
+// Weight decay is applied first: it adds weight_decay w to g or, if decoupled, multiplies w by 1 -
+// lr weight_decay. See Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning",
+// 2012.
 template <bool kMomentum>
 struct RmsProp {
   static constexpr int kStates = kMomentum ? 2 : 1;
@@ -275,9 +278,10 @@ struct RmsProp {
 
 // With p = -lr_power:   n' = n + g^2,   z += g - (n'^p - n^p) / lr * w,
 // w = |z| <= l1 ? 0 : (sign(z) l1 - z) / (n'^p / lr + 2 l2).
-// McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with l2
-// as TensorFlow defines it: it adds l2 w^2 to the loss, where the paper's lambda_2 adds half of
-// that. With lr = 0, where a schedule may begin or end, nothing changes.
+// This is algorithm 1 of McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013.
+// l2 is defined as in TensorFlow: it adds l2 w^2 to the loss, while the paper's lambda_2 adds
+// lambda_2 w^2 / 2. If lr is 0, as it may be at the beginning or end of a schedule, nothing
+// changes.
 struct Ftrl {
   static constexpr int kStates = 2;  // the states n and z
   static constexpr bool kRowWise = false;
@@ -312,8 +316,8 @@ struct Ftrl {
   }
 };
 
-// Adam with one v per row: v = beta2 v + (1 - beta2) mean of g^2 over the row. This is FBGEMM's
-// PARTIAL_ROWWISE_ADAM, with rescale_eps.
+// Adam with a single v per row: v = beta2 v + (1 - beta2) * (mean of g^2 over the row). This is
+// FBGEMM's PARTIAL_ROWWISE_ADAM, with rescale_eps.
 struct PartialRowWiseAdam : Adam<false> {
   static constexpr bool kRowWise = true;
   static constexpr int kRowMeans = 1;
@@ -338,8 +342,8 @@ struct PartialRowWiseAdam : Adam<false> {
 // With m and v as in Adam, m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t):
 // u = m' / (sqrt(v') + eps) + weight_decay w,   w -= lr |w| / |u| * u,
 // where |x| is the norm of a row, and |w| / |u| is taken as 1 if either is 0.
-// You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
-// algorithm 2, with each row as a layer, as in FBGEMM's LAMB.
+// This is algorithm 2 of You et al., "Large batch optimization for deep learning: training BERT in
+// 76 minutes", ICLR 2020, with each row as a layer, as in FBGEMM's LAMB.
 struct Lamb {
   static constexpr int kStates = 2;
   static constexpr bool kRowWise = false;
@@ -359,7 +363,7 @@ struct Lamb {
     const Adam<false> adam{1, beta1, beta2, eps, 0, true};
     return {static_cast<A>(lr), static_cast<A>(weight_decay), adam.at<A>(t)};
   }
-  // Updates the moments and returns u.
+  // Updates the moments m and v, and returns u.
   template <class A>
   SPARSEKIT_HOST_DEVICE static A direction(const StepConstants<A>& k, A g, A w, A* s) {
     s[0] = k.adam.beta1 * s[0] + k.adam.rest1 * g;

@@ -1,4 +1,4 @@
-// Runs loops on a thread pool that the caller provides; core has no thread pool of its own.
+// Runs loops on a thread pool that the caller provides. Core has no thread pool of its own.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace sparsekit {
 
-// A parallel loop over [begin, end) that may call its body on several threads, each with a
-// sub-range of at least `grain` items. The body must not throw. Every kernel gives the same bits
-// for any number of threads, so ranges may decide which thread does the work, but not the order in
-// which values are added.
+// A parallel loop over [begin, end). It may call its body on several threads, each with a sub-range
+// of at least `grain` items. The body must not throw. Every kernel gives the same bits for any
+// number of threads: the ranges may decide which thread does the work, but not the order in which
+// values are added.
 class ParallelFor {
  public:
   using Body = void (*)(int64_t begin, int64_t end, void* context);
@@ -17,13 +17,13 @@ class ParallelFor {
 
   explicit ParallelFor(Run run, int num_threads = 1) : run_(run), num_threads_(num_threads) {}
 
-  // Number of parts to split work into. Like the ranges, this number must not affect results.
+  // Returns the number of parts to split work into. Results must not depend on it.
   int num_threads() const { return num_threads_; }
 
   template <class F>
   void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
     if (begin >= end) return;
-    // Too little work to split: skip the caller's pool.
+    // Too little work to split: do not use the caller's pool.
     if (end - begin <= grain) return static_cast<void>(body(begin, end));
     using Callable = std::remove_reference_t<F>;
     run_(
@@ -32,7 +32,7 @@ class ParallelFor {
         const_cast<void*>(static_cast<const void*>(&body)));
   }
 
-  // Calls body(i) for each i in [0, count). A single item is enough work for a thread.
+  // Calls body(i) for each i in [0, count). A thread may get a single item.
   template <class F>
   void each(int64_t count, const F& body) const {
     (*this)(0, count, 1, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random
-// numbers: as easy as 1, 2, 3", SC 2011).
+// Generates counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
+// random numbers: as easy as 1, 2, 3", SC 2011).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct Philox4x32 {
   uint32_t word[4];
 };
 
-// Returns the four random words of a 128-bit counter under a 64-bit key.
+// Returns the four random words for a 128-bit counter and a 64-bit key.
 SPARSEKIT_HOST_DEVICE inline Philox4x32 philox4x32_10(Philox4x32 counter, uint32_t key0,
                                                       uint32_t key1) {
   for (int round = 0; round < 10; ++round) {

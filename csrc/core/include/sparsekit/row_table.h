@@ -1,4 +1,4 @@
-// Rows of a weight, and the states that an optimizer keeps for them.
+// Rows of a weight and the states that an optimizer keeps for them.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace sparsekit {
 
 constexpr int kMostStates = 3;
 
-// The rows of `weight` [num_rows, dim], a contiguous array, and the states of these rows: state k
-// of row r begins at states[k] + r * strides[k].
+// The rows of `weight` [num_rows, dim], a contiguous array, and their states. State k of row r
+// begins at states[k] + r * strides[k].
 template <class T>
 struct RowTable {
   T* weight;
@@ -24,21 +24,21 @@ struct RowTable {
   int32_t* row_step;
 };
 
-// Converts a step number to an element of row_step; larger numbers become the largest int32.
+// Converts a step number to an element of row_step. Larger numbers become the largest int32.
 SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   constexpr int64_t kMost = 0x7FFFFFFF;
   return static_cast<int32_t>(step < kMost ? step : kMost);
 }
 
-// How new weights are rounded to BFloat16: to nearest, or stochastically, up or down with
-// probabilities that make the expected value exact. Other types are not rounded.
+// Rounding of new weights to BFloat16: to nearest, or stochastic. Stochastic rounding goes up or
+// down with probabilities that make the expected value exact. Other types are not rounded.
 struct Rounding {
   bool stochastic;
   uint64_t seed;
 };
 
 // Returns 16 random bits for each of the columns [8 * block, 8 * block + 8) of a row in a step. Two
-// columns share a word; the first one uses the lower half.
+// columns share a word; the first column has the lower half.
 SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t step, int64_t row,
                                                       int64_t block) {
   const Philox4x32 counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
@@ -47,7 +47,7 @@ SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t ste
                        static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(step >> 32));
 }
 SPARSEKIT_HOST_DEVICE inline uint32_t bits_of_column(const Philox4x32& random, int64_t column) {
-  // Select instead of indexing: an index would put the words into memory on a device.
+  // Select the word by ?:, since an index would put the words into memory on a device.
   const int at = static_cast<int>(column & 7);
   const uint32_t low = at < 2 ? random.word[0] : random.word[1];
   const uint32_t high = at < 6 ? random.word[2] : random.word[3];

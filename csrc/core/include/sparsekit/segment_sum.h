@@ -13,11 +13,11 @@ template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
                                     const ParallelFor& parallel_for);
 
-// out[s] = sum of data[i] over the i with segment_ids[i] == s. Rows with an id < 0 are dropped,
-// segments without rows are zero. data [n, dim], segment_ids [n], out [num_segments, dim]. Rows are
-// added in groups whose bounds depend only on the ids, never on the number of threads, so the
-// result has the same bits every time. Returns -1, or the position of an id >= num_segments, in
-// which case out is untouched.
+// Sets out[s] to the sum of data[i] over all i with segment_ids[i] == s. Rows with an id < 0 are
+// dropped, and segments without rows get zeros. data [n, dim], segment_ids [n], out [num_segments,
+// dim]. Rows are added in groups whose bounds depend only on the ids, never on the number of
+// threads, so the result has the same bits every time. Returns -1, or the position of an id >=
+// num_segments; in the latter case `out` is unchanged.
 template <class T>
 int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                              int64_t num_segments, T* out, void* workspace,
@@ -27,15 +27,15 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
 
 namespace cuda {
 
-// Returns the workspace size in bytes, for either mode. Preconditions: n < 2^31 and num_segments <
-// 2^32 - 1.
+// Returns the workspace size in bytes. It suffices for either value of `deterministic`.
+// Preconditions: n < 2^31 and num_segments < 2^32 - 1.
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
 
-// If `deterministic`, the order of additions depends only on the ids, as on the CPU. Otherwise the
-// fastest method is used: float sums may differ in the last bits from run to run, and subnormal
-// numbers may be flushed to zero. The caller sets *bad to INT64_MAX; it becomes the smallest
-// position of an id >= num_segments, if there is one. Rows with such an id are dropped.
+// If `deterministic` is true, the order of additions depends only on the ids, as on the CPU.
+// Otherwise the fastest method is used: float sums may differ in the last bits from run to run, and
+// subnormal numbers may be flushed to zero. Rows with an id >= num_segments are dropped. The caller
+// sets *bad to INT64_MAX; it becomes the smallest position of such an id, if there is one.
 template <class T>
 void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                           int64_t num_segments, bool deterministic, T* out, int64_t* bad,

@@ -1,4 +1,4 @@
-// Makes one fused optimizer step over the rows that have a gradient, for all tables of a call.
+// Makes one optimizer step for all rows that have a gradient, in all tables of a call.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace sparsekit {
 
-// A table and a pointer to its step count; these fields do not change from call to call.
+// A table and a pointer to its step count. These fields do not change from call to call.
 template <class T>
 struct SteppedTable {
   RowTable<T> table;
@@ -27,10 +27,10 @@ struct RowGradients {
 };
 
 // Determines the number of a step. If `counted` is true, *step is the number of steps made so far,
-// and the step has the number *step + 1; otherwise it has the number *step. If per_row is true,
-// which requires a rule with kPerRow, each row counts its own steps in row_step and is updated with
-// that count; otherwise row_step, if not null, is set to the step number. Counts in row_step
-// saturate at the largest int32.
+// and the step has the number *step + 1; otherwise the step has the number *step. If per_row is
+// true, each row counts its own steps in row_step and is updated with that count; this requires a
+// rule with kPerRow. If per_row is false and row_step is not null, row_step is set to the step
+// number. Counts in row_step saturate at the largest int32.
 struct StepNumber {
   bool counted;
   bool per_row;
@@ -47,9 +47,9 @@ struct BadRow {
 
 namespace cpu {
 
-// Applies the rule to the rows of tables[i] that gradients[i] lists. All other rows and their
-// states are left unchanged, and so is *step. Returns the first bad row, if there is one; in that
-// case nothing has been changed.
+// Applies the rule to the rows of tables[i] that gradients[i] lists. Does not change other rows or
+// their states, and does not change *step. Returns the first bad row, if there is one; in that case
+// nothing has been changed.
 template <class Rule, class T>
 BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradients,
                    int64_t num_tables, const Rule& rule, StepNumber number, Rounding rounding,
@@ -59,15 +59,15 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
 
 namespace cuda {
 
-// Up to this many tables are passed as launch arguments. With more tables, only the gradients are
-// passed in this way, and `on_device` must be a copy of `tables` in device memory.
+// Maximum number of tables that are passed as launch arguments. With more tables, only the
+// gradients are passed in this way, and `on_device` must be a copy of `tables` in device memory.
 constexpr int64_t kTablesOfLaunch = 30;
 
-// Makes one launch for up to 768 tables, or two if the rows of some tables are aligned to 16 bytes
-// and the rows of others are not. The step number is read on the device; a table whose step number
-// is below 1 is left unchanged. Rows outside [0, num_rows) are skipped, and the smallest
-// position_of_table(table, position) of such a row is reported in *bad. counts [tables], in device
-// memory, is the number of gradients of each table, at most n; null means n.
+// Makes one launch for up to 768 tables, or two launches if the rows of only some tables are
+// aligned to 16 bytes. The step number is read on the device; a table whose step number is below 1
+// is left unchanged. Rows outside [0, num_rows) are skipped, and *bad becomes the smallest
+// position_of_table(table, position) of such a row. counts [tables], in device memory, is the
+// number of gradients of each table, at most n; null means n.
 template <class Rule, class T>
 void update_rows(const SteppedTable<T>* tables, const SteppedTable<T>* on_device,
                  const RowGradients<T>* gradients, int64_t num_tables, const int64_t* counts,

@@ -1,7 +1,7 @@
-// Computes XXH64, the 64-bit hash of the xxHash family, of one text or of many. Follows the xxHash
-// fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Texts of equal length
-// are hashed together: this avoids unpredictable branches on the length, and the multiplications of
-// different texts overlap.
+// Computes XXH64, the 64-bit hash of the xxHash family, of one text or of many texts. Follows the
+// xxHash fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Texts of equal
+// length are hashed together: this avoids unpredictable branches on the length, and lets the
+// multiplications for different texts overlap.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 
 namespace sparsekit {
 
-// Returns the XXH64 of the `length` bytes at `data`; `data` needs no alignment and may be null if
+// Returns the XXH64 of the `length` bytes at `data`. `data` needs no alignment, and may be null if
 // `length` is 0. Equal bytes and seeds give equal results on every machine, whatever its byte
-// order. O(length); allocates nothing and is safe to call from any thread. Not a cryptographic
-// hash: anyone who chooses the bytes can choose the hash.
+// order. Takes O(length) time, allocates nothing and is safe to call from any thread. This is not a
+// cryptographic hash: anyone who chooses the bytes can choose the hash.
 uint64_t xxh64(const void* data, size_t length, uint64_t seed);
 
 // A text whose hash is to be written to codes[place].
@@ -24,21 +24,21 @@ struct WaitingText {
 
 constexpr int kTogether = 32;    // number of texts of equal length that are hashed together
 constexpr int kFew = 5;          // fewer texts than this are hashed one by one
-constexpr size_t kTooLong = 64;  // bytes; texts of at least this size are hashed immediately
+constexpr size_t kTooLong = 64;  // in bytes; texts of at least this size are hashed immediately
 
-// Prefetch distances ahead of the current text, in codes and in bytes of text.
+// Prefetch distances ahead of the current text: number of codes, and bytes of text.
 constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 
-// Hashes `count` texts of `size` < kTooLong bytes each. Reads no byte beyond a text. An engine
-// processes several texts per step, so the array must have kTogether elements; the elements after
-// the first `count` may be copies of other elements.
+// Hashes `count` texts of `size` < kTooLong bytes each. Does not read beyond the end of a text. An
+// engine processes several texts per step, so the array must have kTogether elements; the elements
+// after the first `count` may be copies of other elements.
 using HashTogether = void (*)(const WaitingText* texts, int count, size_t size, uint64_t seed,
                               int64_t* codes);
 
 // Selects the engine, for tests: "avx512", "avx2" or "portable". If the processor does not support
-// it, selects the next simpler one. Returns the name of the selected engine, or null if `wanted` is
-// not an engine.
+// this engine, selects the next simpler one. Returns the name of the selected engine, or null if
+// `wanted` is not an engine.
 const char* use_xxh64_engine(const char* wanted);
 HashTogether xxh64_engine();
 
@@ -54,16 +54,16 @@ inline void prefetch(const void* address, size_t ahead) {
   prefetch(reinterpret_cast<uintptr_t>(address) + ahead);
 }
 
-// Hashes texts in batches: collects texts by length, and hashes kTogether texts of equal length at
-// a time.
+// Hashes texts in batches: collects texts by length and hashes kTogether texts of equal length at a
+// time.
 class TextHasher {
  public:
   TextHasher(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes) {
     for (size_t size = 0; size < kTooLong; ++size) end_[size] = waiting_[size];
   }
 
-  // Sets codes[place] to the XXH64 of the text, at the latest in flush(). The text must stay in
-  // memory until then.
+  // Sets codes[place] to the XXH64 of the text, now or later, but at the latest in flush(). The
+  // text must stay in memory until then.
   void add(const char* text, size_t size, int64_t place) {
     if (size >= kTooLong) {
       codes_[place] = static_cast<int64_t>(xxh64(text, size, seed_));
@@ -106,15 +106,16 @@ class TextHasher {
   alignas(kTogether * sizeof(WaitingText)) WaitingText waiting_[kTooLong][kTogether];
 };
 
-// codes[i] = XXH64 of texts(i), a string_view, for all i in the ranges that ranges.next() yields.
+// Sets codes[i] to the XXH64 of texts(i), a string_view, for all i in the ranges that ranges.next()
+// yields.
 template <class Texts, class Ranges>
 void hash_texts(const Texts texts, Ranges& ranges, uint64_t seed, int64_t* codes) {
   TextHasher hasher(seed, codes);
   for (int64_t i = 0, end = 0; ranges.next(&i, &end);) {
     for (; i < end; ++i) {
       const auto text = texts(i);
-      // Texts are mostly adjacent in memory, but hashed out of order, so the hardware prefetcher
-      // does not recognize the pattern.
+      // Texts are mostly adjacent in memory but hashed out of order, so the hardware prefetcher
+      // does not recognize the pattern. Prefetch explicitly.
       prefetch(text.data(), kBytesAhead);
       prefetch(codes + i, kCodesAhead * sizeof *codes);
       hasher.add(text.data(), text.size(), i);
