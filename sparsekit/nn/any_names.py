@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import torch
 
-# A module in a ModuleDict cannot have the name of one of the ModuleDict's attributes.
+# A module in a ModuleDict cannot have the name of an attribute of this object.
 _EMPTY = torch.nn.ModuleDict()
 
 
@@ -20,7 +20,7 @@ def name_in_state(name: str) -> str:
 class LayersByName(torch.nn.ModuleDict):
     """A ModuleDict that also accepts names with dots and names of module attributes.
 
-    Dots separate the names of modules in a state, so these names are percent-encoded there:
+    Such names are percent-encoded in a state, where dots separate the names of modules:
     ``"user.id"`` is ``user%2Eid``, and ``"type"`` is ``%74ype``. Other names are not changed.
     """
 

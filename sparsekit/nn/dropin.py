@@ -106,8 +106,8 @@ def rows_of(
 def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
     """Assign the vectors to the ids 0, 1, 2, ..., and return the layer.
 
-    The padding gets a row too, although no lookup reads it, so that on one process an id's row
-    number is the id itself. Code that reads the weight itself then works as before.
+    The padding id also gets a row, although no lookup reads it. On one process, the row number of
+    each id is then the id itself, so code that reads the weight directly works as before.
     """
     ids = torch.arange(len(vectors), dtype=layer.key_dtype, device=vectors.device)
     assign_own(layer, ids, vectors)

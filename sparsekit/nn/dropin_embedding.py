@@ -24,8 +24,8 @@ class Embedding(DropIn):
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
     ids first occurred; `vectors`, `assign` and `items` access rows by id. In evaluation nothing is
     inserted, and an unseen id reads the vector that training would have started it from.
-    ``weight.grad`` is a sparse tensor, for the optimizers of `sparsekit.optim` as for torch's
-    SparseAdam, SGD and Adagrad.
+    ``weight.grad`` is a sparse tensor. The optimizers of `sparsekit.optim` take it, and so do
+    torch's SparseAdam, SGD and Adagrad.
 
     Args:
         num_embeddings: rows of this process's table, in [1, 2^31 - 1]: the number of distinct ids
@@ -34,11 +34,11 @@ class Embedding(DropIn):
         embedding_dim: length of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 means the last id. Its
             vector is always zero, has no row, and gets no gradient.
-        max_norm: None, or the largest norm: a vector with a larger norm is scaled by ``max_norm /
-            (norm + 1e-7)`` before it is read, in ``weight`` itself, by the rank that owns it. As in
-            torch this happens in evaluation too, so only one thread at a time may look up. On CUDA
-            each call then waits for the device. In evaluation an id without a row reads its initial
-            vector, unscaled.
+        max_norm: None, or the largest norm of a vector. Before a vector with a larger norm is read,
+            the rank that owns it scales it by ``max_norm / (norm + 1e-7)`` in ``weight`` itself. As
+            in torch this happens in evaluation too, so only one thread at a time may look up. On
+            CUDA each call then waits for the device. In evaluation an id without a row reads its
+            initial vector, unscaled.
         norm_type: p of that norm, > 0.
         scale_grad_by_freq: refused unless False.
         sparse: ignored; gradients are always sparse.

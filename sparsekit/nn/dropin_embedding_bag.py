@@ -31,11 +31,11 @@ class EmbeddingBag(DropIn):
         num_embeddings, embedding_dim, max_norm, norm_type: as in `Embedding`.
         scale_grad_by_freq: refused unless False.
         mode: ``"mean"``, ``"sum"`` or ``"max"``. The maximum is elementwise; on ties the first
-            vector gets the gradient. It first gathers the vectors of all ids.
+            vector gets the gradient. The vectors of all ids are gathered first.
         sparse: ignored; gradients are always sparse, with ``"max"`` too.
         _weight: refused; see `from_pretrained`.
         include_last_offset: whether offsets include the end of the last bag.
-        padding_idx: as in `Embedding`; it does not count in a bag.
+        padding_idx: as in `Embedding`; this id is not counted in a bag.
         device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
         use_hashtable, strategy, options: as in `DistributedEmbedding`.
 
@@ -47,8 +47,8 @@ class EmbeddingBag(DropIn):
         - per_sample_weights: floating point, in the form of input; only with ``mode="sum"``.
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
 
-    In an `EmbeddingGroup` inputs are ``[bags, m]``, or in any other form of `DistributedEmbedding`
-    with one slot, where offsets always include the end of the last bag.
+    In an `EmbeddingGroup`, inputs are ``[bags, m]``, or have any other form that
+    `DistributedEmbedding` takes for one slot; offsets then always include the end of the last bag.
 
     Raises:
         TypeError, ValueError: a bad argument or input; the message names the layer, the argument,
@@ -142,7 +142,7 @@ class EmbeddingBag(DropIn):
 
     @property
     def combiner(self) -> str:
-        """The mode, by the name that it has in other layers."""
+        """The mode; other layers call it combiner."""
         return self.mode
 
     @uncompiled
@@ -202,7 +202,7 @@ class EmbeddingBag(DropIn):
         if offsets.dim() != 1:
             raise ValueError(f"{self.name}: offsets must be 1-D, got shape {tuple(offsets.shape)}")
         if not self.include_last_offset:
-            # This is faster than constant_pad_nd.
+            # torch.cat is faster than constant_pad_nd.
             offsets = torch.cat((offsets, offsets.new_full((1,), len(input))))
         return input, offsets
 

@@ -25,15 +25,15 @@ STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 class DistributedEmbedding(EmbeddingLayer):
     """A layer of embedding bags over an unbounded vocabulary, in several slots.
 
-    `EmbeddingBag` is the similar layer that is called like torch's.
+    `EmbeddingBag` is the similar layer with torch's interface.
 
-    Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
-    starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
-    is inserted, and an unseen key reads that same initial vector. Any number of threads may look up
-    in evaluation, although with several ranks they take turns; only one thread at a time may train.
-    ``weight.grad`` is a coalesced sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's
-    SparseAdam, SGD and Adagrad. `vectors`, `assign` and `items` read, write and list vectors by
-    key.
+    Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which starts
+    from an initial vector that depends on (seed, key, column) only. In evaluation nothing is
+    inserted, and an unseen key reads that same initial vector. Any number of threads may look up in
+    evaluation, although with several ranks they take turns; only one thread at a time may train.
+    ``weight.grad`` is a coalesced sparse tensor. `sparsekit.optim.LazyAdam` takes it, and so do
+    torch's SparseAdam, SGD and Adagrad. `vectors`, `assign` and `items` read, write and list
+    vectors by key.
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum), ``"sqrtn"`` or
@@ -45,18 +45,18 @@ class DistributedEmbedding(EmbeddingLayer):
         embedding_vec_size: length of a vector (dim).
         slot_num: number of bags of a sample.
         max_nnz: largest number of keys in a bag, padding included; None for no limit. Or a list of
-            slot_num limits, one for each slot, for which padding does not count.
+            slot_num limits, one for each slot; padding does not count for these limits.
         max_feature_num: largest number of keys in a sample, before bags are truncated; None for no
             limit.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         key_dtype: torch.int64 (which accepts int32 keys as well) or torch.int32.
         embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
             that fills a tensor in place, such as ``torch.nn.init.xavier_uniform_``. The function is
-            called on a tensor without memory, of the shape of the table over all ranks, and if all
-            it does is one uniform_, normal_, fill_ or zero_, vectors start from that distribution.
-            Any other function needs ``use_hashtable=False``: it is called on zeros for the whole
-            table on the CPU, with torch's generator seeded by seed, and each rank keeps its own
-            rows. None = ``Uniform(-0.05, 0.05)``.
+            called on a tensor without memory that has the shape of the table over all ranks. If it
+            makes a single call of uniform_, normal_, fill_ or zero_, vectors start from that
+            distribution. Any other function needs ``use_hashtable=False``: it is called on zeros
+            for the whole table on the CPU, with torch's generator seeded by seed, and each rank
+            keeps its own rows. None means ``Uniform(-0.05, 0.05)``.
         padding_key: entries with this key are left out, neither counted nor inserted.
         on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged.
         gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; both are the same on a single rank.
@@ -67,17 +67,17 @@ class DistributedEmbedding(EmbeddingLayer):
             order.
         dtype: dtype of the rows: float32, float64 or bfloat16 (added in float32). None means
             torch's default.
-        device: device of the rows and the table; None means torch's default. On meta there is no
-            memory before ``to_empty``, after which the layer is as if it had been made on the new
-            device.
+        device: device of the rows and the table; None means torch's default. A layer on meta has no
+            memory; after ``to_empty`` it is as if it had been made on the new device.
         process_group: None means torch.distributed's default group, or one process.
-        truncate: True leaves out the keys of a bag beyond its first max_nnz, padding not counted;
-            they get no row, and neither they nor their weights get a gradient. With False, more
-            keys are an error.
+        truncate: True leaves out the keys of a bag beyond its first max_nnz, padding not counted.
+            These keys get no row, and neither they nor their weights get a gradient. With False,
+            more keys than max_nnz are an error.
         placement: which rank owns a key. ``"hash"``: a hash of the key decides, which spreads any
-            keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK, where keys
-            with the same low bits crowd on few ranks. None means hash with the hash table and
-            modulo without, where nothing else is possible. A saved table keeps its placement.
+            keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK; keys with the
+            same low bits then crowd on few ranks. None means ``"hash"`` with the hash table, and
+            ``"modulo"`` without it, since no other placement is then possible. A saved table keeps
+            its placement.
         wire_dtype: ``torch.bfloat16`` rounds vectors, and their gradients, on their way between
             ranks, which halves the bytes. It changes each element by at most 2^-8 of its size, and
             so a bag's output by at most 2^-8 of the sum of its summands' absolute values. Sums are
@@ -85,19 +85,20 @@ class DistributedEmbedding(EmbeddingLayer):
             default no rounding. The layer's own dtype means no rounding.
         max_keys_per_rank: limit on the distinct keys that a call may request from any one rank.
             With this limit the counts of keys travel with the keys, in messages of ``8 *
-            max_keys_per_rank`` bytes, so no rank waits for counts before it sends (nor does
-            `EmbeddingGroup.prefetch`), and a step has one collective fewer; more keys are an error
-            on all ranks. Lookups go by key, whatever strategy="auto" would choose, and all layers
-            of a group must have the limit. None means no limit.
-        insert: False keeps the vocabulary unchanged in training too: a key without a row reads what
-            it would read in evaluation and gets no row and no gradient, while keys with a row are
-            trained. It is also an attribute; set it to the same value on all ranks. `assign` always
-            inserts.
-        strategy: what the ranks that own a bag's keys send. ``"all_to_all"``: the vector of each
-            distinct key, which is pooled here. ``"reduce_scatter"``: sums over the keys of each
-            rank, for which every rank sends all its keys to all ranks; for large bags of keys that
-            seldom repeat; not possible for sample_weights that need a gradient. ``"auto"``: in each
-            call, the strategy that moves fewer bytes over all ranks.
+            max_keys_per_rank`` bytes. No rank then waits for counts before it sends, in
+            `EmbeddingGroup.prefetch` either, and a step has one collective fewer. More keys than
+            the limit are an error on all ranks. Lookups go by key, even with strategy="auto", and
+            all layers of a group must have the limit. None means no limit.
+        insert: False keeps the vocabulary unchanged in training too. A key without a row reads the
+            vector that it would read in evaluation; it gets no row and no gradient. Keys with a row
+            are trained. `insert` is also an attribute; set it to the same value on all ranks.
+            `assign` always inserts.
+        strategy: the data that the owners of a bag's keys send. ``"all_to_all"``: the vector of
+            each distinct key; the rank of the bag pools them. ``"reduce_scatter"``: sums over the
+            keys of each owner. For these sums every rank sends all its keys to all ranks, so this
+            strategy suits large bags of keys that seldom repeat. It is not possible for
+            sample_weights that need a gradient. ``"auto"``: in each call, the strategy that moves
+            fewer bytes over all ranks.
 
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
@@ -203,7 +204,7 @@ class DistributedEmbedding(EmbeddingLayer):
 class All2AllDenseEmbedding(EmbeddingLayer):
     """A layer with one vector for each key, not pooled, in several slots.
 
-    `Embedding` is the similar layer that is called like torch's.
+    `Embedding` is the similar layer with torch's interface.
 
     The table works as in `DistributedEmbedding`.
 

@@ -48,7 +48,7 @@ class Feature:
 
 @dataclass(slots=True)
 class BoundFeature:
-    """A feature with its table, and with the layer's settings in place of defaults."""
+    """A feature with its table, and with the layer's settings instead of defaults."""
 
     name: str
     table: EmbeddingTable
@@ -71,7 +71,7 @@ class BoundFeature:
 
 
 def whole(name: str, layer: EmbeddingTable) -> str | Feature:
-    """Return the default feature of a layer; with several slots, its settings are not used."""
+    """Return the default feature of a layer; a placeholder if the layer has several slots."""
     if getattr(layer, "slot_num", 1) == 1:
         return name
     return Feature(name, "sum", NO_LIMIT, truncate=False)
@@ -189,7 +189,7 @@ def ask_keyed(
     bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
     names = tuple(inputs.keys())
     bags = replace(bags, slot_major=False, slots=None)
-    # Everything that is checked below, except what the ops check themselves.
+    # The facts about the input that the checks below use; the ops check the rest.
     form = names, bags.count, bags.values.dtype
     if (read := plan.derived.get(form)) is not None:
         return cast(LazyRequests, read(bags))
@@ -202,7 +202,7 @@ def ask_keyed(
             f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    # With several batches of tables, each call of an op would check all bags.
+    # Share bags only within one batch of tables; otherwise each call of an op would check all bags.
     share = len(plan.batches) == 1
 
     def requests(bags: Bags) -> list[Request]:

@@ -41,16 +41,17 @@ class EmbeddingGroup(torch.nn.Module):
     weights. On a single process, the values of a KeyedJaggedTensor are read in place.
 
     Args:
-        layers: name -> layer of sparsekit. Names must not be empty, and the layers' own names must
-            differ. Ranks look up in the order of layers, or of features, so the order must be the
-            same on all ranks.
-        features: name -> layer's name, or a `Feature` with its own combiner and max_nnz, for bags
-            of one slot. Features of one layer share its table. None means a feature for each layer,
-            of the same name; in a dict it has all slots of the layer.
-        output: ``"dict"``: name -> ``[batch, dim]`` of a feature, or jagged ``[batch, j, dim]``
-            where it does not pool (zeros for a padding key); without features, each layer's own
-            output. ``"concatenated"``: ``[batch, sum of dims]`` in feature order; all features must
-            pool, in one dtype. ``"keyed"``: the same, as a torchrec KeyedTensor.
+        layers: the layers by name. Names must not be empty, and the layers' own names must differ.
+            Ranks look up in the order of layers, or of features, so the order must be the same on
+            all ranks.
+        features: for each feature's name, the name of a layer, or a `Feature` with its own combiner
+            and max_nnz, for bags of one slot. Features of one layer share its table. None means one
+            feature for each layer, with the same name; its bags in a dict have all slots of the
+            layer.
+        output: ``"dict"``: for each feature's name, ``[batch, dim]``, or jagged ``[batch, j, dim]``
+            if the feature does not pool (zeros for a padding key); without features, the output of
+            each layer. ``"concatenated"``: ``[batch, sum of dims]`` in feature order; all features
+            must pool, in one dtype. ``"keyed"``: the same, as a torchrec KeyedTensor.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names the feature and the layer.
@@ -113,10 +114,10 @@ class EmbeddingGroup(torch.nn.Module):
         """Look up the inputs of all features.
 
         Args:
-            inputs: name -> input, for every feature, or for every layer if the group has no
+            inputs: an input for every feature, by name, or for every layer if the group has no
                 features; or a KeyedJaggedTensor.
-            sample_weights: name -> weights of that input's keys; inputs without weights may be left
-                out. A KeyedJaggedTensor has its own weights.
+            sample_weights: weights of each input's keys, by name; inputs without weights may be
+                left out. A KeyedJaggedTensor has its own weights.
 
         Returns:
             The form that `output` selects, by default a dict.
@@ -150,9 +151,9 @@ class EmbeddingGroup(torch.nn.Module):
     def prefetch(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> None:
         """Start to send the keys of the next batch while work on the current batch goes on.
 
-        Call it after the backward of a batch, or before; the next call of the group must be with
-        the very same `inputs`, and needs no sample_weights. Nothing is looked up before that call,
-        so the result is that of a call without prefetch.
+        Call it before or after the backward of a batch. The next call of the group must pass the
+        same object as `inputs`, and needs no sample_weights. Nothing is looked up before that call,
+        so the result is the same as without prefetch.
 
         On CUDA it is best called between the group and the dense part of a batch: sending waits for
         work already queued on the current stream, and overlaps with later work.

@@ -15,7 +15,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _Init]:
-    """Let ``help`` and ``inspect`` show what ``**options`` of a layer's ``__init__`` stands for.
+    """Let ``help`` and ``inspect`` show the ``**options`` of a layer's ``__init__`` by name.
 
     Args:
         drop_in: the class that takes torch's arguments, if the layer's class does not.

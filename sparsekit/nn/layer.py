@@ -29,8 +29,8 @@ class EmbeddingLayer(EmbeddingTable):
         """Return copies of the vectors of keys, without gradient; insert nothing, even in training.
 
         The result is what a lookup in evaluation reads: an absent key reads its initial vector, a
-        padding key reads zeros. With several ranks this is a collective, in which each rank passes
-        keys of its own, or none; vectors are not rounded, whatever wire_dtype is.
+        padding key reads zeros. With several ranks this is a collective; each rank passes its own
+        keys, or none. Vectors are not rounded to wire_dtype.
 
         Args:
             keys: int64 or int32 of any shape; repeats allowed.

@@ -24,11 +24,11 @@ def load_torch_state_dict(
 
     If the state has only ``<layer>.weight`` ``[n, dim]`` for one of sparsekit's layers, ids 0..n-1
     get its vectors, and the layer's earlier keys are dropped. ``model.load_state_dict`` loads
-    everything else. Everything is checked before anything is changed. On several ranks call it on
-    all, with the same state; each keeps the rows that it owns.
+    everything else. Everything is checked before anything is changed. With several ranks, call this
+    function on all of them, with the same state; each rank keeps the rows that it owns.
 
     Args:
-        model: model with sparsekit's layers in place of torch's, at the same names.
+        model: model with sparsekit's layers instead of torch's, under the same names.
         state_dict: state of the model with torch's layers.
         strict: whether names must be the same on both sides.
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Limit on the number of objects to search, since an attribute may lead anywhere. The search takes
-# one object from each container in turn.
+# Limit on the number of objects to search, since an attribute may lead to any number of objects.
+# The search takes one object from each container in turn.
 _MOST_OBJECTS = 100_000
 # Types whose objects hold no other objects.
 _ATOMS = (str, bytes, int, float, type(None), type, types.ModuleType)
@@ -73,7 +73,8 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
     """Find other references to these layers, their weights, and tensors that share their memory.
 
     The search covers attributes of modules, and from there lists, tuples, dicts, sets, attributes
-    of objects, closures and defaults of functions; not the modules and parameters that torch knows.
+    of objects, closures and defaults of functions. It leaves out the modules and parameters that
+    torch knows.
 
     Args:
         model: the model that is searched.

@@ -62,10 +62,10 @@ def replace_embeddings(
 ) -> list[Replacement]:
     """Swap ``nn.Embedding`` and ``nn.EmbeddingBag`` anywhere in a model for their drop-ins.
 
-    The new layer has copies of the vectors of ids 0..n-1, on one process in rows 0..n-1. A layer
-    that the model uses in several places stays one layer. A new layer is named after its place in
-    the model. Weights are new parameters, so make optimizers and wrap the model afterwards. On
-    several ranks call it on all, with the same weights.
+    A new layer has copies of the vectors of ids 0..n-1; on one process these are in rows 0..n-1. A
+    layer that the model uses in several places stays one layer. A new layer is named after its
+    place in the model. Weights are new parameters, so make optimizers and wrap the model
+    afterwards. With several ranks, call this function on all of them, with the same weights.
 
     A layer is kept, with a reason, if a drop-in would not do the same: if it has
     scale_grad_by_freq, hooks, a class or forward of its own, a weight that another module shares,
@@ -78,7 +78,7 @@ def replace_embeddings(
     for a softmax over all items, if the rows of the new weight are not exactly the old ids.
 
     Args:
-        model: changed in place, all layers or, if this raises, none.
+        model: changed in place; if an error is raised, no layer is changed.
         names: one or several patterns for the names of layers in `model.named_modules()`; ``*``
             matches anything, as in fnmatch.
         min_rows: layers with fewer rows are left unchanged.
@@ -201,7 +201,7 @@ def _why_not_rebound(held: Sequence[Reference]) -> str:
 
 def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) -> DropIn:
     weight = layer.weight.detach()
-    # Rounded, so that ranks that add in different orders agree.
+    # Round, so that ranks that add in different orders get the same numbers.
     std, mean = (float(f"{x:.3g}") for x in torch.std_mean(weight.double(), correction=0))
     keywords = {
         "freeze": not layer.weight.requires_grad,

@@ -1,8 +1,9 @@
 """Makes torch's tools work with tables, which they would mistake for replicated parameters.
 
-Some tools have a convention for parameters that they must skip, others have none. torch calls the
-hooks at the end of this file whenever a module becomes part of another, as a model does when it is
-wrapped, and before each step of an optimizer, so it does not matter who wraps the model.
+Some tools have a convention for parameters that they must skip; others have none. torch calls the
+hooks at the end of this file before each step of an optimizer, and whenever a module becomes part
+of another one, as a model does when it is wrapped. It therefore does not matter who wraps the
+model.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _begin_averages(
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)
             if not torch.equal(owners, mine.owners):
-                # torch copies buffers in place, and other layers may share this map.
+                # Assign a copy, since torch copies buffers in place, and other layers may share
+                # this map.
                 mine.owners = owners.clone()
         if mine.table is None or theirs.table is None:
             continue
@@ -109,7 +111,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an average and its model, to give the average the model's keys first."""
+    """Wrap a function of an average and a model to copy the model's keys to the average first."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +233,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
         return None
 
     def looked_at() -> Any:
-        # The keys and gradients of this step exist only after the closure has run.
+        # Run the checks after the closure, which makes the keys and gradients of this step.
         loss = closure()
         _look_at(optimizer)
         return loss
@@ -253,7 +255,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         _refuse_dense(optimizer)
         return
-    # Not imported here, since the import takes long and few programs use this optimizer.
+    # Do not import the optimizer here, since the import takes long and few programs use it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return

@@ -17,7 +17,7 @@ class Adagrad(RowOptimizer):
         s = s + g^2, \quad w = w - lr_t \frac{g}{\sqrt{s} + eps}
 
     Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic
-    optimization", JMLR 2011; the same as torch.optim.Adagrad.
+    optimization", JMLR 2011. torch.optim.Adagrad computes the same.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -25,10 +25,10 @@ class Adagrad(RowOptimizer):
         lr_decay: as in the formula, >= 0.
         initial_accumulator_value: s before the first step, >= 0.
         eps: added to the square root, >= 0.
-        weight_decay: lambda, >= 0, on touched rows: first :math:`g = g + \lambda w`, as in
-            torch.optim.Adagrad and FBGEMM's L2 mode.
-        decoupled_weight_decay: instead, :math:`w = (1 - lr_t \, \lambda) w`, as in FBGEMM's
-            decoupled mode.
+        weight_decay: lambda, >= 0, on touched rows: :math:`g = g + \lambda w` before the update, as
+            in torch.optim.Adagrad and FBGEMM's L2 mode.
+        decoupled_weight_decay: True uses :math:`w = (1 - lr_t \, \lambda) w` instead, as in
+            FBGEMM's decoupled mode.
         stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:

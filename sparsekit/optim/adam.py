@@ -9,7 +9,7 @@ from .settings import Betas, EpsConvention, NotNegative, given, one_of
 
 
 class Adam(CatchUpOptimizer):
-    r"""Exactly torch.optim.Adam, for sparse gradients: rows without a gradient move as well.
+    r"""Dense Adam for sparse gradients, exactly as in torch.optim.Adam: all rows move in each step.
 
     At step t, for every row, with g = 0 where there is no gradient:
 
@@ -18,8 +18,8 @@ class Adam(CatchUpOptimizer):
         w = w - lr \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps}
 
     Kingma and Ba, "Adam", ICLR 2015, algorithm 1. With ``eps_convention="tensorflow"`` it is the
-    Adam of tf.keras, TensorFlow 1 and SOK, which add eps to a root without bias correction, the
-    paper's epsilon hat at the end of section 2:
+    Adam of tf.keras, TensorFlow 1 and SOK. They add eps to a root without bias correction; this eps
+    is the paper's epsilon hat at the end of section 2:
 
     .. math::
         w = w - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
@@ -28,14 +28,15 @@ class Adam(CatchUpOptimizer):
     the first step is 0.909 lr in the first form and 0.240 lr in the second.
 
     A row goes on moving for several hundred steps after its last gradient, while `LazyAdam` leaves
-    it where it is.
+    it unchanged.
 
     ``mode="catch_up"`` lets a row wait until it is read: the next lookup, gradient, save or copy of
     the row applies the steps that it has missed, with the learning rates of those steps. A step
-    thus takes time for the touched rows only, and for each of them the arithmetic of at most about
-    370 missed steps with the default betas; later steps are smaller than the last bit of a float64.
-    ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. Both modes give the
-    same weights, bitwise if no row misses more steps than that, and otherwise up to rounding.
+    thus takes time for the touched rows only. Each of them costs the arithmetic of at most about
+    370 missed steps with the default betas, since later steps are smaller than the last bit of a
+    float64. ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. Both modes
+    give the same weights: bitwise if no row misses more than this number of steps, otherwise up to
+    rounding.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

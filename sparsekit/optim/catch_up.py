@@ -1,7 +1,7 @@
 """Optimizers that also move rows without a gradient, but only take time for touched rows.
 
-How a row moves in a step without a gradient depends only on the row and on two numbers of that
-step. It may therefore wait until a lookup, a gradient or a save reads it.
+A row's movement in a step without a gradient depends only on the row and on two numbers of that
+step. The movement may therefore wait until a lookup, a gradient or a save reads the row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class _Missed:
 
     def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
-        # None during a step, and while all steps are dropped. If either is interrupted, the count
-        # follows from the parameter's step, which is updated together with the rows.
+        # Number of missed steps. It is None during a step, and while all steps are dropped. If
+        # either is interrupted, the number follows from the parameter's step, which is updated
+        # together with the rows.
         self.count: int | None = 0
         # Settings of the missed steps, except the learning rate, and the names of the states.
         self.settings: list[float] = []
@@ -65,8 +66,8 @@ class CatchUpOptimizer(RowOptimizer):
     CUDA, lookups in evaluation on several streams at the same time are not supported.
 
     Raises:
-        ValueError: (in step) a sparse gradient of a parameter outside embedding layers, whose
-            readers would see late rows.
+        ValueError: (in step) a sparse gradient of a parameter outside embedding layers; code that
+            reads the parameter would see late rows.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, the same on all ranks: a 0-dim tensor, float32, or float64 if a
-        parameter is.
+        parameter is float64.
 
     Raises:
         TypeError: max_norm or norm_type is not a number, or parameters has items that are not
@@ -64,8 +64,8 @@ def clip_grad_norm_(
         raise ValueError(f"{op}: norm_type must be > 0, got {norm_type}")
     parameters = _tensors(op, parameters)
 
-    # Norms are on the device of the parameters, since a rank may lack gradients, and always in
-    # float64, so that all ranks send the same dtype.
+    # Keep norms on the device of the parameters, since a rank may lack gradients, and in float64,
+    # so that all ranks send the same dtype.
     device = parameters[0].device if parameters else torch.get_default_device()
     none = torch.zeros((), dtype=torch.float64, device=device)
     sharded, dense, gradients = [none], [none], []
@@ -75,7 +75,7 @@ def clip_grad_norm_(
         norms = sharded if isinstance(parameter, EmbeddingWeight) else dense
         groups = groups_of(parameter)
         if groups:
-            # An entry is added even without a gradient, so that all ranks run the same collectives.
+            # Add an entry even without a gradient, so that all ranks run the same collectives.
             norms = of_groups.setdefault(groups, [none])
         if values is None or values.numel() == 0:  # an empty gradient has no largest value
             continue

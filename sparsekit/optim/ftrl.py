@@ -27,8 +27,8 @@ class Ftrl(RowOptimizer):
     does not start at zero. The dense method differs in two ways. It computes all rows in every
     step, so its first step sets a row that never had a gradient (z = 0) to zero, and a new lr takes
     effect in all rows at once. Here such a row keeps its initial vector, and a new lr takes effect
-    in a row at its next gradient. All other weights are equal; with an initializer of zeros and a
-    constant lr, all weights are.
+    in a row at its next gradient. All other weights are equal. With an initializer of zeros and a
+    constant lr, there is no difference.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

@@ -24,18 +24,19 @@ class FusedHandle:
 def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedHandle:
     """Let backward update the tables of embedding layers, without a ``weight.grad``.
 
-    This saves the gradient's memory and a pass over it, and on CUDA nothing waits for the device,
-    unless the learning rate is a CUDA tensor. The weights are bitwise the same as after a normal
-    step if
+    This saves the gradient's memory and a pass over it. On CUDA the host does not wait for the
+    device, unless the learning rate is a CUDA tensor. The weights are bitwise the same as after a
+    normal step if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
     - each backward has one lookup in a layer, and the layer's weight is used for nothing else.
 
-    Otherwise an error is raised, as it is for everything that needs the gradients in between:
-    accumulation, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`, and torch's
-    GradScaler (noticed only at its first step). Learning rates are read during backward. An
-    optimizer that is deleted is detached, and copies of layer and optimizer are not attached.
+    Otherwise an error is raised. Everything that needs the gradients in between raises an error
+    too: accumulation of gradients, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`,
+    and torch's GradScaler (noticed only at its first step). Learning rates are read during
+    backward. An optimizer that is deleted is detached, and copies of layer and optimizer are not
+    attached.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
@@ -65,7 +66,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     for layer in layers:
         if update_of(layer.weight) is not None:
             raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
-    # All layers share one callback, from which a group sees that one optimizer updates its tables.
+    # All layers share one callback, so that a group can tell that one optimizer updates all its
+    # tables.
     attached = optimizer._attached = optimizer._attached or weakref.WeakMethod(
         optimizer.update_in_backward
     )

@@ -20,9 +20,9 @@ class LazyAdam(RowOptimizer):
     t counts the steps of the parameter, not of the row, and the moments of rows without a gradient
     do not decay. This differs from dense Adam (`sparsekit.optim.Adam`): a row that is rarely seen
     keeps its momentum until it is seen again. TensorFlow Addons' LazyAdam and
-    torch.optim.SparseAdam do the same; source of the formula: Kingma and Ba, "Adam", ICLR 2015, end
-    of section 2. With ``eps_convention="torch"`` the last term is the one in `Adam`'s formula, as
-    in FBGEMM's Adam.
+    torch.optim.SparseAdam do the same. The formula is from Kingma and Ba, "Adam", ICLR 2015, end of
+    section 2. With ``eps_convention="torch"`` the last term is the one in `Adam`'s formula, as in
+    FBGEMM's Adam.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -34,10 +34,11 @@ class LazyAdam(RowOptimizer):
         amsgrad: divide by the square root of the largest v so far (Reddi et al., "On the
             convergence of Adam and beyond", ICLR 2018).
         bias_correction: ``"global"``: t as above. ``"per_row"``: t counts the steps in which the
-            row had a gradient, so that the size of a row's first step does not depend on when it
-            comes.
-        eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is TensorFlow
-            Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is FBGEMM and dynamicemb.
+            row had a gradient, so that the size of a row's first step does not depend on when that
+            step comes.
+        eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is as in
+            TensorFlow Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is as in FBGEMM and
+            dynamicemb.
         stochastic_rounding: round new bfloat16 weights up or down at random, with odds that make
             the mean exact, so that small steps are not lost. This has no effect on other dtypes.
         seed: seed of that rounding, which depends on seed, step, row and column only.

@@ -122,8 +122,8 @@ def loaded_state(
                     f"{int(saved.min())} to {int(saved.max())}"
                 )
             if not optimizer._per_row(group):
-                # Rows without a key have made all steps too, so row_step does not show which are in
-                # use.
+                # Rows without a key have made all steps too, so row_step does not show which rows
+                # are in use.
                 tensor[:rows].copy_(saved[: len(tensor)])
                 continue
         if same:
@@ -182,8 +182,8 @@ def _check_rows_beyond(
     """Raise ValueError if the state or the parameter uses rows that the other one lacks.
 
     A saved row is in use if its states differ from initial states, since only rows in use have a
-    gradient. A row here is in use if its vector is not zero, since free rows of a table with keys
-    are zeros. So it does not matter whether keys are loaded before states.
+    gradient. A row of the parameter is in use if its vector is not zero, since free rows of a table
+    with keys are zeros. It therefore does not matter whether keys are loaded before states.
     """
     rows, capacity = len(saved), len(tensor)
     if not weight.is_meta and bool(weight.detach()[rows:].any()):

@@ -42,9 +42,9 @@ class RMSProp(RowOptimizer):
         form: ``"torch"`` or ``"tensorflow"``.
         initial_accumulator_value: v before the first step, >= 0; None is 0, or 1 for TensorFlow's
             form, whose first steps are therefore small.
-        weight_decay: lambda, >= 0, on touched rows: first :math:`g = g + \lambda w`, as in
-            torch.optim.RMSprop.
-        decoupled_weight_decay: :math:`w = (1 - lr \, \lambda) w` instead.
+        weight_decay: lambda, >= 0, on touched rows: :math:`g = g + \lambda w` before the update, as
+            in torch.optim.RMSprop.
+        decoupled_weight_decay: True uses :math:`w = (1 - lr \, \lambda) w` instead.
         stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:

@@ -43,10 +43,10 @@ class PartialRowWiseAdam(_RowAdam):
         w &= (1 - lr \, \lambda) w
              - lr \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps}
 
-    Other rows and their moments are left unchanged. m has one number per element, v one per row, so
-    columns with small gradients move less than under Adam. This is FBGEMM's PARTIAL_ROWWISE_ADAM;
-    the formula is from its source (genscript/optimizers.py). A 1-dim parameter has rows of one
-    element; a 0-dim parameter is a single row.
+    Other rows and their moments are left unchanged. m has one number per element, and v has one
+    number per row. Columns with small gradients therefore move less than under Adam. This is
+    FBGEMM's PARTIAL_ROWWISE_ADAM; the formula is from its source (genscript/optimizers.py). A 1-dim
+    parameter has rows of one element; a 0-dim parameter is a single row.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

@@ -136,7 +136,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All gradients are checked before any parameter is changed.
+        # Check all gradients before any parameter is changed.
         updates = [
             [
                 (parameter, *self._gradient(parameter, group))
@@ -324,8 +324,8 @@ class RowOptimizer(torch.optim.Optimizer):
         initial = self._initial_states(group)
         rows, rest = parameter.shape[:1], parameter.shape[1:]
         states = {name: parameter.new_zeros(rows, dtype=dtype) for name in self.row_states}
-        # One allocation in which a row's states are adjacent, so that updating a row accesses one
-        # place in memory instead of several.
+        # Make one allocation in which a row's states are adjacent, so that updating a row accesses
+        # one place in memory instead of several.
         if names := [name for name in initial if name not in states]:
             space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
             prefer_huge_pages(space).zero_()
@@ -338,7 +338,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return states
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # may come from another version or from torch
+        for group in state["param_groups"]:  # groups may come from another version or from torch
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__
@@ -357,7 +357,7 @@ class RowOptimizer(torch.optim.Optimizer):
         states = packed["state"]
         for group, of_group in zip(self.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], of_group["params"], strict=True):
-                # A state is empty if it was only read, which creates it.
+                # Reading a missing state creates an empty one; leave empty states without keys.
                 known = isinstance(parameter, EmbeddingWeight) and bool(states.get(number))
                 keys = parameter.keys() if known and "keys" not in states[number] else None
                 if keys is not None:
@@ -377,6 +377,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 has been changed.
         """
         loaded = loaded_states(self, state_dict)
-        # States are keyed by parameter, since torch then keeps them as they are: it would cast
-        # states keyed by index to the parameter's dtype, which is wrong for some states.
+        # Key the states by parameter, since torch then keeps them as they are. It would cast states
+        # keyed by index to the parameter's dtype, which is wrong for some states.
         super().load_state_dict({**state_dict, "state": loaded})

@@ -19,7 +19,7 @@ class Allowed:
         words: description of the values, which follows "must be" in error messages.
         holds: returns whether a value is allowed.
         is_number: whether the value must be a number; holds then gets a float.
-        or_none: whether the value may be None as well.
+        or_none: whether the value may also be None.
     """
 
     words: str

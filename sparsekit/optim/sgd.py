@@ -21,8 +21,8 @@ class SGD(CatchUpOptimizer):
     state.
 
     With momentum, the dense method also moves rows without a gradient, since their b is not zero.
-    ``mode="catch_up"`` does exactly that, but only takes time for touched rows: see `Adam`.
-    ``mode="touched"`` leaves such rows and their b unchanged.
+    ``mode="catch_up"`` gives exactly the same weights, but only takes time for touched rows; see
+    `Adam`. ``mode="touched"`` leaves such rows and their b unchanged.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

@@ -111,6 +111,6 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_rows(weight: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
     """Reshape the gradient of a parameter to fit `weight`, the parameter as a matrix."""
-    if grad.dim() == 2:  # as of every table, where reshape would take longer than this
+    if grad.dim() == 2:  # true for every table; reshape would take longer than this check
         return grad
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])

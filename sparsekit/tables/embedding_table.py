@@ -39,7 +39,7 @@ class _OfThisProcess:
 
 
 def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, int]:
-    """Return rank and world size; start the ranks' exchange if the device supports one."""
+    """Return rank and world size; make the exchange of the ranks unless the device is meta."""
     if device.type == "meta":
         ranks = group_of(group)
         return (ranks.rank(), ranks.size()) if ranks else (0, 1)
@@ -104,10 +104,10 @@ class EmbeddingTable(TableTensors):
         self.padding_key = options.padding_key
         self.on_full = options.on_full
         self.gradient_reduction = options.gradient_reduction
-        # None: each reset of the vectors draws a new seed.
+        # Seed of the initial vectors; if it is None, each reset of the vectors draws a new seed.
         self._given_seed = options.seed
         self.register_buffer("seed", torch.empty(1, dtype=torch.int64, device=device))
-        # Identifies this part of the table, so that no other part is loaded in its place.
+        # Identifies this part of the table, so that another part cannot be loaded instead.
         self.register_buffer("shard", torch.empty(2, dtype=torch.int64, device=device))
         self.placement = cast(str, options.placement)
         placed = options.placement == "hash" and self.world_size > 1
@@ -238,13 +238,13 @@ class EmbeddingTable(TableTensors):
         return order.split(counts.tolist())[self.rank]
 
     def _placed(self) -> str:
-        """Return a text for the placement; it is the same on all ranks only if their owners are."""
+        """Return a text for the placement; ranks with different owner maps get different texts."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
     def signature(self, seed: int, shard: list[int], gradients: bool) -> str:
-        """Return the facts that all ranks must agree on before a lookup.
+        """Return a text of the facts that all ranks must agree on before a lookup.
 
         Args:
             seed: the value in the tensor ``seed``.
@@ -295,7 +295,8 @@ class EmbeddingTable(TableTensors):
         if not isinstance(self.weight, EmbeddingWeight) and type(self.weight) is Parameter:
             # torch turns the weight into a plain Parameter on the way to meta and back.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
-        # Layers share the even map on the new device too; a map that was on meta has no values.
+        # Use the shared even map of the new device, unless the layer has another map. A map that
+        # was on meta has no values.
         own = owners is not None and owners is not even_map(self.world_size, owners.device)
         if owners is not None and device.type != "meta" and (was_meta or not own):
             self._buffers["owners"] = even_map(self.world_size, device)

@@ -20,7 +20,7 @@ from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
 
-# Ops called without their wrappers, since keys and table have been checked before.
+# Ops without their Python wrappers, since keys and table have been checked before.
 _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
@@ -34,7 +34,7 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context in which rows may get other keys: optimizer states move with their keys.
+        """Return a context in which rows get other keys; optimizer states move with their keys.
 
         If the body raises, the states move at the next step. A nested call does nothing.
         """
@@ -61,18 +61,19 @@ class RowsOf:
         return RowsOf, ()
 
 
-# Version of a tensor whose writes cannot be seen.
+# Stands for the version of a tensor whose writes are not counted.
 _UNKNOWN = -1
 
 
 class RowBound:
-    """An upper bound on the rows in use of a table on a device, which is known without a wait.
+    """An upper bound on the rows in use of a table, known without waiting for the table's device.
 
-    The bound belongs to the tensor `size` and its version: after a write by others it is unknown.
+    The bound belongs to the tensor `size` and its version: after anything else writes to `size`,
+    the bound is unknown.
 
     Attributes:
         most: the bound; infinite if it is unknown.
-        entries: number of keys that have been looked up, ever, and may have been inserted.
+        entries: total number of keys that have been looked up and may have been inserted.
     """
 
     def __init__(self) -> None:
@@ -95,11 +96,11 @@ class RowBound:
         return self.entries
 
     def lose(self) -> None:
-        """Give up the bound for good, because replays of a graph insert keys, too."""
+        """Give up the bound for good, because replays of a graph also insert keys."""
         self._lost = True
 
     def learn(self, rows: int, entries: int) -> None:
-        """Take the rows in use after the first `entries` keys; ignore it if others wrote later."""
+        """Update the bound from the rows in use after `entries` keys, unless that is outdated."""
         if entries > self._known_since and self._version != _UNKNOWN:
             self.most = min(self.most, rows + self.entries - entries)
 
@@ -114,7 +115,7 @@ class HashTable(torch.nn.Module):
     """A map from int64 keys to dense row numbers, in order of first occurrence.
 
     The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
-    ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with places for 5 keys),
+    ``buckets`` int64 ``[num_buckets, 8]`` (a bucket takes 64 bytes and has places for 5 keys),
     ``hash_seed`` int64 ``[1]``, a random number without which the buckets cannot be read, and
     ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may call `find` at
     the same time; while one thread inserts, no other thread may use the table. ``load_state_dict``
@@ -188,7 +189,7 @@ class HashTable(torch.nn.Module):
             )
 
     def _note_maker(self) -> None:
-        """Record this process as the table's maker, unless the table is shared already."""
+        """Let this process insert keys, unless the table's memory is shared already."""
         if not self.tensors()[0].is_shared():
             self._maker = os.getpid()
 
@@ -279,7 +280,7 @@ class HashTable(torch.nn.Module):
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return buckets, hash_seed and size, as the ops take them."""
-        # Attribute access of a module takes longer than a small lookup in the table.
+        # Read the dict, since attribute access of a module takes longer than a small lookup.
         buffers = cast(dict[str, torch.Tensor], self._buffers)
         return buffers["buckets"], buffers["hash_seed"], buffers["size"]
 
@@ -352,7 +353,7 @@ class HashTable(torch.nn.Module):
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
         entries = saved.entries(state_dict, prefix, self._buffers)
-        # If a layer has loaded its table itself, it passes on the table's own tensors; skip them.
+        # If a layer has loaded its table itself, the state has the table's own tensors; skip them.
         if entries and any(entries.get(name) is not own for name, own in self._buffers.items()):
             buffers = cast(dict[str, torch.Tensor], self._buffers)
             assign = local_metadata.get("assign_to_params_buffers", False)

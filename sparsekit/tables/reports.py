@@ -95,7 +95,7 @@ class Report:
         self._names = names
         self._inserting = inserting
         self._in_graph = _is_capturing(device)
-        if self._in_graph:  # replays insert keys that nobody counts
+        if self._in_graph:  # replays insert keys without counting them
             for table in inserting:
                 table.bound.lose()
         each = zip(inserting, sizes, strict=True)
@@ -251,7 +251,8 @@ def raise_errors(device: torch.device | str | None = None) -> None:
         if reports is None:
             continue
         reports.drain()
-        # Errors after the last report are still on the device.
+        # Make a report by an empty lookup, since errors after the last report are still on the
+        # device.
         report = Report(used, ["sparsekit"])
         nothing, features = (torch.empty(0, n, dtype=torch.int64, device="cpu") for n in (3, 9))
         torch.ops.sparsekit.group_find([], [], nothing, [], [], features, report.words)

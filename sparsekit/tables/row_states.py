@@ -1,8 +1,8 @@
 """Keeps optimizer states with their keys when rows get other keys.
 
-A state whose rows may differ from the table's has an entry "keys" beside its tensors: the key of
-each of its rows, or None if a loaded state does not have the keys. The entry is removed in the same
-step that matches the states with the table's rows, so that nothing is lost if that step is
+A state whose rows may differ from the table's has an entry "keys" in addition to its tensors: the
+key of each of its rows, or None if a loaded state does not have the keys. The entry is removed in
+the same step that matches the states with the table's rows, so that nothing is lost if that step is
 interrupted.
 """
 

@@ -1,4 +1,4 @@
-"""The tensors of a table, and how their state is saved and loaded."""
+"""Holds the tensors of a table, and saves and loads their state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TableTensors(torch.nn.Module, Sharded):
     """Base of `EmbeddingTable`: its tensors, loaded all together or not at all.
 
     Attributes:
-        name: name of the layer, with which error messages begin.
+        name: name of the layer; error messages begin with it.
         rank, world_size: which share of the table this is, and the number of shares.
         capacity: rows of this share.
         embedding_vec_size: length of a vector.
@@ -180,7 +180,7 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
         )
     if table and layer.key_dtype == torch.int32:
         _refuse_wide_keys(layer.name, table)
-    # Missed optimizer steps belong to the rows that are about to be replaced.
+    # Apply missed optimizer steps, since they belong to the rows that are about to be replaced.
     layer.catch_up()
     layer.checked_modes = set()
     with layer.rows_changing():
@@ -295,7 +295,7 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
         undo = f"write zeros to weight[{keys}:] under torch.no_grad()"
     elif written and layer.initializer != Constant(0.0) and _are_zeros(weight[:keys]):
         what = "as zeros, rows without a key too"
-    # An optimizer may move rows without a key.
+    # Do not raise if an optimizer has moved all rows, including rows without a key.
     if what and not getattr(layer.weight, "moved", False):
         raise RuntimeError(
             f"{layer.name}: weight was written to {what}, and a new key starts from the layer's "

@@ -1,4 +1,4 @@
-"""The parameter of an embedding layer, and how it gets its gradient."""
+"""Defines the parameter of an embedding layer, and delivers its gradient."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,7 +102,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     def note_keys(self) -> None:
         """Record the keys in optimizer states, since rows are about to get other keys."""
         self.catch_up()  # missed steps belong to the old keys
-        self.noted_version = None  # earlier writes belong to the old keys as well
+        self.noted_version = None  # earlier writes belong to the old keys too
         keys: torch.Tensor | None = None
         for optimizer in list(self._optimizers or ()):
             state = optimizer.state.get(self)
@@ -239,8 +239,8 @@ def _watch_gradient(weight: torch.Tensor) -> None:
     """Register the hook that marks the weight's gradient once autograd has set it."""
     hooks = weight._post_accumulate_grad_hooks or {}
     if weight.is_leaf and weight.requires_grad and _mark not in hooks.values():
-        # Registered here rather than in a layer's __init__, since a copied layer has a new weight
-        # without hooks.
+        # Register the hook here rather than in a layer's __init__, since a copied layer has a new
+        # weight without hooks.
         weight.register_post_accumulate_grad_hook(_mark)
 
 
@@ -262,7 +262,7 @@ def _mark_coalesced(weight: torch.Tensor) -> None:
         weight._on_its_way = None  # type: ignore[attr-defined]
     if grad is not None and grad.is_sparse and not grad.is_coalesced():
         indices = grad._indices()
-        # A sum with an earlier gradient is longer, unless the earlier one was empty.
+        # A sum with an earlier gradient has more rows, unless the earlier gradient was empty.
         taken_over = on_its_way == (indices.data_ptr(), indices.shape[1])
         if taken_over or bool((indices[0, 1:] > indices[0, :-1]).all()):
             grad._coalesced_(True)
