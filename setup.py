@@ -1,6 +1,6 @@
-"""Thin driver of CMake: configures, builds with ninja, copies the libraries into the package.
+"""Builds the libraries with CMake and ninja, and copies them into the package.
 
-pyproject.toml has everything else about the package; CMakeLists.txt lists the sources.
+All other settings of the package are in pyproject.toml. CMakeLists.txt lists the sources.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 MINIMUM_TORCH = (2, 11)
-# Prefers the environment's own tools, even if it is not activated.
+# Search the Python environment's tools first, even if the environment is not activated.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
@@ -40,12 +40,12 @@ def check_tools() -> None:
 
 
 def cuda_options() -> dict[str, str]:
-    """Return the options that tell whether to compile CUDA kernels, and for which chips.
+    """Return the CMake options for CUDA kernels: whether to compile them, and for which chips.
 
-    If this machine has a GPU and an nvcc, kernels are compiled for that GPU. Without a GPU they
-    take many times as long as the rest, so they are compiled only on request: by SPARSEKIT_CUDA=1,
-    for three generations, or by names of chips in SPARSEKIT_CUDA_ARCHS, such as "sm_90" or
-    "sm_80;sm_90". SPARSEKIT_CUDA=0 leaves them out.
+    If this machine has a GPU and an nvcc, the kernels are compiled for that GPU. Without a GPU,
+    they are compiled only on request, since that takes many times as long as the rest of the build.
+    SPARSEKIT_CUDA=1 compiles them for three generations of GPUs; SPARSEKIT_CUDA_ARCHS names the
+    chips, such as "sm_90" or "sm_80;sm_90". SPARSEKIT_CUDA=0 leaves the kernels out.
     """
     wanted = os.environ.get("SPARSEKIT_CUDA", "")
     archs = os.environ.get("SPARSEKIT_CUDA_ARCHS", "")
@@ -79,14 +79,14 @@ def cuda_options() -> dict[str, str]:
 def warn_of_newer_cuda(nvcc: str) -> None:
     """Print a warning if nvcc's CUDA has a higher major version than torch's.
 
-    The kernels then need a newer driver than torch does, and would fail at their first launch.
+    In that case the kernels need a newer driver than torch, and may fail at their first launch.
     """
     import torch
 
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     except OSError:
-        return  # CMake will tell
+        return  # CMake will report the problem
     found = re.search(r"release (\d+)\.\d+", said)
     of_torch = torch.version.cuda
     if found and of_torch and int(found[1]) > int(of_torch.split(".")[0]):
@@ -98,9 +98,9 @@ def warn_of_newer_cuda(nvcc: str) -> None:
 
 
 def nccl_include() -> str:
-    """Return the folder of nccl.h, or "", which leaves the native exchange out.
+    """Return the folder of nccl.h; "" leaves the native exchange out of the build.
 
-    Builds of torch with CUDA come with an nccl.h. SPARSEKIT_NCCL_INCLUDE names another folder;
+    Builds of torch with CUDA contain an nccl.h. SPARSEKIT_NCCL_INCLUDE selects another folder.
     SPARSEKIT_NCCL=0 leaves the native exchange out.
     """
     if os.environ.get("SPARSEKIT_NCCL") == "0":
@@ -129,28 +129,28 @@ def present_archs() -> str:
 
 
 def has_gpu() -> bool:
-    """Return whether the driver shows a GPU; containers may have one without nvidia-smi."""
+    """Return whether the driver reports a GPU, even in a container without nvidia-smi."""
     return bool(present_archs()) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class CMakeBuild(build_ext):
-    """Command that builds all libraries with one CMake project; `Extension`s only name results."""
+    """Command that builds all libraries as one CMake project; `Extension`s only name the files."""
 
     def with_host_runner(self) -> bool:
-        """Return whether to compile the CUDA kernels for the host too, as the tests need them.
+        """Return whether to also compile the CUDA kernels for the CPU, as the tests require.
 
-        SPARSEKIT_SIMT=0 leaves them out of a build in place; wheels never have them.
+        In-place builds contain them unless SPARSEKIT_SIMT=0 is set; wheels never do.
         """
         return bool(self.inplace) and os.environ.get("SPARSEKIT_SIMT") != "0"
 
     def run(self) -> None:
-        """Configure, build, and copy the libraries to where setuptools expects them."""
+        """Configure, build, and copy the libraries to the paths that setuptools expects."""
         check_tools()
         import pybind11
         import torch
 
-        # CMake remembers its folder and the tools that it found, so each combination of folder and
-        # environment gets its own build folder.
+        # CMake caches the paths of its folder and tools, so use a separate build folder for each
+        # clone and Python environment.
         place = hashlib.sha256(f"{ROOT} {sys.executable}".encode()).hexdigest()[:8]
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{place}"
         build.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class CMakeBuild(build_ext):
         for command in ([*configure, *defines], ["cmake", "--build", str(build)]):
             if subprocess.run(command, env={**os.environ, "PATH": PATH}).returncode != 0:
                 raise SystemExit("sparsekit: CMake failed; its output is above")
-        # An earlier build may have left libraries that this one does not make.
+        # An earlier build may have left libraries that this build does not produce.
         left_out = ["libsparsekit_cuda.so"] * (options["SPARSEKIT_CUDA"] == "OFF")
         left_out += ["simt/libsparsekit_simt.so"] * (not self.with_host_runner())
         for name in left_out:
@@ -180,8 +180,8 @@ class CMakeBuild(build_ext):
                 continue
             destination = target / library.relative_to(build)
             destination.parent.mkdir(parents=True, exist_ok=True)
-            # Write a new file, not new bytes into the old one, which a running process may have
-            # mapped.
+            # Create a new file. Overwriting the old one would crash processes that have mapped
+            # it.
             destination.unlink(missing_ok=True)
             self.copy_file(str(library), str(destination))
 

@@ -1,4 +1,4 @@
-"""Sparse embeddings with unbounded ids for PyTorch."""
+"""Sparse embeddings for PyTorch; any 64-bit integer can be an id."""
 
 from ._distribution import refuse_mixture
 
@@ -31,14 +31,14 @@ __version__: str = _pybind.build_info()["version"]
 
 
 def build_info() -> dict[str, object]:
-    """Return how this installation was built, and which engine it runs.
+    """Describe how this installation was built, and which engine it uses.
 
     Returns:
-        The version, compiler, C++ standard, build type, the torch it was built with and the oldest
-        it runs with, the Python of the binding module, whether it has CUDA kernels and for which
-        chips (``cuda_archs``, such as ``"sm_80,sm_90"``), the version of NCCL that the native
-        exchange was built with (``nccl``, False if it was left out), and the instruction set of the
-        CPU engine in use.
+        A dict with: the version; the compiler, the C++ standard and the build type; the version of
+        torch that it was built with, and the oldest version that it runs with; the Python version
+        of the binding module; whether there are CUDA kernels, and for which chips (``cuda_archs``,
+        such as ``"sm_80,sm_90"``); the version of NCCL that the native exchange was built with
+        (``nccl``, False if it was left out); and the instruction set of the CPU engine in use.
     """
     return {**_pybind.build_info(), "cpu_engine": instruction_set()}
 

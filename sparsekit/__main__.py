@@ -1,4 +1,4 @@
-"""Makes `python -m sparsekit` run the command ``sparsekit``."""
+"""Lets `python -m sparsekit` run the command ``sparsekit``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""An argument parser with one-line errors that suggest the nearest valid name."""
+"""An argument parser whose errors are one line and suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._nearest import did_you_mean
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Appends defaults to the help, except those that say nothing: None, and False of a switch."""
+    """Appends default values to the help, except None, and except False for switches."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or action.default is False
@@ -19,7 +19,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with one-line errors; argparse would print the whole usage."""
+    """An ArgumentParser that prints one-line errors instead of the whole usage."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **options})
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse like argparse, but let each subcommand report the arguments that it lacks."""
+        """Parse like argparse, but let each subcommand report its own missing arguments."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

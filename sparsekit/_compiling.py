@@ -1,4 +1,4 @@
-"""Keeps torch's compilers out of lookups, and refuses torch's exporters."""
+"""Excludes lookups from compilation by torch, and refuses to export layers."""
 
 import contextlib
 import functools
@@ -15,20 +15,19 @@ _WHY = "sparsekit: a lookup in a table cannot be compiled, so a graph ends befor
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Apply `torch.compiler.disable`, but only once the process has loaded a compiler.
+    """Wrap a function in `torch.compiler.disable`, once the process has loaded a compiler.
 
-    Applying it immediately would import the compiler, which takes as long as importing torch. When
-    a compiler meets a function with the marks below, it ends its graph before the call and does not
-    trace the function.
+    Doing so immediately would import the compiler, which takes as long as importing torch. A
+    compiler that reaches the wrapped function ends its graph before the call, and does not trace
+    the function.
     """
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal disabled
-        # It is not enough that torch._dynamo is loaded, since every torch optimizer loads it.
-        # Disabling the compiler takes as long as half a lookup, so this is done only while
-        # something is being compiled.
+        # Disabling the compiler takes half as long as a lookup, so do it only when calls are being
+        # compiled. A check for torch._dynamo is not enough: every torch optimizer loads it.
         if "torch._dynamo" not in sys.modules or not (
             torch.compiler.is_compiling() or _compiles_calls()
         ):
@@ -46,11 +45,11 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _skip_frames_of(function: Callable[..., object]) -> None:
     """Tell the compiler to skip the function's own code, as `eval_frame.skip_code` does.
 
-    All functions that `uncompiled` returns share one code object, which would otherwise be compiled
-    again for each of them.
+    All functions that `uncompiled` returns share one code object. The compiler would otherwise
+    compile it again for each of them.
     """
     frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # without these attributes, torch only runs slower
+    with contextlib.suppress(AttributeError):  # without these attributes, only speed is lost
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, skip)
 
@@ -64,17 +63,17 @@ _skip_frames_of(_compiles_calls)
 
 
 def refuse_recording(name: str) -> None:
-    """Raise NotImplementedError because a layer was called while torch records a graph.
+    """Raise NotImplementedError: a layer was called while torch was recording a graph.
 
-    The graph would keep the rows that keys have now, or the outcome for a batch without values.
-    `name` is the layer's name.
+    The graph would contain the current row numbers of keys as constants, or the result for a batch
+    that has no values. `name` is the layer's name.
     """
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     raise _not_supported(name, "torch.jit.trace" if tracing else "torch.export")
 
 
 def refuse_script(name: str) -> None:
-    """Raise NotImplementedError because torch.jit.script was called on the layer with this name."""
+    """Raise NotImplementedError: torch.jit.script was called on the layer of this name."""
     raise _not_supported(name, "torch.jit.script")
 
 

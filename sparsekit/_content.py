@@ -1,4 +1,4 @@
-"""Opens plain files, compressed files and pipes; the first bytes tell the compression."""
+"""Opens plain files, compressed files and pipes; detects the compression by the first bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPRESSED: dict[bytes, Any] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-# First bytes of files that are not text, and the name of each kind of file for error messages.
+# For each kind of file that is not text: its first bytes, and its name for error messages.
 _NAMES = {
     b"PK\3\4": "a zip archive; unpack it",
     b"7z\xbc\xaf'\x1c": "a 7z archive; unpack it",
@@ -43,12 +43,12 @@ _MOST_LINE = 16 << 20
 
 
 class Content(io.RawIOBase):
-    """The bytes of a file, decompressed if it begins as gzip, bzip2 or xz.
+    """Reads the bytes of a file, and decompresses gzip, bzip2 and xz.
 
     Attributes:
-        plain: whether this is a regular, uncompressed file, so that offsets in it are offsets in
-            the file.
-        regular: whether the file can be opened again; a pipe cannot.
+        plain: whether this is a regular, uncompressed file. If so, offsets in the content are
+            offsets in the file.
+        regular: whether the file can be opened again, unlike a pipe.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -102,7 +102,7 @@ class Content(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes into a buffer, and return the number of bytes read; 0 at the end of the file.
+        """Read bytes into a buffer; return the number of bytes read, 0 at the end of the file.
 
         Raises:
             DataFormatError: a compressed file is truncated or damaged.
@@ -117,7 +117,7 @@ class Content(io.RawIOBase):
 
 
 class _Behind(io.RawIOBase):
-    """A stream of bytes that have already been read, followed by the rest of the file."""
+    """A stream that yields bytes already read from a file, then the rest of the file."""
 
     def __init__(self, head: bytes, rest: BinaryIO) -> None:
         self._head, self._rest = head, rest
@@ -134,22 +134,22 @@ class _Behind(io.RawIOBase):
 
 
 def open_content(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file as `Content` with a buffer.
+    """Open a file as buffered `Content`.
 
     Raises:
         OSError: the file cannot be opened.
-        DataFormatError: the first bytes show that the file is not text, or the path is neither a
-            file nor a pipe.
+        DataFormatError: the first bytes show that the file is not text, or the path is neither
+            a file nor a pipe.
     """
     return io.BufferedReader(Content(path))
 
 
 def lines_of(path: str | os.PathLike[str]) -> Iterator[str]:
-    r"""Yield the lines of a text in UTF-8, with their ends: ``"\n"``, ``"\r\n"`` or ``"\r"``.
+    r"""Yield the lines of a UTF-8 text, including their ends: ``"\n"``, ``"\r\n"`` or ``"\r"``.
 
     Raises:
         OSError: the file cannot be read.
-        DataFormatError: the file is not a text in UTF-8, is truncated or damaged, or has a line of
+        DataFormatError: the file is not UTF-8 text, is truncated or damaged, or has a line of
             more than 16 million characters.
     """
     with io.TextIOWrapper(open_content(path), encoding="utf-8-sig", newline="") as file:

@@ -1,6 +1,7 @@
-"""Name under which pip knows this package, ``sparsekit-torch``; it is imported as ``sparsekit``.
+"""Detects an installation that is mixed with the unrelated package ``sparsekit`` from PyPI.
 
-The public index has an unrelated package ``sparsekit``; pip would install it into our folder.
+Our package is ``sparsekit-torch`` on PyPI, but is imported as ``sparsekit``. So pip would install
+the unrelated package into our folder.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ _PACKAGE = Path(__file__).parent
 
 
 def refuse_mixture() -> None:
-    """Check that no distribution ``sparsekit`` was installed into our folder, before or after ours.
+    """Check that pip has not installed the unrelated package ``sparsekit`` into our folder.
 
     Raises:
-        ImportError: there is one, so the files of two packages are mixed.
+        ImportError: it has, so the folder is a mixture of two packages.
     """
-    # Neither an editable installation nor one in another folder lists this file.
+    # Only a package installed into our folder lists this file; editable installations do not.
     ours = f"{_PACKAGE.name}/__init__.py,"
     for info in _PACKAGE.parent.glob("sparsekit-*.dist-info"):
         record = info / "RECORD"

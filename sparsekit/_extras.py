@@ -1,11 +1,11 @@
-"""Imports packages that only some functions need, and names the extra that installs them."""
+"""Imports optional packages; errors name the extra that installs the package."""
 
 import importlib
 from typing import Any
 
 __all__ = ["MissingPackageError", "needed"]
 
-# The extra that installs each package, and the package's name on PyPI if the module's name differs.
+# For each module: the extra that installs it, and its name on PyPI if that name differs.
 _EXTRAS = {
     "matplotlib": "train",
     "pyarrow": "data",
@@ -17,11 +17,11 @@ _NAMES = {"yaml": "pyyaml"}
 
 
 class MissingPackageError(ImportError):
-    """A package is missing; the message says what needs it and how to install it."""
+    """A package is missing; the message says what it is needed for and how to install it."""
 
 
 def needed(module: str, user: str) -> Any:
-    """Import a module that only some functions need.
+    """Import a module of an optional package.
 
     Raises:
         MissingPackageError: the module is missing.

@@ -1,8 +1,8 @@
-"""Loads the compiled libraries, or explains in one error why they do not load.
+"""Loads the compiled libraries, or raises one error that explains why they do not load.
 
-Order matters: the engine (``libsparsekit_core.so``) is built once per instruction set under one
-library name. The copy that fits this machine is loaded first; ``libsparsekit_torch.so``, which
-depends on that name, then gets this copy.
+The order matters. There is one engine per instruction set, and all engines have the same library
+name, ``libsparsekit_core.so``. The engine for this machine is loaded first. When
+``libsparsekit_torch.so`` is loaded, the dynamic linker finds the name already loaded.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ _OPS = "libsparsekit_torch.so"
 OPS_LIBRARY = _LIB / _OPS
 _CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
-# Instruction sets that each engine needs, as Linux names them; the best engine is first.
-# CMakeLists.txt compiles with the same sets.
+# Instruction sets that each engine needs, by their names in Linux. The best engine is first.
+# CMakeLists.txt compiles the engines with the same sets.
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2"})
 ENGINES = {"avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": _AVX2}
 
@@ -31,7 +31,7 @@ def _torch_version() -> tuple[int, int]:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the CPU flags that the operating system reports; none if it reports none."""
+    """Return the CPU flags that the operating system reports; empty if it reports none."""
     try:
         with open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.startswith("flags")), "")
@@ -43,8 +43,8 @@ def processor_flags() -> frozenset[str]:
 def instruction_set() -> str:
     """Return the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
-    It asks torch, so that ``ATEN_CPU_CAPABILITY=default`` selects the portable engine here as well.
-    It also asks the processor, because torch trusts that variable without a check.
+    The engine must suit torch's setting, so that ``ATEN_CPU_CAPABILITY=default`` also selects our
+    portable engine. It must suit the processor, too: torch does not check that variable.
     """
     names = list(ENGINES)
     wanted = torch.backends.cpu.get_cpu_capability().lower()
@@ -55,7 +55,7 @@ def instruction_set() -> str:
 
 
 def _warn_of_less(engine: str) -> None:
-    """Warn if the processor lacks instruction sets that torch assumes."""
+    """Warn if the processor lacks instruction sets that torch is set to use."""
     wanted = torch.backends.cpu.get_cpu_capability().lower()
     if missing := ENGINES.get(wanted, frozenset()) - processor_flags():
         warnings.warn(
@@ -67,7 +67,7 @@ def _warn_of_less(engine: str) -> None:
 
 
 def _other_copy() -> str | None:
-    """Return the path of another sparsekit's ops library, if this process has loaded one."""
+    """Return the path of the ops library of another copy of sparsekit, if one is loaded."""
     ours = str(_LIB / _OPS)
     paths = [p for p in torch.ops.loaded_libraries if Path(p).name == _OPS and p != ours]
     return paths[0] if paths else None
@@ -95,7 +95,7 @@ def load() -> None:
     _warn_of_less(engine)
     core = _LIB / engine / "libsparsekit_core.so"
     ops = _LIB / _OPS
-    # The library of CUDA kernels, in builds that have it; it loads even without a GPU or driver.
+    # Load the CUDA kernels if the build has them. This works even without a GPU or driver.
     cuda = [_LIB / _CUDA] if (_LIB / _CUDA).exists() else []
     for library in (core, ops, *cuda):
         if not library.exists():
@@ -119,14 +119,15 @@ def load() -> None:
 class checked:
     """A switch for immediate checks of values in CUDA memory.
 
-    With checks off, the default, a row or offset out of range is ignored (it reads zeros and writes
-    nothing). A lookup at most 8 lookups later raises the error, or the next op that waits for the
-    device anyway, such as `ops.unique`; `raise_errors` waits for it. With checks on, every op waits
-    for the device, and the call itself raises an error that names the position and the value.
-    Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in the environment turns them on from
-    the start.
+    Checks are off by default. A row or offset out of range then reads zeros and writes nothing. The
+    error is raised by a later call: by one of the next 8 lookups, by an op that waits for the
+    device anyway, such as `ops.unique`, or by `raise_errors`. With checks on, every op waits for
+    the device, and the call itself raises an error that names the position and the value. The
+    environment variable ``SPARSEKIT_CHECKED=1`` turns checks on from the start. On the CPU, values
+    are always checked.
 
-    It takes effect immediately; as a context manager, only until the end of the block::
+    The switch takes effect immediately. As a context manager, it is undone at the end of the
+    block::
 
         with sparsekit.checked():
             step(batch)
@@ -147,13 +148,13 @@ class checked:
 
 def _set_checked(on: bool) -> bool:
     if not (_LIB / _CUDA).exists():
-        return True  # without CUDA there are only the CPU's checks, which are always on
+        return True  # without CUDA, only the CPU's checks exist, and they are always on
     return bool(device_library().sparsekit_set_checked(int(on)))
 
 
 @functools.cache
 def device_library() -> ctypes.CDLL:
-    """Return the library of CUDA kernels, for functions that are no ops."""
+    """Return the library of CUDA kernels, to call functions in it that are not torch ops."""
     library = ctypes.CDLL(str(_LIB / _CUDA))
     library.sparsekit_num_errors.restype = ctypes.c_int64
     library.sparsekit_reported_error.restype = ctypes.c_char_p

@@ -1,4 +1,4 @@
-"""Writes files that replace an existing one only when they are complete."""
+"""Writes files that replace existing files only when they are complete."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path; the file written there replaces the file at `path` at the end.
+    """Yield a temporary path to write to; at the end, the file there is moved to `path`.
 
-    After an error the old file is unchanged and the new file is removed. The temporary path is
-    unique: if two jobs write the same file, the last to finish wins, and their contents do not mix.
-    If `path` is a link, its target is replaced. A path that is not a file, such as /dev/null or a
-    pipe, is yielded itself.
+    After an error, the old file is unchanged and the new file is removed. The temporary path is
+    unique: if two jobs write the same file, the result is the file of the job that finishes last.
+    If `path` is a link, its target is replaced. If `path` is not a regular file, such as /dev/null
+    or a pipe, it is yielded unchanged.
 
     Raises:
         OSError: the file cannot be replaced.
@@ -25,7 +25,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
-    # The length is fixed, since the target's name may already have the maximum length.
+    # Not derived from the target's name, which may already have the maximum length.
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         yield part

@@ -1,4 +1,4 @@
-"""The error types of sparsekit, and checks of numbers and choices."""
+"""Error types of sparsekit, and checks of arguments."""
 
 import numbers
 import operator
@@ -9,15 +9,15 @@ import torch
 
 
 class TableFullError(RuntimeError):
-    """Raised when a table has too few free rows for the new keys of a call; it is left unchanged.
+    """Raised when a table has too few free rows for the new keys of a call.
 
-    With several ranks, ranks with enough free rows keep their new keys, and all ranks raise. The
-    next call finds these keys, so nothing has to be undone.
+    The table is left unchanged. With several ranks, all ranks raise the error, but ranks that have
+    enough free rows keep their new keys. This is harmless: the next call finds those keys.
 
     Attributes:
         layer: name of the layer or table.
         rank: rank of the process whose shard is full.
-        size: rows in use.
+        size: number of rows in use.
         capacity: number of rows of the table.
         refused: number of distinct new keys in the call; none of them was inserted.
     """
@@ -56,7 +56,7 @@ class DivergedError(ArithmeticError):
 
 
 def check_choice(name: str, argument: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ValueError unless value is one of the choices; the message begins with `name`."""
+    """Raise ValueError unless ``value`` is one of the choices; the message begins with `name`."""
     if value not in choices:
         listed = ", ".join(map(str, choices))
         raise ValueError(f"{name}: {argument} must be one of {listed}; got {value!r}")

@@ -1,4 +1,4 @@
-"""Large blocks of CPU memory: a pool that keeps them for reuse, and 2 MiB pages."""
+"""Controls large blocks of CPU memory: a pool that reuses them, and 2 MiB pages."""
 
 import ctypes
 from typing import NamedTuple
@@ -17,11 +17,11 @@ _library.sparsekit_prefer_huge_pages.restype = None
 
 
 class PoolBytes(NamedTuple):
-    """Sizes of the pool that serves CPU outputs and workspace of 2 MiB or more, in bytes.
+    """Size in bytes of the pool from which ops take CPU outputs and workspace of 2 MiB or more.
 
     Attributes:
-        in_use: bytes of blocks that tensors use.
-        idle: bytes of blocks that are kept for later tensors.
+        in_use: size of the blocks that tensors use.
+        idle: size of the blocks that are kept for later tensors.
         recent_peak: the largest ``in_use`` while the last 128 to 256 blocks were allocated.
     """
 
@@ -31,7 +31,7 @@ class PoolBytes(NamedTuple):
 
 
 def pool_bytes() -> PoolBytes:
-    """Return the sizes of the memory pool; ``idle <= recent_peak + 64 MiB`` always holds."""
+    """Return the size of the memory pool; ``idle <= recent_peak + 64 MiB`` always holds."""
     counts = [ctypes.c_size_t() for _ in PoolBytes._fields]
     _library.sparsekit_pool_bytes(*map(ctypes.byref, counts))
     return PoolBytes(*(count.value for count in counts))
@@ -40,12 +40,12 @@ def pool_bytes() -> PoolBytes:
 def empty_cache() -> int:
     """Release the memory that sparsekit's ops keep for reuse.
 
-    CPU outputs and workspace of 2 MiB or more are not freed with their tensor but reused for a
-    later one, since new memory can cost more time than the op itself. Without this call, a block is
-    released once 128 such tensors have not used it; the oldest blocks are also released when idle
-    blocks exceed the recent peak by more than 64 MiB (`pool_bytes`). Such an output cannot grow:
-    its ``resize_`` to more elements raises RuntimeError. CUDA memory comes from torch, and
-    `torch.cuda.empty_cache` frees it.
+    The memory of CPU outputs and workspace of 2 MiB or more is not freed with its tensor, but kept
+    for a later one, since allocating memory can take longer than the op itself. Without this call,
+    a block is released after 128 later tensors have not used it. The oldest blocks are also
+    released while idle blocks exceed the recent peak by more than 64 MiB (see `pool_bytes`). An
+    output in such a block cannot grow: ``resize_`` to more elements raises RuntimeError. CUDA
+    memory belongs to torch; use `torch.cuda.empty_cache` to free it.
 
     Returns:
         The number of bytes released.
@@ -56,8 +56,9 @@ def empty_cache() -> int:
 def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Advise the system to back an untouched CPU tensor with 2 MiB pages, and return the tensor.
 
-    A row of a large table is then found without a walk through page tables. This is only a hint to
-    the system. Tensors on other devices or without memory are left as they are.
+    With such pages, access to a random row of a large table rarely has to walk through page tables.
+    This is only a hint to the system. Tensors on other devices and empty tensors are returned
+    unchanged.
     """
     if tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
         _library.sparsekit_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)

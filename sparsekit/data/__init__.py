@@ -1,4 +1,4 @@
-"""Reads files: readers that yield batches of keys and numbers for layers, and a prefetcher."""
+"""Readers that yield batches of keys and numbers from files, and a prefetcher."""
 
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Keys

@@ -1,6 +1,6 @@
 """Checks the types of Arrow columns, and converts the columns to keys and numbers.
 
-Imported only to read Parquet, since pyarrow need not be installed.
+Imported only to read Parquet, so that other code works without pyarrow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pyarrow import compute, types
 from ..hashing import xxh64
 from .columns import Keys
 
-# Largest number of decimal digits that always fit in an int64.
+# Largest number of decimal digits such that every number of that length fits in an int64.
 _INT64_DIGITS = 18
 
 
@@ -52,7 +52,7 @@ def check_type(place: str, kind: Any, keys: Keys | None) -> None:
 
 
 def floats(column: Any, missing: float) -> np.ndarray:
-    """Copy to float32; null and NaN become `missing`, dates become days since 1970."""
+    """Copy a column to float32; null and NaN become `missing`, dates become days since 1970."""
     column = compute.cast(_days(column), pa.float32(), safe=False)
     numbers = np.array(column.to_numpy(), np.float32)
     numbers[np.isnan(numbers)] = missing
@@ -60,7 +60,7 @@ def floats(column: Any, missing: float) -> np.ndarray:
 
 
 def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of all bags, and the number of keys in each bag."""
+    """Return the keys of all bags in a column, and the number of keys in each bag."""
     column = _one_array(column)
     if is_list(column.type):
         lengths = torch.from_numpy(
@@ -94,12 +94,12 @@ def without_views(table: Any) -> Any:
 
 
 def is_list(kind: Any) -> bool:
-    """Return whether a type is a list, whose values are bags."""
+    """Return whether a type is a list type; each list becomes a bag."""
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether a type can be converted to numbers, and to keys of every kind."""
+    """Return whether a type can be converted both to numbers and to keys of every kind."""
     tests = types.is_integer, types.is_boolean, types.is_date, types.is_null
     return any(test(kind) for test in tests)
 

@@ -1,4 +1,4 @@
-"""Batches of tensors, which readers yield and layers take directly."""
+"""Batches of tensors, as readers yield them and layers accept them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Batch", "KeyedJaggedTensor"]
 
 
 class KeyedJaggedTensor:
-    """Bags of several features, in torchrec's layout but without torchrec.
+    """Bags of several features, in the layout of torchrec, which is not required.
 
     `EmbeddingGroup` and `DistributedEmbedding` accept it. To pass it to torchrec, convert it with
     ``torchrec.KeyedJaggedTensor(k.keys(), k.values(), offsets=k.offsets())``.
@@ -63,7 +63,7 @@ class KeyedJaggedTensor:
     def to_dict(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return a dict from each feature's name to its ``(values, offsets)``."""
         batch = self.stride()
-        # One call, to wait for a GPU only once.
+        # Convert in one call, to wait for a GPU only once.
         ends = self._offsets[::batch].tolist() if batch else [0] * (len(self._keys) + 1)
         return {
             name: self._bags(self._offsets[i * batch : (i + 1) * batch + 1], ends[i], ends[i + 1])
@@ -84,7 +84,7 @@ class KeyedJaggedTensor:
         )
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """Copy to pinned memory, from which `to` with non_blocking does not block the CPU."""
+        """Copy to pinned memory, so that `to` with ``non_blocking=True`` does not block the CPU."""
         return KeyedJaggedTensor(self._keys, self._values.pin_memory(), self._offsets.pin_memory())
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class Batch(NamedTuple):
         return Batch(label, dense, self.sparse.to(device, non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Copy to pinned memory, from which a GPU can copy without blocking the CPU."""
+        """Copy to pinned memory, so that copies to a GPU need not block the CPU."""
         label = None if self.label is None else self.label.pin_memory()
         return Batch(label, self.dense.pin_memory(), self.sparse.pin_memory())
 
@@ -142,7 +142,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 def joined(
     names: Sequence[str], pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> KeyedJaggedTensor:
-    """Concatenate pieces, ordered by feature; each has keys and the lengths of the bags."""
+    """Concatenate pieces, ordered by feature; each has keys and the number of keys per bag."""
     values = [values for values, _ in pieces]
     lengths = [lengths for _, lengths in pieces]
     offsets = torch.zeros(sum(map(len, lengths)) + 1, dtype=torch.int64)

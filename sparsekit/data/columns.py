@@ -1,4 +1,4 @@
-"""The columns that a reader reads, and how it converts them."""
+"""Describes the columns that a reader reads, and how it converts them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Kind = Literal["hash", "int", "hex"]
 
 @dataclass(frozen=True)
 class Keys:
-    """Describes how a categorical column's values become keys.
+    """Describes how the values of a categorical column are converted to keys.
 
     Attributes:
         kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value. ``"int"``: the value, a
             64-bit integer, is the key. ``"hex"``, in text files only: the value is a hexadecimal
             number of at most 16 digits, whose 64 bits are the key.
-        separator: In text files, one byte between the values of a bag; None if a field has one
-            value.
-        missing: The key for an empty field (in Parquet, for a null); None makes it an empty bag.
+        separator: In text files, the byte that separates the values of a bag; None if each field
+            has a single value.
+        missing: The key for an empty field (in Parquet, for a null). With None, such a field is an
+            empty bag.
         seed: Seed of the hash, in ``[0, 2**64)``. With different seeds, equal values of different
             columns get different keys, so that the columns can share a table.
     """
@@ -35,7 +36,7 @@ class Keys:
     seed: int = 0
 
     def check(self, name: str) -> None:
-        """Raise TypeError or ValueError if an attribute is out of range; name the column."""
+        """Raise TypeError or ValueError, with the column's name, if an attribute is invalid."""
         check_choice(name, "kind", self.kind, ("hash", "int", "hex"))
         if self.separator is not None and len(self.separator.encode()) != 1:
             raise ValueError(f"{name}: separator must be one byte, got {self.separator!r}")
@@ -46,12 +47,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns to read, and how their values become keys.
+    """Names of the columns to read, and how their values are converted to keys.
 
     Attributes:
         label: name of the label's column, or None.
         dense: names of numeric columns.
-        sparse: name of a categorical column -> how its values become keys.
+        sparse: for each categorical column, by name: how its values are converted to keys.
     """
 
     label: str | None
@@ -102,7 +103,7 @@ class Columns:
         return [*([] if self.label is None else [self.label]), *self.dense, *self.sparse]
 
     def check_there(self, reader: str, source: str, there: Sequence[str]) -> None:
-        """Raise ValueError unless a file has each column exactly once."""
+        """Raise ValueError unless a file's columns, ``there``, contain each name exactly once."""
         for name in self.names():
             if there.count(name) != 1:
                 if not any(there):
@@ -115,6 +116,6 @@ class Columns:
                 )
 
     def settings(self) -> dict[str, object]:
-        """Return all settings as plain values, for a reader's state."""
+        """Return all settings as plain values, to be stored in a reader's state."""
         sparse = {name: list(astuple(how)) for name, how in self.sparse.items()}
         return {"label": self.label, "dense": list(self.dense), "sparse": sparse}

@@ -16,8 +16,8 @@ from ..errors import check_int
 
 __all__ = ["write_criteo_sample"]
 
-# The number of distinct values of each category, and the number of keys in its bags, as in
-# MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
+# For each category, the number of distinct values and, below, the number of keys in a bag. Both are
+# from MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
 # recommendation_v2/torchrec_dlrm).
 CARDINALITIES = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282,
@@ -28,9 +28,9 @@ KEYS_PER_BAG = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100
 
 _NUMBERS = 13
 _ZIPF = 1.1
-# Number of keys to generate at a time, which limits memory.
+# Number of keys to generate at a time; it limits the memory used.
 _BLOCK_KEYS = 1 << 20
-# Table from a 16-bit number to its four hexadecimal digits, packed into 32 bits.
+# Entry i has the four hexadecimal digits of the 16-bit number i, packed into 32 bits.
 _HEX = np.frombuffer("".join(f"{i:04x}" for i in range(1 << 16)).encode(), np.uint32)
 
 
@@ -44,21 +44,21 @@ def write_criteo_sample(
 ) -> None:
     r"""Write a file that looks like Criteo's click logs, for `CriteoReader`.
 
-    A line has a label, 13 integers of which some are missing or negative, and 26 categories of 8
-    hexadecimal digits of which some are missing, separated by tabs. Categories have the
-    cardinalities of Criteo 1TB as in MLPerf's DLRM-DCNv2, and follow a zipf law with exponent 1.1.
-    About a quarter of the labels are 1 (in Criteo 1TB: 3%); they depend on the categories, so that
-    a model has something to learn. Equal arguments give equal bytes, and a longer file begins with
-    the rows of a shorter one.
+    A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
+    Some integers are missing or negative, and some categories are missing. The number of distinct
+    values of each category is that of Criteo 1TB in MLPerf's DLRM-DCNv2; their frequencies follow
+    Zipf's law with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels
+    depend on the categories, so that a model has something to learn. Equal arguments give equal
+    bytes, and a longer file begins with the rows of a shorter one.
 
     Args:
-        path: Path of the file, compressed by gzip if it ends in ``.gz``. The file appears when it
-            is complete.
+        path: Path of the file, which is compressed by gzip if the path ends in ``.gz``. The file
+            appears only when it is complete.
         rows: Number of lines, >= 0.
         seed: Seed of the random contents, in ``[0, 2**63)``.
-        multi_hot: Whether each category has MLPerf's number of keys, 1 to 100, separated by
-            commas, for ``CriteoReader(path, batch_size, keys=Keys("hex", separator=","))``.
-        on_rows: Called with the number of rows written since the last call.
+        multi_hot: Whether each category has as many keys as in MLPerf, 1 to 100, separated by
+            commas. To read them, pass ``keys=Keys("hex", separator=",")`` to `CriteoReader`.
+        on_rows: A callback that receives the number of rows written since the last call.
 
     Raises:
         TypeError, ValueError: rows or seed is not an integer or is out of range.
@@ -93,7 +93,7 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
         missing = draw.random(rows) < (0.0, 0.03, 0.1, 0.4)[column % 4]
         parts.append(_hex(numbers[:, begin : begin + count], missing))
         begin += count
-    # Every field is padded with zero bytes to its largest width.
+    # Every field has been padded with zero bytes to its largest width; remove them.
     text = np.concatenate(parts, 1)[:wanted]
     text[:, -1] = ord("\n")
     return text[text != 0].tobytes()
@@ -102,7 +102,7 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
 def _categories(
     draw: np.random.Generator, rows: int, keys: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw keys, uint32 [rows, sum(keys)]; also return what they add to each row's log-odds."""
+    """Draw keys, uint32 [rows, sum(keys)]; also return their effect on each row's log-odds."""
     features = np.repeat(np.arange(len(keys)), keys)
     most = np.array(CARDINALITIES, np.float64)[features]
     # Invert the distribution function of the density x ** -_ZIPF on [1, most + 1).
@@ -117,7 +117,7 @@ def _categories(
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Map 32-bit words one-to-one to random-looking ones, by the finalizer of MurmurHash3."""
+    """Scramble 32-bit words one-to-one, by the finalizer of MurmurHash3."""
     words = (words ^ words >> 16) * np.uint32(0x85EBCA6B)
     words = (words ^ words >> 13) * np.uint32(0xC2B2AE35)
     return words ^ words >> 16

@@ -1,4 +1,4 @@
-"""The file formats that all commands can read, by name."""
+"""Defines the file formats that all commands can read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Format:
 
     Attributes:
         reader: class or function that makes a reader, such as `CsvReader`.
-        open: function that opens a file to find its columns; None if all files of the format have
-            the same columns, so that only ``keys`` can be chosen.
-        suffix: file name extension that identifies the format; None if there is none.
-        keys: default kind of `Keys` for a category.
+        open: function that opens a file to find its columns. None if all files of the format have
+            the same columns; only ``keys`` can then be chosen.
+        suffix: file name extension that identifies the format, or None.
+        keys: kind of `Keys` for categories, unless another kind is chosen.
     """
 
     reader: Callable[..., Reader]

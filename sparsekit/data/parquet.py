@@ -19,32 +19,35 @@ from .text import Files
 
 __all__ = ["ParquetReader"]
 
-# Limits on small row groups that are read together: their total rows and uncompressed bytes.
+# Limits on row groups that are read together: their total number of rows and uncompressed bytes.
 _ROWS_TOGETHER = 1 << 15
 _BYTES_TOGETHER = 8 << 20
 
 
 class ParquetReader(Reader):
-    """Stream Parquet files in batches; only one row group, or a few small ones, is in memory.
+    """Stream Parquet files in batches; one row group, or a few small ones, are in memory.
 
-    A categorical column has integers, strings or binary, or lists of these, whose items are the
-    keys of a bag. Integers of ``kind="int"`` become keys without a copy if they are int64, have no
-    nulls and are not shuffled. Nulls become `Keys.missing`; in a list they are dropped. A column
-    may be all nulls. As keys, booleans are 0 and 1, a date is hashed as its text ``2024-01-31`` and
-    a decimal as its text with all digits of its scale, ``1.50``; with ``kind="int"``, a date
-    becomes its days since 1970, and a whole decimal of at most 18 digits an integer. As numbers,
-    dates are days since 1970. Timestamps are refused: cast them to one of these types first.
+    A categorical column has integers, strings or binary values, or lists of these; each list is a
+    bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may consist of nulls.
+    With ``kind="int"``, integers become keys without a copy if they are int64, have no nulls and
+    are not shuffled.
+
+    Other types are converted to keys as follows. Booleans become 0 and 1. A date is hashed as text,
+    such as ``2024-01-31``; with ``kind="int"``, its key is the number of days since 1970. A decimal
+    is hashed as text with all digits of its scale, such as ``1.50``; with ``kind="int"``, it must
+    be a whole number of at most 18 digits. In dense columns, dates are days since 1970. Timestamps
+    are refused: cast them to one of these types first.
 
     Args:
-        files: One path or several, with the same columns.
+        files: One path or several; all files have the same columns.
         batch_size: Number of rows in each batch of this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys`, or to a kind of keys, ``"hash"`` or ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
         label: Name of the column of labels, which must not be null.
         missing: The number that replaces a null or NaN in a dense column.
-        on_error: ``"raise"``, or ``"skip"`` to leave out rows without a label or with an infinite
-            number; `skipped` counts them.
+        on_error: ``"raise"``, or ``"skip"`` to skip rows that have no label or an infinite number;
+            `skipped` counts these rows.
         shuffle: Whether to shuffle the row groups, and the rows within each group, in every epoch.
         seed, rank, world_size: As for `CsvReader`.
 
@@ -53,8 +56,8 @@ class ParquetReader(Reader):
         TypeError, ValueError: an argument is out of range, or a column is missing or has the wrong
             type.
         OSError: a file cannot be read.
-        DataFormatError: a file is not Parquet, is truncated or damaged, or was rewritten with other
-            rows or columns; or a row cannot be read.
+        DataFormatError: a file is not Parquet, is truncated or damaged, or has been rewritten with
+            other rows or columns; or a row cannot be read.
 
     """
 
@@ -162,14 +165,15 @@ class _RowGroup(Unit):
 def _read_together(
     run: Sequence[tuple[_RowGroup, np.ndarray]],
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Read row groups of one file as one chunk; yield it with each group's rows, in their order."""
+    """Read row groups of one file as a chunk; yield it, and the rows to take from it in order."""
     groups = [group for group, _ in run]
     try:
         chunk = _TableChunk(groups)
     except DataFormatError:
         if len(run) == 1:
             raise
-        # Retry one by one, so that rows before a damaged group are read and the error names it.
+        # Retry one group at a time, so that all rows before a damaged group are read, and the
+        # error names this group.
         for one in run:
             yield from _read_together([one])
     else:
@@ -178,7 +182,7 @@ def _read_together(
 
 
 class _TableChunk(Chunk):
-    """Row groups of one file, in memory; an error names the first group."""
+    """Row groups of one file, in memory; errors name the first group."""
 
     def __init__(self, groups: Sequence[_RowGroup]) -> None:
         from .arrow_columns import without_views
@@ -206,10 +210,10 @@ class _TableChunk(Chunk):
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
         from .arrow_columns import bags, floats
 
-        # Slice consecutive rows, which copies nothing.
+        # Consecutive rows can be sliced without a copy.
         adjacent = len(rows) > 0 and bool((np.diff(rows) == 1).all())
         table = self._table.slice(int(rows[0]), len(rows)) if adjacent else self._table.take(rows)
-        faults: dict[int, str] = {}  # row -> its last fault
+        faults: dict[int, str] = {}  # the last fault of each row
 
         def note(column: str, bad: np.ndarray, reason: str) -> None:
             for place in np.flatnonzero(bad).tolist():

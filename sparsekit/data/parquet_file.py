@@ -13,14 +13,14 @@ from ..errors import DataFormatError
 
 __all__ = ["ParquetFiles", "Shape"]
 
-# Limits on cached footers: their total bytes in the files (parsed footers take about 9 times as
-# much memory), and the number of files.
+# Limits on cached footers: their total size in the files in bytes, and the number of files. Parsed
+# footers take about 9 times as much memory as in the files.
 _KEPT_BYTES = 8 << 20
 _KEPT_FILES = 64
 
 
 class Shape(NamedTuple):
-    """Rows and sizes of a file's row groups, and its schema, read from the footer."""
+    """Number of rows and size of each row group of a file, and the file's schema."""
 
     rows: list[int]  # number of rows in each row group
     sizes: list[int]  # size of each row group in uncompressed bytes
@@ -30,22 +30,22 @@ class Shape(NamedTuple):
 class ParquetFiles:
     """Opens files, and caches the parsed footers of the most recently used ones.
 
-    Parsing a footer takes time proportional to the number of row groups, so parsing it for each
-    group would take quadratic time. When a file is rewritten, its footer is parsed again, and
-    refused unless the shape is unchanged.
+    Parsing a footer takes time proportional to the number of row groups. Parsing it again for each
+    group would therefore take quadratic time. When a file has been rewritten, its footer is parsed
+    again; an error is raised if the shape has changed.
     """
 
     def __init__(self) -> None:
-        # Path -> the file's identity and its footer; the most recently used entry is last.
+        # By path: the file's identity and its footer. The most recently used entry is last.
         self._kept: dict[Path, tuple[tuple[int, ...], Any]] = {}
         self._shapes: dict[Path, Shape] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers parse the footers that they need instead of receiving them.
+        # Do not send parsed footers to workers: each worker parses the footers that it needs.
         return {**self.__dict__, "_kept": {}}
 
     def shape(self, path: Path) -> Shape:
-        """Return the file's shape; raise the same errors as `open`."""
+        """Return the file's shape. Raises the same errors as `open`."""
         with self.open(path):
             return self._shapes[path]
 
@@ -55,7 +55,7 @@ class ParquetFiles:
 
         Args:
             path: path of the file.
-            place: the part of the file to name in errors.
+            place: the part of the file that errors name.
 
         Raises:
             DataFormatError: the file is not Parquet, is damaged, cannot be opened, or has changed
@@ -69,8 +69,8 @@ class ParquetFiles:
                 which = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
                 kept = self._kept.pop(path, None)
                 footer = kept[1] if kept is not None and kept[0] == which else None
-                # A text or list in a footer cannot be longer than the file. Without a limit, Arrow
-                # allocates as much as a damaged footer claims.
+                # No string or list in a footer can be longer than the file. Without a limit, Arrow
+                # would allocate any size that a damaged footer claims.
                 limit = min(max(about.st_size, 1), 2**31 - 1)
                 with parquet.ParquetFile(
                     source,
@@ -82,7 +82,7 @@ class ParquetFiles:
                         self._check(path, file)
                     self._keep(path, which, file.metadata)
                     yield file
-        # A damaged page may also raise an error that is not Arrow's own.
+        # For a damaged page, the error may not be one of Arrow's own types.
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             place = f", {place}" if place else ""
             raise DataFormatError(f"{path}{place}: {error}") from error

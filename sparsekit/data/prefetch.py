@@ -16,26 +16,26 @@ from ..errors import check_int
 __all__ = ["Prefetcher"]
 
 
-# A batch, the reader's state after it, and the error raised in place of the batch.
+# A batch, the reader's state after it, and the error, if reading the batch raised one.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
-# Seconds to wait for the batch that is being read when an iteration is left early. A source that
-# takes longer, because of a network for instance, cannot be stopped: its thread is left behind.
+# When an iteration is left early: seconds to wait for the batch that is being read. A thread cannot
+# be stopped while it waits for a source, such as a network, so after this time it is left behind.
 _GRACE_S = 2.0
-# Source -> the thread that is still reading a batch for an iteration that was left early.
+# For each source: a thread that still reads a batch for an iteration that was left early.
 _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 class Prefetcher:
     """Iterate over a reader or any iterable, reading some batches ahead in a background thread.
 
-    Batches keep their order, the last one may be short, and an error of the reader is raised in
-    place of its batch. Reading releases the GIL. When an iteration is left early, its thread
-    ends after the batch that it is reading. If that takes more than two seconds, the thread is left
-    behind, and the next iteration first waits for it.
+    Batches keep their order, and the last one may be short. An error of the reader is raised where
+    its batch would have been yielded. Reading releases the GIL. When an iteration is left early,
+    its thread ends after the batch that it is reading. If that takes more than two seconds, the
+    thread is left behind, and the next iteration first waits for it.
 
     Args:
         batches: A `Reader`, a DataLoader or another iterable, which can be iterated repeatedly.
-        depth: Largest number of batches to read ahead.
+        depth: Maximum number of batches to read ahead.
         device: Device for batches that have a method ``to(device, non_blocking)``, such as tensors
             and `Batch`. Copies to a CUDA device go through pinned memory and do not block.
 
@@ -80,13 +80,13 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                # TypeError: a list cannot be a key here, and threads may read it at the same time.
+                # Ignore the error of a list, which cannot be a key: threads may read it together.
                 with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reader's state after the last batch yielded, ignoring batches read ahead.
+        """Return the reader's state after the last yielded batch, as if none had been read ahead.
 
         Raises:
             TypeError: the source has no state.
@@ -99,8 +99,8 @@ class Prefetcher:
         """Resume: the next iteration begins just after the batch at which `state` was taken.
 
         Raises:
-            RuntimeError: an iteration that was left early is still reading the source, whose state
-                cannot be set meanwhile.
+            RuntimeError: an iteration that was left early is still reading the source, so the
+                source's state cannot be set.
         """
         before = self._before()
         if before is not None:
@@ -153,7 +153,7 @@ class Prefetcher:
                 if end is not None:
                     return
         except BaseException as error:
-            ready.put((None, state, error))  # still the state after the previous batch
+            ready.put((None, state, error))  # state is still that after the previous batch
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None or not hasattr(batch, "to"):

@@ -1,4 +1,4 @@
-"""Base class of all readers: shuffles rows, shares them among ranks, makes batches, resumes."""
+"""Base class of all readers. It shuffles rows, divides them among ranks and makes batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .columns import Columns
 __all__ = ["Reader"]
 
 OnError = Literal["raise", "skip"]
-# A malformed row: its position among the requested rows, and a description of the fault.
+# A malformed row: its index among the requested rows, and a description of the fault.
 Fault = tuple[int, str]
 
 
@@ -36,7 +36,7 @@ class Chunk(ABC):
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        """Return the rows at these indices (int64) and no faults, or None and all faults."""
+        """Return the rows at these indices (int64), or None and a list of the malformed rows."""
 
     @abstractmethod
     def label_fault(self, row: int, reason: str) -> str:
@@ -44,34 +44,35 @@ class Chunk(ABC):
 
 
 class Unit(ABC):
-    """A part of a data set that can be read separately; shuffling permutes the units.
+    """A part of a data set that can be read separately; shuffling also permutes the units.
 
     Attributes:
-        counts_fast: whether `count` is much faster than reading the unit.
+        counts_fast: whether `count` is much faster than `chunks`.
     """
 
     counts_fast = True
 
     @abstractmethod
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the unit's rows in chunks that fit in the memory allowed."""
+        """Yield the unit's rows in chunks small enough for the reader's memory limit."""
 
     def count(self) -> int:
         """Return the number of rows, including malformed ones."""
         return sum(map(len, self.chunks()))
 
     def look(self) -> None:  # noqa: B027  (nothing to do)
-        """Do the slow part of `count` ahead of time; can be called on any thread."""
+        """Do the slow part of `count` in advance; can be called in any thread."""
 
 
 class Reader(IterableDataset):
     """Base class of readers: an IterableDataset that yields `Batch`.
 
-    Pass it to `Prefetcher`, or to ``DataLoader(reader, batch_size=None)``, or iterate over it. With
-    torch.distributed, each rank reads its share of the rows, and each worker of a DataLoader a
-    share of its rank's rows. All yield the same number of batches: the last ones may be short or
-    empty, and layers accept such batches. So rows are counted before the first batch, unless there
-    is one rank and no worker, or the format stores the number of rows (Parquet).
+    Iterate over it, or pass it to `Prefetcher` or to ``DataLoader(reader, batch_size=None)``. With
+    torch.distributed, each rank reads a share of the rows, and each worker of a DataLoader reads a
+    share of its rank's rows. All ranks and workers yield the same number of batches. For this, the
+    last batches may be short or empty; layers accept such batches. Rows must be counted before the
+    first batch, unless there is one rank without workers, or the format stores the number of rows
+    (Parquet).
 
     Attributes:
         columns: the columns to read, and how to convert them.
@@ -79,7 +80,7 @@ class Reader(IterableDataset):
     """
 
     columns: Columns
-    _features: list[str]  # in the order of the features of a batch
+    _features: list[str]  # in the order of features in a batch
 
     def __init__(
         self,
@@ -113,19 +114,19 @@ class Reader(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of shuffled rows.
 
-        A finished iteration moves on to the next epoch by itself, except in the workers of a
-        DataLoader, which start from a copy of the reader: there, call this before each epoch.
+        An iteration that ends advances the reader to the next epoch. With workers of a DataLoader,
+        call this method before each epoch, since they work on copies of the reader.
         """
         self._epoch = check_int(type(self).__name__, "epoch", epoch, 0, 2**31 - 1)
         self._step = self._resumed = 0
 
     def limit_labels(self, least: float, most: float, *, between: bool = True) -> None:
-        """Treat rows with invalid labels as malformed, for a loss or metric; see ``on_error``.
+        """Treat rows whose labels are invalid as malformed rows; see ``on_error``.
 
         Args:
             least: the smallest valid label.
             most: the largest valid label.
-            between: whether values between ``least`` and ``most`` are valid labels.
+            between: whether values between ``least`` and ``most`` are valid, too.
         """
         self._labels = least, most, between
 
@@ -139,20 +140,20 @@ class Reader(IterableDataset):
 
     @property
     def counts_fast(self) -> bool:
-        """Return whether `count_rows` is much faster than an epoch; always False for pipes."""
+        """Return whether `count_rows` is much faster than an epoch; False for pipes."""
         return all(unit.counts_fast for unit in self._units)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:
-        """Return the number of batches in an epoch on each rank; may have to count the rows."""
+        """Return the number of batches per epoch on each rank; counts the rows if necessary."""
         shards = self._rank_and_world_size()[1] * max(1, num_workers)
         return max(1, num_workers) * self._steps(shards)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the iteration's position as plain numbers and strings, for JSON or torch.save.
+        """Return the iteration's position as numbers and strings, for JSON or torch.save.
 
-        The position is just after the last batch yielded. Each worker of a DataLoader has its own
-        position, so only a loader that collects its workers' states, such as torchdata's
-        StatefulDataLoader, can resume with workers.
+        The position is just after the last yielded batch. Each worker of a DataLoader has its own
+        position. To resume with workers, use a loader that collects their states, such as
+        torchdata's StatefulDataLoader.
         """
         return {
             "epoch": self._epoch,
@@ -166,9 +167,9 @@ class Reader(IterableDataset):
         """Resume: the next iteration begins just after the batch at which `state` was taken.
 
         Raises:
-            ValueError: the state is not a reader's; its reader had other files or another order,
-                or, within an epoch, another batch size or number of ranks and workers; or its step
-                is beyond the end of the files.
+            ValueError: the state is not from a reader; or that reader had other files, another
+                order or, if the state is within an epoch, another batch size or number of ranks and
+                workers; or the step is beyond the end of the files.
         """
         name = type(self).__name__
         try:
@@ -197,7 +198,7 @@ class Reader(IterableDataset):
         self._epoch, self._step, self._resumed, self.skipped = epoch, step, step, skipped
 
     def _reaches(self, epoch: int, step: int) -> bool:
-        """Return whether an epoch has ``step`` batches; count no more rows than needed."""
+        """Return whether an epoch has at least ``step`` batches; count only as far as necessary."""
         shards = self._shard()[1]
         if shards > 1:
             return step <= self._steps(shards)
@@ -232,7 +233,7 @@ class Reader(IterableDataset):
         self._epoch, self._step = self._epoch + 1, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process does not know about torch.distributed.
+        # Store the rank, since torch.distributed is not initialized in a worker process.
         return {**self.__dict__, "_ranks": self._rank_and_world_size()}
 
     def _empty(self) -> Batch:
@@ -256,7 +257,7 @@ class Reader(IterableDataset):
         return self._ranks or (0, 1)
 
     def _shard(self) -> tuple[int, int]:
-        """Return the index of this process's share of the rows, and the number of equal shares."""
+        """Return the index of this process's share of the rows, and the number of shares."""
         rank, world_size = self._rank_and_world_size()
         worker = get_worker_info()
         if worker is None:
@@ -282,12 +283,12 @@ class Reader(IterableDataset):
             yield concatenate(parts)
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Yield the rows [first, last) of the order: chunks, and the indices of rows to take."""
+        """Yield rows [first, last) of the epoch's order: chunks, and indices of rows to take."""
         passed = 0
         for number in self._order(self._epoch):
             if last is not None and passed >= last:
                 return
-            # Skip by counting, which is faster than parsing.
+            # Skip rows by counting them, which is faster than parsing them.
             if passed < first:
                 rows = self._count(number)
                 if passed + rows <= first:
@@ -313,7 +314,7 @@ class Reader(IterableDataset):
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         while True:
             batch, faults = chunk.read(rows)
-            # Only well-formed rows have labels to check.
+            # Check the labels; malformed rows have none.
             if batch is not None and self._labels is not None and batch.label is not None:
                 faults = self._wrong_labels(chunk, rows, batch.label.numpy())
             if faults and self._on_error == "raise":
@@ -349,12 +350,12 @@ def _check_ranks(name: str, rank: int | None, world_size: int | None) -> tuple[i
 def list_files(
     name: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], pipes: bool = False
 ) -> list[Path]:
-    """Check the paths of a reader's files, and return them as a list.
+    """Check the paths given to a reader, and return them as a list.
 
     Raises:
         ValueError: there are no paths.
         FileNotFoundError, IsADirectoryError: a path is not a file.
-        DataFormatError: a path is a device, or a pipe where none is allowed.
+        DataFormatError: a path is a device, or a pipe that the reader does not support.
     """
     paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not paths:

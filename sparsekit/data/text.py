@@ -23,48 +23,48 @@ __all__ = ["CriteoReader", "CsvReader"]
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
-# Number of characters after which an error message cuts off a line.
+# Number of characters of a line that an error message shows.
 _SHOWN = 60
 
 
 class CsvReader(Reader):
     r"""Stream delimited text in batches, in bounded memory.
 
-    Lines end with ``"\n"`` or ``"\r\n"``; blank ones are skipped. A quoted field may contain
-    delimiters, newlines and doubled quotes. A byte-order mark is skipped, NUL bytes are text like
-    any other, and text need not be UTF-8: it is hashed byte by byte. Content compressed by gzip,
-    bzip2 or xz is decompressed, whatever the file's name. A pipe can be read once, on one rank and
-    not by a worker.
+    Lines end with ``"\n"`` or ``"\r\n"``; blank lines are skipped. A quoted field may contain
+    delimiters, newlines and doubled quotes. A byte-order mark is skipped. Text is hashed as bytes,
+    so it need not be UTF-8 and may contain NUL bytes. Content compressed by gzip, bzip2 or xz is
+    decompressed, whatever the file's name is. A pipe can be read once, on a single rank and without
+    workers.
 
     Args:
         files: One path or several, in the order of their rows.
         batch_size: Number of rows in each batch of this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
-            `Keys`, or to a kind of keys. Batches have the features in the order of the file.
+            `Keys` or to a kind of keys. In a batch, the features have the order of the file.
         dense: Names of numeric columns.
         label: Name of the column of labels, whose fields must not be empty.
         columns: Names of all columns, for files without a header. With None, the first line of
-            each file is the header, which must be the same in all files.
-        delimiter: One byte between fields, such as ``"\t"``.
-        quote: One byte that quotes fields; with None, quotes have no special meaning.
+            each file is its header, and all files must have the same header.
+        delimiter: The byte that separates fields, such as ``"\t"``.
+        quote: The byte that quotes fields; with None, no byte has this meaning.
         missing: The number that replaces an empty dense field.
-        on_error: ``"raise"``, or ``"skip"`` to leave malformed lines out; `skipped` counts them.
+        on_error: ``"raise"``, or ``"skip"`` to skip malformed lines; `skipped` counts them.
         shuffle: Whether to shuffle the blocks of the files (a compressed file is one block), and
-            the rows within each block, in every epoch. A plain file is first scanned for the starts
-            of lines, unless quote is None.
+            the rows within each block, in every epoch. Unless quote is None, each plain file is
+            scanned once before this to find the starts of lines.
         seed: Seed of the shuffle.
-        rank: Index of the share of rows to read; None means torch.distributed's rank, if in use.
-        world_size: Number of shares; None means torch.distributed's number of ranks.
-        block_bytes: Size in bytes of the text in memory at a time. Rows are shuffled within a
-            block.
-        max_line_bytes: Limit on the bytes of a line; longer lines are malformed.
+        rank: Index of the share of rows to read; None means the rank in torch.distributed, if any.
+        world_size: Number of shares; None means the number of ranks in torch.distributed.
+        block_bytes: Size in bytes of a block, the part of a file that is in memory at a time.
+        max_line_bytes: Maximum length of a line in bytes; longer lines are malformed.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or a column is missing.
         OSError: a file cannot be read.
-        DataFormatError: the first bytes of a file are not text. While iterating: a malformed line,
-            named with file, line and column; a quote that is never closed, even with
-            ``on_error="skip"``; a truncated or damaged compressed file; a file that got shorter.
+        DataFormatError: the first bytes of a file are not text. While iterating: a line is
+            malformed (the message has the file, line and column); a quote is never closed, even
+            with ``on_error="skip"``; a compressed file is truncated or damaged; or a file has
+            become shorter.
 
     Example:
         >>> sparse = {"user": "int", "tags": Keys("hash", separator="|")}
@@ -122,7 +122,7 @@ class CsvReader(Reader):
             [
                 unit
                 for text in texts
-                # With a single column, a blank line is a row with an empty field.
+                # If there is only one column, a blank line is a row with an empty field.
                 for unit in text.units(block_bytes, len(names) > 1, make)
             ],
             paths,
@@ -144,16 +144,17 @@ class CsvReader(Reader):
 class CriteoReader(CsvReader):
     r"""Stream files in Criteo's format in batches.
 
-    A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs;
-    all but the label may be missing. This is the format of the display advertising challenge and of
-    the days of Criteo 1TB click logs, compressed or not. The features are named C1 to C26, and the
-    key of a category is its hexadecimal number. `dense` has the columns I1 to I13.
+    A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
+    All fields except the label may be empty. This is the format of Criteo's display advertising
+    challenge and of the files of Criteo 1TB click logs, which may be compressed. The features are
+    named C1 to C26, and the key of a category is its hexadecimal number. `dense` has the columns I1
+    to I13.
 
     Args:
         files: One path or several, in the order of their rows.
         batch_size: Number of rows in each batch of this rank, as with a DataLoader.
-        keys: How categories become keys: ``Keys("hex", separator=",")`` if a field has several
-            categories, ``Keys("hash")`` if categories are arbitrary text.
+        keys: How categories are converted to keys: ``Keys("hex", separator=",")`` if a field has
+            several categories, ``Keys("hash")`` if categories are arbitrary text.
         others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
             ``block_bytes`` and ``max_line_bytes`` of `CsvReader`.
 
@@ -221,7 +222,7 @@ class _Lines:
         self.format = _pybind.TextFormat(delimiter, quote or "", max_line_bytes, fields)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return _Lines, self._settings  # a TextFormat cannot be pickled: each worker makes its own
+        return _Lines, self._settings  # the parser cannot be pickled, so each worker makes one
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ class _TextChunk(Chunk):
             return Batch(None if how.columns.label is None else label, dense, keys), []
         if self._unclosed:
             faults = self._check_last(rows, faults)
-        # Describe only the first fault: finding the line of every fault would take long.
+        # Describe only the first fault: finding the line numbers of all faults would take too long.
         row, field, reason = faults[0]
         described = self._describe(int(rows[row]), field, reason)
         return None, [(row, described) for row, _, _ in faults]
@@ -257,9 +258,9 @@ class _TextChunk(Chunk):
         return self._describe(row, self._how.names.index(self._how.columns.label or ""), reason)
 
     def _check_last(self, rows: np.ndarray, faults: list[Any]) -> list[Any]:
-        """Raise DataFormatError if only the last line, whose quote is never closed, is left.
+        """Raise DataFormatError if the only fault left is a last line with an unclosed quote.
 
-        It may have swallowed any number of rows, so it cannot be skipped like a single one.
+        Such a line may contain any number of rows, so it cannot be skipped like a single row.
         """
         last = len(self) - 1
         others = [fault for fault in faults if rows[fault[0]] != last]
@@ -289,7 +290,7 @@ class _TextChunk(Chunk):
 
 
 def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:
-    """Raise ValueError unless the delimiter, the quote and all separators differ."""
+    """Raise ValueError if two of the delimiter, the quote and the separators are equal."""
     marks = {"delimiter": delimiter, **({} if quote is None else {"quote": quote})}
     for argument, mark in marks.items():
         if len(mark.encode()) != 1 or mark in "\r\n\0":

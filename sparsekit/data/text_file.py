@@ -1,4 +1,4 @@
-"""Text files, plain or compressed, cut into units that can be read separately."""
+"""Reads text files, plain or compressed, in units that can be read separately."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ QUOTE, MAX_LINE_BYTES = '"', 1 << 20
 _BOM = b"\xef\xbb\xbf"
 # Number of bytes to read beyond a block, to find the end of its last line.
 _PIECE = 4096
-_INSIDE = 1  # state of _pybind.skip_line: inside a quoted field
+_INSIDE = 1  # state of _pybind.skip_line that means: inside a quoted field
 
-# Makes a chunk of lines of a text. The start of the text is given either as byte `start` of the
-# file, or as the line number `line`, counted from 1; the other argument is 0. The flag is true if
-# the last line's quote is never closed.
+# Makes a chunk from lines of a text. The start of the text is given either as a byte offset in the
+# file or as a line number, counted from 1; the other number is 0. The flag is true if the last line
+# has a quote that is never closed.
 MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
 
@@ -32,10 +32,10 @@ class TextFile:
 
     Args:
         path: A file, plain or in a compression that `Content` knows; or a pipe, which is read once.
-        delimiter: One byte that separates fields.
-        quote: One byte that quotes fields, or None.
-        max_line_bytes: Limit on the bytes of a line; the rest of a longer line is dropped.
-        columns: Names of the columns; None if the first line is a header with the names.
+        delimiter: The byte that separates fields.
+        quote: The byte that quotes fields, or None.
+        max_line_bytes: Maximum length of a line in bytes; the rest of a longer line is dropped.
+        columns: Names of the columns; None if the first line is a header that has the names.
 
     Attributes:
         names: names of the columns.
@@ -83,7 +83,7 @@ class TextFile:
         return {**self.__dict__, "_pipe": None}
 
     def _begin(self, file: io.BufferedReader, header: bool) -> tuple[bytes, bytes]:
-        """Return the first bytes, and the first line, cut off where it exceeds the limit."""
+        """Return the first bytes, and the first line, cut off at the maximum length."""
         text, end, piece = b"", -1, b"-"
         while end < 0 and piece and len(text) <= self.max_line_bytes + len(_BOM) + 2:
             piece = file.read(_PIECE)
@@ -116,7 +116,7 @@ class TextFile:
             raise DataFormatError(f"{self.path}, line 1: no names of columns: {error}") from None
 
     def rows(self) -> tuple[io.BufferedReader, bytes]:
-        """Return the content as an open file, and the bytes of rows that were already read from it.
+        """Return the content as an open file, and the bytes of rows already read from it.
 
         Raises:
             DataFormatError: the file is a pipe that has already been read.
@@ -143,11 +143,11 @@ class TextFile:
         return list(self._blocks)
 
     def lines(self, text: bytes, stop: int, complete: bool) -> _pybind.TextLines:
-        """Return the lines that begin in [0, stop); if complete, the last one needs no newline."""
+        """Return the lines that begin in [0, stop); if complete, the last may lack a newline."""
         return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
 
     def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:
-        """Find the end of a line that starts in a text and continues in further pieces.
+        """Find the end of a line that begins in a text and may continue in further pieces.
 
         Returns:
             The rest of the last piece, the number of newlines in the line, and whether the file
@@ -167,8 +167,8 @@ class TextFile:
     def first_of(self, block: int) -> int:
         """Return the offset of the first line that begins in a block or after it.
 
-        If fields may have newlines, this is the end of the previous block's last line; finding it
-        takes one scan of all previous blocks.
+        If fields may contain newlines, this is the end of the previous block's last line. To find
+        it, all previous blocks are scanned once.
         """
         if not self._marks[1]:
             return self._blocks[block].guess()
@@ -203,15 +203,15 @@ class _Block(Unit):
                 yield self._file.make(self._file, lines, text, first, 0, unclosed)
 
     def look(self) -> None:
-        # The guess is nearly always right, since few fields have newlines, and lets blocks be
-        # scanned in parallel.
+        # The guess is nearly always right, since few fields contain newlines. With it, blocks can
+        # be scanned in parallel.
         self.scan(self.guess())
 
     def count(self) -> int:
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """Return `first`, the number of lines beginning there or later, and the last line's end."""
+        """Return `first`, the number of lines that begin from there on, and the last line's end."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)
@@ -221,7 +221,7 @@ class _Block(Unit):
         return self._scanned
 
     def guess(self) -> int:
-        """Return the offset of the first line, or the block's end; assume no newlines in fields."""
+        """Return the first line's offset, or the block's end, if no field contains a newline."""
         if self._begin == self._file.start:
             return self._begin
         # Include the previous byte, which shows whether a line begins here.
@@ -235,7 +235,7 @@ class _Block(Unit):
         return self._end
 
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
-        """Return lines starting at byte `first`, their text and end, and `MakeChunk`'s flag."""
+        """Return the lines from byte `first` on, their text, its end, and `MakeChunk`'s flag."""
         stop = self._end - first
         with open(self._file.path, "rb") as file:
             text = self._text(file, first, stop)
@@ -258,7 +258,7 @@ class _Block(Unit):
         return self._file.lines(text, min(stop, len(text)), True), text, end, unclosed
 
     def _text(self, file: BinaryIO, begin: int, size: int) -> bytes:
-        """Read `size` bytes or more, starting at byte `begin`."""
+        """Read at least `size` bytes, starting at byte `begin`."""
         file.seek(begin)
         text = file.read(size + _PIECE)
         if len(text) < size:
@@ -269,7 +269,7 @@ class _Block(Unit):
 
 
 class _Stream(Unit):
-    """A whole compressed file or pipe, read a block of lines at a time."""
+    """A whole compressed file or pipe, of which one block of lines is read at a time."""
 
     counts_fast = False
 

