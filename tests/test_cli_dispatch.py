@@ -14,6 +14,7 @@ from sparsekit.cli.common import UsageError
 from sparsekit.datasets import DatasetUnavailableError, RatingsFormatError
 from sparsekit.errors import CheckpointError, DataFormatError, DivergedError, ResumeError
 from sparsekit.train.config import ConfigError
+from sparsekit.train.launch import RankError
 
 
 def failing(error):
@@ -34,6 +35,11 @@ def failing(error):
             )
         ),
         (DivergedError("why: x"), 1, "sparsekit: why: x\n"),
+        (
+            RankError(1, SimpleNamespace(exitcode=3, message="")),
+            1,
+            "sparsekit: rank 1 ended with exit code 3\n",
+        ),
         (KeyboardInterrupt(), 130, "sparsekit: interrupted\n"),
         (BrokenPipeError(), 141, ""),
     ],

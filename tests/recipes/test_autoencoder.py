@@ -84,6 +84,21 @@ def test_a_rated_item_counts_once_in_the_loss_although_it_is_drawn(history):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_drawn_item_stands_for_those_that_were_not_drawn(history):
+    model, rows = Autoencoder(history, dim=2, dropout=0.0, negatives=3), torch.arange(6)
+    drawn = model._draw(torch.arange(24))[1]
+    model.steps.zero_()  # draw the same again
+    found = model.losses(rows)
+    scores = model.score(model.encode(rows), model.vectors(0, 11))
+    entries, _, row = history(rows)
+    weights, times = scores.new_zeros(6, 11), scores.new_zeros(6, 11)
+    weights[row, history.columns[entries]] = history.weights()[entries]
+    times[:, drawn] = 1 / (1 - (10 / 11) ** 3)
+    times[weights > 0] = 1
+    total = (scores.exp() * times).sum(1).log()
+    torch.testing.assert_close(found, total - (weights * scores).sum(1) / weights.sum(1))
+
+
 @pytest.mark.parametrize("ranks", [None, 1, 3])
 def test_the_capacity_of_a_rank(monkeypatch, ranks):
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)

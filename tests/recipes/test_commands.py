@@ -141,6 +141,23 @@ def test_ranks_share_the_tested_people(monkeypatch):
         wide._evaluate(Wide(), (values / 0).to_sparse_csr(), labels)
 
 
+def test_the_original_ends_when_interrupted(monkeypatch):
+    trainer = argparse.Namespace(history=[], interrupted=False)
+
+    def fit(*_, **__):
+        assert not trainer.interrupted
+        trainer.history.append(argparse.Namespace(loss=1.0))
+        trainer.interrupted = True
+
+    trainer.fit = fit
+    monkeypatch.setattr(autoencoder.training, "make_trainer", lambda *_, **__: trainer)
+    history = RatedItems(some_ratings(2))
+    model = argparse.Namespace(history=history, optimizers=list)
+    args = argparse.Namespace(epochs=100, batch_size=None, resume=False)
+    assert autoencoder._fit_original(model, args) is trainer
+    assert len(trainer.history) == 1
+
+
 def test_the_original_has_a_largest_size(monkeypatch):
     history = RatedItems(some_ratings(5))
     monkeypatch.setattr(autoencoder, "ORIGINAL_CELLS", 10)

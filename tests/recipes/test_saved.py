@@ -31,6 +31,20 @@ def test_what_is_written_is_read(path):
     assert [file.name for file in path.parent.iterdir()] == ["model.pt"]
 
 
+def test_a_save_that_fails_leaves_the_earlier_file(path, monkeypatch):
+    def disk_full(content, file):
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    Model().save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(torch, "save", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        Model().save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["model.pt"]
+
+
 @pytest.mark.parametrize("content", [[1], {}, {"format": None}, {"format": 1}, {"format": "x 1"}])
 def test_other_contents_are_no_models(path, content):
     torch.save(content, path)
