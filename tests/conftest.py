@@ -193,7 +193,7 @@ KEY_PATTERNS = ("equal", "distinct", "half on one", "few", "extremes")
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Return small whole numbers, whose sums are exact in any order, so that results are equal."""
+    """Return small whole numbers. Their sums are exact in any order, so results must be equal."""
     return torch.randint(-8, 9, shape, generator=generator(seed)).to(dtype)
 
 

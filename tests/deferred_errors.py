@@ -1,7 +1,7 @@
 """Lets lookups with the host runner defer their errors, as lookups on a GPU do.
 
 Copies to the host are replaced by stand-ins that are complete when a test says so. Several threads
-may do this at once: each stands for a rank, and has reports of its own as a rank does.
+may do this at once: each stands for a rank, and has separate reports, as a rank does.
 """
 
 import ctypes

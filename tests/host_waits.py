@@ -13,7 +13,7 @@ tensors, tensors made with the ``device=`` of a tensor or a module (but not with
   the device's: cpu, to, copy_, tensor(device=), and an element set to a number, because torch
   copies the number there as a CPU tensor;
 - an op of sparsekit reads words back, as counted by the host runner;
-- a lookup waits for a report of its own or an earlier one (tests/deferred_errors.py).
+- a lookup waits for its report or for that of an earlier lookup (tests/deferred_errors.py).
 
 This tracks the calling thread and its backward. Streams and events have a separate stand-in
 (tests/nccl/streams.py).

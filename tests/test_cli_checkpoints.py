@@ -1,4 +1,4 @@
-"""Options of a run that is resumed are compared with those that it was started with."""
+"""The options of a resumed run are compared with the options of its start."""
 
 import argparse
 import json

@@ -206,7 +206,7 @@ def test_a_configuration_that_has_changed_is_refused(tmp_path, capsys):
 
 @pytest.mark.time_limit(120)
 def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
-    """On another number of ranks, the epoch starts over, since batches have other rows."""
+    """On a different number of ranks, the epoch starts over, since batches have other rows."""
     data, folder = write_data(tmp_path, "dlrm"), tmp_path / "a"
     update, done = Step.update, 0
 

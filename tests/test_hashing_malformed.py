@@ -253,7 +253,7 @@ def test_structured_faults():
         except ValueError:
             refused += 1
             assert fault, case
-        except TypeError:  # the change gave another type
+        except TypeError:  # the change has made a column of another type
             continue
         else:
             hashed += 1

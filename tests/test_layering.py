@@ -36,7 +36,7 @@ def violations(csrc):
     return found
 
 
-# CUDA's own names, which the host runner does not have.
+# Names of CUDA that the host runner does not have.
 CUDA_NAME = re.compile(
     r"\b(?:threadIdx|blockIdx|blockDim|gridDim|__(?:shfl|syncwarp|syncthreads|ballot|any|all|match|"
     r"popc|ffs|ldg|shared__|global__|device__)\w*|atomic[A-Z]\w*|cuda[A-Z]\w*|cub::)"

@@ -276,7 +276,7 @@ def test_a_wait_that_is_interrupted(tmp_path, monkeypatch, who):
 
 
 def test_a_trainer_that_is_interrupted_twice(tmp_path, monkeypatch):
-    """The first interrupt comes in a batch, the second in the wait for the last checkpoint."""
+    """Interrupt a batch first, and then the wait for the last checkpoint."""
     model, optimizers = made()
     keep = Checkpoints(tmp_path)
 

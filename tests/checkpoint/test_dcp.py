@@ -461,7 +461,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 def test_torch_save_of_the_state_dict_goes_on(tmp_path):
-    """On one rank, torch.save still saves a state_dict, and the file loads at another capacity."""
+    """On one rank, torch.save still saves a state_dict, and it loads at a different capacity."""
     model, optimizers = made()
     train(model, optimizers, 0, 3)
     file = io.BytesIO()

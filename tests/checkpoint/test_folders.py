@@ -277,7 +277,7 @@ def test_a_draft_whose_writer_comes_while_it_is_looked_at(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("moment", ["before the lock", "before it is locked"])
 def test_a_draft_is_not_removed_as_it_is_made(tmp_path, monkeypatch, moment):
-    """A draft survives if another job removes abandoned drafts while it is created."""
+    """If another job removes abandoned drafts while a draft is created, the new draft survives."""
     looked = []
 
     class Watched(Lock):

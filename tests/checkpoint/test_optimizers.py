@@ -135,7 +135,7 @@ def test_an_optimizer_that_refuses_halfway_is_left_alone(tmp_path):
 
 
 class Reordered(torch.nn.Linear):
-    """Linear layer whose parameters have the same names in another order."""
+    """Linear layer whose parameters have the same names in a different order."""
 
     def __init__(self):
         super().__init__(2, 1)

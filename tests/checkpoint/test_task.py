@@ -1,4 +1,4 @@
-"""A thread's function runs once or never. A caller that gives up learns if it will run."""
+"""A thread calls its function once or never, and `cancel` tells which of the two."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Rows are shuffled within pieces, each piece in another order."""
+"""Rows are shuffled within pieces, and each piece has a different order."""
 
 import pytest
 

@@ -311,7 +311,7 @@ def _train(case, group, optimizer, models) -> None:
 
 
 def _refuse(case, group, inputs, models, full) -> None:
-    """Overfill some tables: they must stay unchanged, while the others may keep their new keys."""
+    """Overfill some tables, which must stay unchanged. The other tables may keep their new keys."""
     before = [buffer.clone() for name in full for buffer in group.layers[name].buffers()]
     try:
         _call(case, group, inputs)

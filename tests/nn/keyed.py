@@ -6,7 +6,7 @@ import torch
 
 from sparsekit import DistributedEmbedding, Feature
 
-# The keys are in another order than the features, and some keys belong to no feature.
+# The keys are in a different order than the features, and some keys belong to no feature.
 KEYS = ("unused", "own", "shared_b", "middle", "rows", "shared_a", "last")
 FEATURES = {
     "shared_a": "shared",

@@ -206,7 +206,8 @@ def test_what_is_no_such_write():
     ):
         layer.load_state_dict(layer.state_dict())
         vectors(layer, [1])
-        torch.nn.init.ones_(layer.weight[:1])  # the row is in use
+        # Key 1 has this row, so the row may be written by hand.
+        torch.nn.init.ones_(layer.weight[:1])
         assert (vectors(layer, [1]) == 1).all()
         assert (vectors(copy.deepcopy(layer), [1]) == 1).all()
     moved = single()

@@ -1,4 +1,4 @@
-"""A saved state loads into another capacity; a state that does not fit changes nothing."""
+"""A saved state loads into a different capacity; a state that does not fit changes nothing."""
 
 import copy
 import functools

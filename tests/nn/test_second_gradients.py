@@ -57,7 +57,7 @@ def test_several_tables(output):
     layers = {
         n: layer_of(EmbeddingBag, w, mode="sum", name=n) for n, w in zip("ab", weights, strict=True)
     }
-    layers["b"].insert = False  # then it needs a separate call of the ops
+    layers["b"].insert = False  # with insert=False, the table needs a separate call of the ops
     features = {"0": "a", "1": "b", "2": "a", "3": "b"}
     keys = {"0": IDS, "1": IDS + 1, "2": IDS.flip(0), "3": IDS}
     bags = {name: ids.unsqueeze(1) for name, ids in keys.items()}

@@ -122,7 +122,7 @@ def test_gradients_that_are_written(engine):
 
 # ---- launches that are checked, but not executed ----
 
-MOST = 2**31 - 1  # keys, or entries, of a call
+MOST = 2**31 - 1  # number of keys or entries of a call
 
 
 def wide_bags(bags):

@@ -192,8 +192,8 @@ def restore(rng, side, saved, way):
             load()
     side.model.load(saved.model, vectors=True, states=both)
     if of_torch and both:
-        # torch's states contain no keys: at the first step after a load they become those of the
-        # table's current keys.
+        # torch's states contain no keys. At the first step after a load, the loaded states are
+        # assigned to the table's current keys.
         side.train(rng, list(saved.model.vectors))
 
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer can be loaded for a table of another capacity."""
+"""The state of an optimizer can be loaded for a table with a different capacity."""
 
 import copy
 

@@ -42,7 +42,7 @@ def test_first_step_where_eps_matters(kind, settings, expected):
 class SokDemo:
     """SOK's demo: vectors of all slots side by side, a dense layer of ones, a binary label.
 
-    The formula is computed in float64, with its own gradients.
+    `expected` and `theirs` compute the formula in float64, with separate gradients.
     """
 
     def __init__(self, form, seed, dtype=torch.float32, **settings):

@@ -145,7 +145,7 @@ NORMS_OF_TORCH = {
 
 
 def clip_by_torch(rank, penalty, twice):
-    """Clip with torch's function; the shares are uneven, so each rank's rows have another norm."""
+    """Clip with torch's function. Shares are uneven, so the norm of the rows differs by rank."""
     for way in NORMS_OF_TORCH.values():
         model, layer, _ = backward(rank, SHARES["uneven"], "all", torch.float32)
         if twice:

@@ -57,7 +57,7 @@ def replace_exchange(layer):
     exchanges = world._exchanges[dist.group.WORLD]
     ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
     device, backend, timeout, _ = key
-    # The other rank closes its exchange, too: the ranks must count groups alike to name the next.
+    # The other rank closes its exchange, too, so that both ranks give the next group the same name.
     layer.exchange.close()
     group = dist.new_group(timeout=timeout)
     transport = world.make_transport(backend, group, device, timeout)
@@ -65,7 +65,7 @@ def replace_exchange(layer):
 
 
 def trial(rank, way, interruption):
-    """Interrupt a step on rank 1; return if this rank was interrupted, and the error it got."""
+    """Interrupt a step on rank 1; return whether this rank was interrupted, and its error."""
     run = Run(way)
     run.step()
     told, interrupted = "", False
@@ -194,7 +194,8 @@ def test_a_collective_is_interrupted_on_one_rank(two_ranks_over, number):
     for rank, (interrupted, told) in enumerate(outcomes):
         assert interrupted == (rank == 1)
         assert any(text in told for text in BROKEN)
-        assert "timed out" not in told.lower()  # the other rank learns of it sooner
+        # The other rank learns of the interrupt before the timeout.
+        assert "timed out" not in told.lower()
 
 
 def at_lines(rank, way, seed, trials):

@@ -52,7 +52,7 @@ def train(rank, file, kind, accumulate):
     keys = torch.arange(7)
     vectors = [layer.vectors(keys) for layer in model.embeddings.layers.values()]
     dense = torch.cat([p.detach().view(-1) for p in dense])
-    # Ranks read the shards in another order than a single rank, but together they have all rows.
+    # Ranks read the shards in a different order than a single rank. Together they have all rows.
     return torch.cat(vectors), dense, [epoch.loss for epoch in history], prefetched
 
 

@@ -13,7 +13,7 @@ from .test_faults import raised
 BFLOAT16 = torch.bfloat16
 # Largest relative error when an element is rounded to bfloat16.
 ROUNDING = 2.0**-8
-# Tolerance for sums whose terms are added in another order.
+# Tolerance for sums whose terms are added in a different order.
 EPSILON = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
@@ -195,7 +195,7 @@ def mixed_group(rank):
             out.backward(upstream(rank, out.dtype))
             assert torch.equal(out, outputs[name]), name
     for name, layer in alone.items():
-        # Rows may be in another order.
+        # Rows may be in a different order.
         one, other = (
             x.weight.grad.to_dense()[x.table.keys().argsort()] for x in (layer, group.layers[name])
         )

@@ -268,8 +268,8 @@ def test_a_rating_of_1_is_told_apart_from_unrated():
     assert weights.tolist() == pytest.approx((history.ratings / 5).tolist())
     assert cells.tolist() == pytest.approx(((history.ratings - 1) / 4).tolist())
     assert (history.ratings == 1).any()
-    # Compare the codes of a user with and without the ratings of 1: by default the codes
-    # differ, with the original's settings they do not.
+    # Compare the codes of a user with and without the ratings of 1. By default the codes differ;
+    # with the original's settings they are equal.
     user = ratings.users[ratings.ratings == 1][0]
     rest = RatedItems(ratings[(ratings.users != user) | (ratings.ratings > 1)])
     assert torch.equal(rest.items, history.items)

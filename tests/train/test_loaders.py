@@ -1,4 +1,4 @@
-"""The trainer with data loaders, and settings of its steps."""
+"""The trainer reads data loaders; it accumulates, clips, prefetches and stops early as set."""
 
 import io
 import json

@@ -162,7 +162,7 @@ def test_a_reader(tmp_path, last, wrap):
 
 @pytest.mark.parametrize("last", [30, 38])  # within an epoch, and with the checkpoint at its end
 def test_a_loader_on_another_number_of_ranks(tmp_path, monkeypatch, last):
-    """On another number of ranks, batches hold other samples, so the epoch starts over."""
+    """On a different number of ranks, batches hold other samples, so the epoch starts over."""
     monkeypatch.setattr(resume, "_ranks", lambda: 2)
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=last), loader())
@@ -217,7 +217,7 @@ def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
-    """Otherwise the old run's checkpoints would stay the latest; this run's would be deleted."""
+    """Without the error, the old checkpoints would stay the latest, and new ones be deleted."""
     old, steps = fit(trainer_for(tmp_path), few(20)), []
 
     def losses(model, batch):

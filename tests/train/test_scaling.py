@@ -17,8 +17,8 @@ def test_the_extra_time_stays_or_falls_with_the_bytes_of_a_rank():
     for ranks, worst, best in [(2, 8.0, 8.0), (4, 5.5, 2.5 + 3 * 3 / 16 * 4), (1, 13.0, 10.0)]:
         found = predicted({1: 1 / 10, 2: 1 / 8}, ranks)
         assert found == pytest.approx((10 / worst, 10 / best))
-    # The result with the most ranks counts, in any order; if ranks are faster than their share,
-    # there is no extra time.
+    # Only the result with the most ranks is used, wherever it is listed. If ranks are faster than
+    # their share, there is no extra time.
     measured = {4: 1 / 3, 1: 1 / 10, 2: 1 / 5}
     assert predicted(measured, 8)[0] == pytest.approx(10 / (10 / 8 + 0.5))
     assert predicted({1: 1.0, 2: 3.0}, 8) == pytest.approx((8, 8))

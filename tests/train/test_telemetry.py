@@ -41,7 +41,7 @@ def test_new_rows_are_those_since_the_last_call():
 
     assert read(2) == (3, 3 / 40, 1.5, 1.0)
     layer.assign(torch.tensor([7, 8]), torch.ones(2, 2))
-    assert read(2) == (3, 3 / 40, 1.5, 1.0)  # still those of this step
+    assert read(2) == (3, 3 / 40, 1.5, 1.0)  # the values are still those of this step
     assert read(6) == (5, 5 / 40, 0.5, 1.0)
     assert read(7) == (5, 5 / 40, 0.0, 1.0)
 
