@@ -74,7 +74,7 @@ class _Bucket:
         longest = -(-len(buffer) // ranks)
         self._pieces = [buffer[r * longest : (r + 1) * longest] for r in range(ranks)]
         self._own = self._pieces[exchange.rank]
-        # Sizes are rounded up to whole words.
+        # Size in bytes of the part that holds each piece.
         self._sizes = [part_bytes(piece.nbytes) for piece in self._pieces]
         self._received = self._exchange.send(
             self._what, self._write_pieces, self._sizes, self._sizes_of_own

@@ -103,7 +103,7 @@ class Exchange:
         # True if parts must have exactly the expected size; a part of another size then causes a
         # timeout instead of an error message.
         self.exact = self.transport.exact or device.type != "cpu"
-        # Carries errors between ranks; made when the first one occurs.
+        # Carries errors between ranks; made when the first error occurs.
         self._teller: TorchTransport | None = None
         # Number of collectives, for tests and benchmarks.
         self.collectives = 0
@@ -297,7 +297,8 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            # A late message must not be taken for part of a later collective.
+            # Mark the exchange as broken, so that a late message is not taken for part of a later
+            # collective.
             self.broken = self.broken or str(error)
             raise RuntimeError(
                 f"sparsekit: {brief(plan)}: no answer from all other ranks. One may have died or "
@@ -318,7 +319,7 @@ class Exchange:
         self.transport.close()
         with contextlib.suppress(ValueError):  # raised if all groups have been destroyed already
             dist.destroy_process_group(group)
-        # Threads and connections end with the last reference.
+        # Drop the other references to the group: its threads and connections end with the last one.
         self._teller = None
         del self.transport
 
@@ -342,7 +343,7 @@ class Exchange:
             pickle.loads(packed)
         except Exception:  # the error may contain an object that cannot be pickled
             packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
-        # Errors are exchanged over the CPU, whatever transport carries the other messages.
+        # Exchange errors over the CPU, whatever transport carries the other messages.
         self._teller = self._teller or TorchTransport(self.group)
         report = pickle.dumps((plan, packed, self.lookups))
         reports = [pickle.loads(other) for other in self._teller.all_gather(report)]

@@ -23,7 +23,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 # These seals keep a process from truncating memory that another process has mapped.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Time limit in seconds for the other ranks to connect; all of them are about to do so.
+# Time limit in seconds for the other ranks to connect; all of them connect at about this time.
 _PATIENCE = 20.0
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 _STRANGERS = 64

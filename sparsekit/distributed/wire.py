@@ -16,7 +16,7 @@ import torch
 
 _HEAD_BYTES = 16
 
-# Alignment in bytes of vectors, or of the pieces of their tables.
+# Alignment in bytes of each table's vectors in a part.
 ALIGNMENT = 16
 
 

@@ -189,7 +189,7 @@ class ByKey:
 
 @dataclass(frozen=True)
 class _WayBack:
-    """The state of one lookup, with which it pools outputs and sends gradients back."""
+    """The state that one lookup needs to pool its outputs and to send gradients back."""
 
     exchange: Exchange
     signature: str

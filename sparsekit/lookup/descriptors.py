@@ -54,7 +54,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
         shapes = [request.shape for request in requests]
         columns = [request.columns for request in requests]
         width = None if None in columns else cast(Any, columns[0])[1]
-        # Everything that ``features`` depends on.
+        # Cache key: everything that ``features`` depends on.
         form = tuple(
             [
                 (r.shape, r.combiner, r.max_nnz, r.first_bag, r.columns, r.bags.slot_major, s)

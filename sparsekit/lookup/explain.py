@@ -24,7 +24,7 @@ def explain_refusal(
 ) -> NoReturn:
     """Raise an error that explains the refusal of an op that finds or inserts keys."""
     explain(requests)
-    if isinstance(refusal, TableFullError):  # from a report; it needs no explanation
+    if isinstance(refusal, TableFullError):  # a report has raised it, with a clear message
         raise refusal
     if isinstance(refusal, RuntimeError):
         if "another thread" in str(refusal):

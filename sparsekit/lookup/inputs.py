@@ -36,7 +36,7 @@ class Bags:
     order: torch.Tensor | None = None  # input position of each value; None: start, start + 1, ...
     start: int = 0  # position of the first value in the input if order is None
     count: int = field(init=False)  # number of bags; -1 if offsets is empty
-    # Number of keys in every bag, if the form of the input implies it: then offsets need no check.
+    # Number of keys in every bag, if the form of the input implies it; offsets then need no check.
     # `dataclasses.replace` does not copy it.
     each: int | None = field(init=False, default=None)
 

@@ -184,8 +184,8 @@ class TableOps:
         if tables.inserts and not tables.seen:
             tables.have_keys()
         if (now := _numbers(sizes)) != before:
-            # Without this, a backward that has saved a weight would silently use the weight's new
-            # rows.
+            # Increment the versions. Otherwise a backward that has saved a weight would silently
+            # use the weight's new rows.
             each = zip(tables.hashed, before, now, strict=True)
             changed = [self.weights[t] for t, then, size in each if size > then]
             increment_version(changed)

@@ -23,9 +23,8 @@ class Embedding(DropIn):
 
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
     ids first occurred; `vectors`, `assign` and `items` access rows by id. In evaluation nothing is
-    inserted, and an unseen id reads the vector that training would have started it from.
-    ``weight.grad`` is a sparse tensor. The optimizers of `sparsekit.optim` take it, and so do
-    torch's SparseAdam, SGD and Adagrad.
+    inserted, and an unseen id reads its initial vector. ``weight.grad`` is a sparse tensor. The
+    optimizers of `sparsekit.optim` take it, and so do torch's SparseAdam, SGD and Adagrad.
 
     Args:
         num_embeddings: rows of this process's table, in [1, 2^31 - 1]: the number of distinct ids

@@ -105,8 +105,8 @@ class DistributedEmbedding(EmbeddingLayer):
           or CSR ``[bags, max_nnz]`` of integers, which are the keys; CSR of floats, or a scipy CSR
           matrix, ``[bags, columns]``, whose columns are the keys and whose values are the weights;
           torch.nested jagged ``[bags, j]``; a JaggedTensor; a KeyedJaggedTensor with slot_num
-          features, of which the first is slot 0, whatever it is called; or dense ``[batch,
-          slot_num, max_nnz]``. Keys are int64 or int32.
+          features in the order of the slots, whatever their names are; or dense ``[batch, slot_num,
+          max_nnz]``. Keys are int64 or int32.
         - Output: ``[batch, slot_num, dim]``; an empty bag is zeros.
 
     Raises:

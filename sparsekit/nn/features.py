@@ -1,4 +1,4 @@
-"""Features of an EmbeddingGroup: their settings, the requests for their bags, and the output."""
+"""Defines features of an EmbeddingGroup, makes requests for their bags, and joins the outputs."""
 
 from __future__ import annotations
 

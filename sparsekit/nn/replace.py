@@ -67,7 +67,7 @@ def replace_embeddings(
     place in the model. Weights are new parameters, so make optimizers and wrap the model
     afterwards. With several ranks, call this function on all of them, with the same weights.
 
-    A layer is kept, with a reason, if a drop-in would not do the same: if it has
+    A layer is kept, with a reason, if a drop-in would behave differently: if it has
     scale_grad_by_freq, hooks, a class or forward of its own, a weight that another module shares,
     or a vector at padding_idx that is not zeros; or if its weight is not finite, or not of dtype
     float32, float64 or bfloat16.

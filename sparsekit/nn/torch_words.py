@@ -1,4 +1,4 @@
-"""Arguments of torch's embedding layers that have another name here, or do not exist."""
+"""Explains arguments of torch's embedding layers that have another name here, or do not exist."""
 
 from __future__ import annotations
 

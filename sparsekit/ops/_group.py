@@ -1,17 +1,17 @@
-"""Arguments that the ops on many tables share, and the requirements on them.
+"""Describes the arguments that the ops on many tables share, and the requirements on them.
 
 **Sources** are two lists of the same length: ``keys``, int64 or int32 ``[n]`` each, and
-``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Empty offsets make each key a
-bag of its own.
+``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. With empty offsets, each bag
+has one key.
 
 **features**, int64 ``[F, 9]``, assigns bags to tables. A row is a run of bags of one source; its
 columns are those of `FeatureColumn`:
 
 - ``table``: index of the table; rows are sorted by table.
 - ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
-  belongs to one feature at most: if two tables look up the same keys, pass the source twice.
+  belongs to at most one feature: if two tables look up the same keys, pass the source twice.
 - ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
-  vector is copied, whatever its weight.
+  vector is copied; its weight is ignored.
 - ``max_nnz``: largest number of keys in a bag.
 - ``tensor``, ``begin``, ``stride``: bag b of the feature is
   ``tensors[tensor].view(-1)[begin + b * stride:][:dim]``, in outputs and in their gradients.
@@ -25,12 +25,12 @@ columns are those of `FeatureColumn`:
 
 **initializers**, float64 ``[T, 3]``: a number of `DISTRIBUTIONS`, a and b, as in `init_rows_`.
 
-These three tensors are on the CPU, whatever the device of the tables is. Make them once and reuse
-them.
+These three tensors are on the CPU, even if the tables are on another device. Make them once and
+reuse them.
 
 An **entry** is a key of a feature's bag. Entries are counted feature by feature, so the entries of
-a table are contiguous. A tensor with one element per entry is as long as all keys together; its
-elements beyond the last entry are undefined.
+a table are contiguous. A tensor with one element per entry has as many elements as there are keys
+in all sources; its elements beyond the last entry are undefined.
 """
 
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ def group_embedding_bag_backward(
     """Compute the gradients of all tables' distinct rows from the gradients of the outputs.
 
     Args:
-        grads: gradients of outs, laid out like them, all of one dtype.
+        grads: gradients of outs, with the layout of outs, all of one dtype.
         dims: length of a row of each table.
         index: int32 with one element per entry: the index of its row among the distinct rows of
             its table; a negative index gets no gradient.
@@ -136,7 +136,7 @@ def group_embedding_bag_update_(
     table updates its rows while the gradients are in the cache.
 
     Args:
-        grads: gradients of outs, laid out like them, in the dtype of weights.
+        grads: gradients of outs, with the layout of outs, in the dtype of weights.
         index: int32 with one element per entry: the index of its row among the distinct rows of
             its table; a negative index gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them.

@@ -31,7 +31,8 @@ class _Missed:
         # either is interrupted, the number follows from the parameter's step, which is updated
         # together with the rows.
         self.count: int | None = 0
-        # Settings of the missed steps, except the learning rate, and the names of the states.
+        # Settings of the missed steps (the learning rate among them is not used), and names of the
+        # states.
         self.settings: list[float] = []
         self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
@@ -41,7 +42,7 @@ class _Missed:
         return self._numbers[: self.count]
 
     def write(self, numbers: tuple[float, float]) -> None:
-        """Record the numbers of the next step; the step is counted later."""
+        """Write the numbers of the next step; the caller counts the step later."""
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
         for place, number in zip(self._numbers[self.count], numbers, strict=True):
@@ -72,7 +73,8 @@ class CatchUpOptimizer(RowOptimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._missed: dict[torch.Tensor, _Missed] = {}
-        # Several threads may look up in evaluation, and each may find late rows.
+        # Held while rows catch up: several threads may look up in evaluation, and each may find
+        # late rows.
         self._lock = threading.RLock()
         super().__init__(params, defaults)
 

@@ -1,4 +1,4 @@
-"""RMSProp in torch's form and in TensorFlow's."""
+"""RMSProp, in torch's form and in TensorFlow's form."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -28,20 +28,20 @@ class RMSProp(RowOptimizer):
         v = \alpha v + (1 - \alpha) g^2, \quad b = \mu b + \frac{lr \, g}{\sqrt{v + eps}}, \quad
         w = w - b
 
-    The two forms differ in their defaults (below), in where eps is added and, if lr changes, in the
-    effect of momentum. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
-    learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which does not change
-    untouched rows either.
+    The two forms differ in their defaults (below), in the position of eps and, if lr changes, in
+    the effect of momentum. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for
+    machine learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which does
+    not change untouched rows either.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
-        alpha: decay of v, in [0, 1); None is 0.99, or 0.9 for TensorFlow's form.
-        eps: as in the formula, >= 0; None is 1e-8, or 1e-10 for TensorFlow's form.
+        alpha: decay of v, in [0, 1); None means 0.99, or 0.9 for TensorFlow's form.
+        eps: as in the formula, >= 0; None means 1e-8, or 1e-10 for TensorFlow's form.
         momentum: mu, in [0, 1); with 0 there is no b.
         form: ``"torch"`` or ``"tensorflow"``.
-        initial_accumulator_value: v before the first step, >= 0; None is 0, or 1 for TensorFlow's
-            form, whose first steps are therefore small.
+        initial_accumulator_value: v before the first step, >= 0; None means 0, or 1 for
+            TensorFlow's form, whose first steps are therefore small.
         weight_decay: lambda, >= 0, on touched rows: :math:`g = g + \lambda w` before the update, as
             in torch.optim.RMSprop.
         decoupled_weight_decay: True uses :math:`w = (1 - lr \, \lambda) w` instead.

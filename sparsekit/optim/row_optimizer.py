@@ -37,10 +37,11 @@ class RowOptimizer(torch.optim.Optimizer):
     One call updates all parameters of a group that share a dtype, a device, and the kind of
     gradient (sparse or dense); it checks all of them before it changes any.
 
-    After an exception from outside, such as Ctrl-C, each parameter and its states are as before the
-    step or as after it; ``state[parameter]["step"]`` tells which. As in torch, calling `step` again
-    with the same gradients applies the step to all parameters; to go on, call ``zero_grad`` and
-    take the next batch. An interrupted update in backward counts as done until `step` is called.
+    After an exception from outside, such as Ctrl-C, each parameter and its states are either as
+    before the step or as after it; ``state[parameter]["step"]`` tells which. As in torch, calling
+    `step` again with the same gradients applies the step to all parameters; to go on, call
+    ``zero_grad`` and take the next batch. An interrupted update in backward counts as done until
+    `step` is called.
 
     Raises:
         TypeError: a seed that is not an int; (in step) a parameter of another dtype.

@@ -28,7 +28,7 @@ class SGD(CatchUpOptimizer):
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
         momentum: mu, in [0, 1).
-        weight_decay: lambda, >= 0, on touched rows; 0 in mode "catch_up".
+        weight_decay: lambda, >= 0, on touched rows; must be 0 in mode "catch_up".
         nesterov: as in the formula; needs momentum.
         mode: ``"touched"`` or ``"catch_up"``.
         stochastic_rounding, seed, maximize: as in `LazyAdam`; no rounding in mode "catch_up".

@@ -293,7 +293,8 @@ class EmbeddingTable(TableTensors):
         super()._apply(*args, **kwargs)
         device = self.weight.device
         if not isinstance(self.weight, EmbeddingWeight) and type(self.weight) is Parameter:
-            # torch turns the weight into a plain Parameter on the way to meta and back.
+            # Restore the type: torch turns the weight into a plain Parameter on the way to meta and
+            # back.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
         # Use the shared even map of the new device, unless the layer has another map. A map that
         # was on meta has no values.

@@ -163,7 +163,7 @@ class HashTable(torch.nn.Module):
             raise ValueError(f"{name}: load_factor must be in (0, 1], got {load_factor}")
         self.load_factor = load_factor
         self.name = name
-        self.rank = 0  # rank whose shard this is, for errors
+        self.rank = 0  # rank that holds this shard, for error messages
         num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
         buckets = torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
         self.register_buffer("buckets", prefer_huge_pages(buckets))

@@ -33,7 +33,7 @@ class Filled(Initializer):
 
     @property
     def _distribution(self) -> tuple[str, float, float]:
-        return "constant", 0.0, 0.0  # for absent keys, which only a hash table has
+        return "constant", 0.0, 0.0  # without effect: only a hash table has absent keys
 
     def __repr__(self) -> str:
         # The text omits the function's address, since ranks compare it.

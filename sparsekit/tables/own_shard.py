@@ -50,7 +50,7 @@ class OwnShard(torch.Tensor):
         exchange = self.exchange()
         if exchange is not None:
             exchange.parts_saved += 1
-        # Saved as a plain tensor, so that torch.load does not need this class.
+        # Save a plain tensor, so that torch.load does not need this class.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 

@@ -97,8 +97,8 @@ class TableTensors(torch.nn.Module, Sharded):
         with own_writes([self.weight]):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if entries and not isinstance(self.weight, EmbeddingWeight):
-            # torch.__future__.set_swap_module_params_on_conversion turns the weight into a plain
-            # parameter.
+            # Restore the type: torch.__future__.set_swap_module_params_on_conversion turns the
+            # weight into a plain parameter.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
     def _save_to_state_dict(
