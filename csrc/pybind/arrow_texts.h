@@ -1,4 +1,4 @@
-// Reads the texts of an Arrow array, and the bitmap of its valid items.
+// Reads the texts of an Arrow array and the bitmap of its valid items.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace sparsekit {
 
 // Reports to `bad` that text i is outside of its array's memory, and returns an empty text. Not
-// inlined, since the loops that call it have no register to spare.
+// inlined, since the calling loops have no registers to spare.
 #if defined(__GNUC__)
 __attribute__((cold, noinline))
 #endif
@@ -21,10 +21,10 @@ inline std::string_view outside(cpu::FirstBad* bad, int64_t i) {
   return {};
 }
 
-// Each type below returns text i of an array when it is called with i.
+// The call operator of each type below returns text i of an array.
 template <class Offset>
 struct OffsetTexts {
-  using Size = std::make_unsigned_t<Offset>;  // negative offsets become huge
+  using Size = std::make_unsigned_t<Offset>;  // unsigned, so that negative offsets become huge
 
   const Offset* offsets;
   const char* data;
@@ -45,8 +45,9 @@ struct FixedTexts {
   }
 };
 
-// Views of 16 bytes each: the length, then the text itself if it has at most 12 bytes, otherwise
-// its first four bytes, the index of the buffer and the offset in the buffer.
+// Reads an array of views of 16 bytes. A view begins with the length. If the text has at most 12
+// bytes, it follows; otherwise the text's first four bytes, the index of a buffer and the offset in
+// this buffer follow.
 struct ViewTexts {
   const char* views;
   const void* const* data;
@@ -67,7 +68,8 @@ struct ViewTexts {
   }
 };
 
-// The validity bitmap of an array, starting at an offset. Without a bitmap, all items are valid.
+// The validity bitmap of an array, starting at an offset. If there is no bitmap, all items are
+// valid.
 struct Validity {
   const uint8_t* bits;
   int64_t offset;

@@ -1,11 +1,11 @@
-// Functions that add parts to the module; each is in the .cpp file of its name.
+// Functions that add parts to the module. Each function is defined in the .cpp file of its name.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace sparsekit {
 
-// numpy.empty, looked up when this module is loaded: a later lookup could run an import hook.
+// numpy.empty, looked up when this module is loaded. A later lookup could run an import hook.
 inline pybind11::handle numpy_empty;
 
 void add_delimited_text(pybind11::module_& module);  // TextField, TextFormat, TextLines, skip_line

@@ -31,7 +31,7 @@ FieldKind kind_of(const std::string& name) {
 struct BoundField {
   static constexpr int64_t kLabel = -1;
   Field field;
-  int64_t column = 0;  // index of the dense column, or kLabel; only for fields of kind kFloat
+  int64_t column = 0;  // index of the dense column, or kLabel; used only if kind is kFloat
 };
 
 struct BoundFormat {
@@ -68,7 +68,7 @@ const char* checked_text(const py::buffer_info& text, int64_t position) {
   return static_cast<const char*>(text.ptr);
 }
 
-// The lines of a text. The text must stay unchanged during the lifetime of this object.
+// The lines of a text. The text must not change during the lifetime of this object.
 class TextLines {
  public:
   TextLines(const py::buffer& text, int64_t stop, const std::string& delimiter,
@@ -125,7 +125,7 @@ class TextLines {
     for (const MalformedRow& fault : malformed) {
       faults.append(py::make_tuple(fault.row, fault.field, malformed_reason(fault.why)));
     }
-    // Do not fill the arrays: a malformed row may have more keys than were counted.
+    // Return without filling the arrays: a malformed row may have more keys than were counted.
     if (!malformed.empty()) return py::make_tuple(faults);
     py::buffer values = numpy_empty(keys.offsets.back(), "int64");
     py::buffer offsets = numpy_empty(keys.offsets.size(), "int64");

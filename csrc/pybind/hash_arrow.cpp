@@ -18,10 +18,10 @@ namespace {
 struct Work {
   uint64_t seed;
   int num_threads;
-  int64_t missing;  // code of nulls: equal to the code of ""
+  int64_t missing;  // code of null items, equal to the code of ""
 };
 
-// Sets codes[i] to the code of texts(i) for valid items, and to the code of "" for nulls.
+// Sets codes[i] to the code of texts(i) for valid items, and to the code of "" for null items.
 template <class Texts>
 void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& work,
                       int64_t* codes) {
@@ -37,7 +37,8 @@ void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& w
   });
 }
 
-// Calls visit with a null pointer to a format's integer type; returns false for other formats.
+// Calls visit with a null pointer to the integer type of a format. Returns false for formats that
+// are not integers.
 template <class Visit>
 bool with_integer(std::string_view format, const Visit& visit) {
   const auto is = [&](const char* name, const auto* type) {
@@ -83,8 +84,8 @@ bool is_known(const ArrowSchema& type) {
   return is_integer(type.format) || format.substr(0, 2) == "w:";
 }
 
-// Returns the reason why an array cannot be read, or null; does not check its items. The interface
-// gives no sizes of buffers, except for views.
+// Returns the reason why an array cannot be read, or null if it can be read. Does not check the
+// items. The interface gives no sizes of buffers, except for views.
 const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   if (array.length < 0 || array.offset < 0 || array.offset > kMost / 16 - array.length - 1) {
@@ -140,7 +141,7 @@ int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
   return bad.position();
 }
 
-// Hashes an array without a dictionary. Returns the first item whose text is outside of the
+// Hashes an array that has no dictionary. Returns the first item whose text is outside of the
 // array's memory, or kAllGood.
 int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
                          int64_t* codes) {
@@ -163,7 +164,7 @@ int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const W
   return kAllGood;
 }
 
-// The codes of a dictionary's entries, kept for chunks that share the dictionary.
+// The codes of a dictionary's entries. They are kept for all chunks that share the dictionary.
 struct Entries {
   std::vector<const void*> buffers;
   int64_t offset = -1;
@@ -176,8 +177,8 @@ struct Entries {
   }
 };
 
-// Copies the codes of entries by index. Returns the first item whose index is not an entry, or
-// kAllGood.
+// Sets the code of each item to the code of its entry. Returns the first item whose index is not
+// that of an entry, or kAllGood.
 template <class Index>
 int64_t take(const Index* indices, const ArrowArray& array, const std::vector<int64_t>& entries,
              const Work& work, int64_t* codes) {
@@ -204,11 +205,11 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
 constexpr const char* kNoEntry = "names an entry that its dictionary does not have";
 constexpr const char* kOutside = "is outside of its column's memory: malformed offsets or views";
 
-// An item that cannot be hashed, and the reason; `position` is kAllGood if all items are good.
+// An item that cannot be hashed and the reason. `position` is kAllGood if all items are good.
 struct Fault {
   int64_t position = kAllGood;
   const char* reason = nullptr;
-  int64_t entry = kAllGood;  // the item's entry in the dictionary, if that is to blame
+  int64_t entry = kAllGood;  // the item's entry in the dictionary, if the entry is the cause
 };
 
 Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
@@ -231,7 +232,8 @@ Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, co
   return {bad, kNoEntry};
 }
 
-// Hashes a chunk. Returns the first item that cannot be hashed, if any. May throw bad_alloc.
+// Hashes a chunk. Returns the first item that cannot be hashed, if there is one. May throw
+// bad_alloc.
 Fault hash_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
                  Entries* entries, int64_t* codes) {
   if (type.dictionary != nullptr) {
@@ -251,7 +253,7 @@ bool check_type(const ArrowSchema& type) {
   return false;
 }
 
-// Returns whether a chunk can be read; if not, sets a Python error, which names values[first].
+// Returns true if a chunk can be read. Otherwise sets a Python error that names values[first].
 bool check_array(const ArrowSchema& type, const ArrowArray& array, int64_t first) {
   const char* flaw = flaw_of(type, array);
   if (flaw == nullptr && array.length > std::numeric_limits<int64_t>::max() - first) {
@@ -303,7 +305,7 @@ bool ArrowColumn::open_stream(PyObject* capsule) {
   int64_t length = 0;
   while (error == 0) {
     ArrowArray chunk{};
-    // The producer of the chunks may need the GIL on another thread.
+    // Release the GIL, since the producer of the chunks may need it on another thread.
     without_gil([&] { error = stream->get_next(stream, &chunk); });
     if (error != 0 || chunk.release == nullptr) break;
     chunks_.push_back(chunk);

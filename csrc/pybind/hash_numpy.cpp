@@ -12,8 +12,8 @@
 namespace sparsekit {
 namespace {
 
-// Returns the length of a text of `size` characters without trailing zeros, which are numpy's
-// padding.
+// Returns the length of a text without its trailing zeros, which are numpy's padding. With padding,
+// the text has `size` characters.
 template <class Character>
 Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   constexpr Py_ssize_t kStep = 8 / sizeof(Character);
@@ -28,7 +28,7 @@ Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
 // Hashes the UTF-8 encoding of a text. Returns false if a code point is not a character.
 bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_t seed,
                   int64_t* code) {
-  // Check for ASCII first: most texts are, and compilers vectorize this loop.
+  // Check for ASCII first: most texts are ASCII, and compilers vectorize this loop.
   uint32_t bits = 0;
   for (Py_ssize_t k = 0; k < length; ++k) {
     bits |= text[k];
@@ -43,14 +43,14 @@ bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_
   return true;
 }
 
-// The three functions of numpy's C API that we use. The API is a table with fixed indices, so the
-// build needs no numpy headers. numpy has had these functions, like StringDType, since 2.0.
+// Three functions of numpy's C API. The API is a table with fixed indices, so the build needs no
+// numpy headers. numpy has had these functions since 2.0, which introduced StringDType.
 struct NumpyStrings {
   struct Text {
     size_t size;
     const char* data;
   };
-  // Returns 1 if the string is missing, -1 on failure.
+  // Returns 1 if the string is missing, and -1 on failure.
   int (*load)(void* allocator, const void* packed, Text* text);
   void* (*acquire)(PyObject* dtype);
   void (*release)(void* allocator);

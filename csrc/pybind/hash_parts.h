@@ -1,5 +1,5 @@
-// Functions shared by the hashing of Python objects, Arrow columns and numpy strings: codes of
-// single values, encoding of code points as UTF-8, and threads, which reading text uses too.
+// Helpers for hashing Python objects, Arrow columns and numpy strings: the code of a single value,
+// the UTF-8 encoding of code points, and threads. The parser of text also uses these threads.
 #pragma once
 
 #include <Python.h>
@@ -34,13 +34,13 @@ constexpr Py_ssize_t kGrain = 32768;
 // Number of values in a chunk.
 constexpr int64_t kChunk = 8192;
 
-// Distributes the range [0, n) to threads in chunks, on demand, so that a thread that starts late
-// or is delayed gets fewer chunks.
+// Distributes the range [0, n) among threads. A thread takes one chunk at a time, so a thread that
+// starts late or is delayed gets fewer chunks.
 class Chunks {
  public:
   Chunks(int64_t n, int64_t chunk) : n_(n), chunk_(chunk) {}
 
-  // Takes the next chunk; returns false if there is none left.
+  // Takes the next chunk. Returns false if there are no more chunks.
   bool next(int64_t* begin, int64_t* end) {
     *begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
     *end = std::min(*begin + chunk_, n_);
@@ -52,8 +52,8 @@ class Chunks {
   std::atomic<int64_t> next_{0};
 };
 
-// Runs each part but the last on a new thread. The calling thread runs the last part, and the parts
-// for which no thread could be started.
+// Runs each part on a new thread, except the last part. The calling thread runs the last part, and
+// those parts for which no thread could be started.
 inline void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body,
                            void* context) {
   std::vector<std::thread> others;
@@ -65,7 +65,7 @@ inline void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Bod
   for (auto& other : others) other.join();
 }
 
-// Calls work(chunks) in up to num_threads threads, including this one. `work` must not throw.
+// Calls work(chunks) on up to num_threads threads, including this one. `work` must not throw.
 template <class Work>
 void share(Py_ssize_t n, int num_threads, const Work& work) {
   const Py_ssize_t count = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
@@ -73,7 +73,7 @@ void share(Py_ssize_t n, int num_threads, const Work& work) {
   ParallelFor(&run_on_threads).each(count, [&](int64_t) { work(chunks); });
 }
 
-// Calls body(begin, end) for parts of [0, n), in up to num_threads threads. `body` must not throw.
+// Calls body(begin, end) for parts of [0, n), on up to num_threads threads. `body` must not throw.
 template <class Body>
 void split(Py_ssize_t n, int num_threads, const Body& body) {
   share(n, num_threads, [&](Chunks& chunks) {
@@ -91,8 +91,8 @@ int64_t code_of_integer(Integer value, uint64_t seed) {
   return static_cast<int64_t>(hash_decimal(static_cast<Wide>(value), seed));
 }
 
-// Calls body(), which must not throw, without the GIL. Taking the GIL back may end the thread while
-// Python exits, so it must not happen in a destructor.
+// Calls body() without the GIL. body() must not throw. Do not call this in a destructor: if Python
+// is exiting, taking the GIL back may end the thread.
 template <class Body>
 void without_gil(const Body& body) {
   PyThreadState* const state = PyEval_SaveThread();
@@ -100,7 +100,8 @@ void without_gil(const Body& body) {
   PyEval_RestoreThread(state);
 }
 
-// Writes up to 4 bytes and returns their end, or null if the code point is not a character.
+// Writes up to 4 bytes and returns the end of the output, or null if the code point is not a
+// character.
 inline char* put_utf8(uint32_t point, char* out) {
   const auto put = [&](uint32_t byte) { *out++ = static_cast<char>(byte); };
   const auto put_rest = [&](int shift) { put(0x80 | (point >> shift & 0x3F)); };
@@ -124,16 +125,16 @@ inline char* put_utf8(uint32_t point, char* out) {
   return out;
 }
 
-// Writes the UTF-8 encoding to `out`, a buffer of at least 4 bytes per code point, and returns its
-// end, or null if a code point is not a character.
+// Writes the UTF-8 encoding to `out`, a buffer of at least 4 bytes per code point. Returns the end
+// of the output, or null if a code point is not a character.
 template <class Point>
 char* put_utf8(const Point* text, size_t size, char* out) {
   for (size_t k = 0; k < size && out != nullptr; ++k) out = put_utf8(text[k], out);
   return out;
 }
 
-// Stores a word in little-endian order, like xxh64_steps::load64(). gcc would not turn writes of
-// single bytes into a single store.
+// Stores a word in little-endian order, like xxh64_steps::load64(). It does not write single bytes,
+// since gcc would not combine them into a single store.
 inline void store64(uint64_t word, char* out) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
   word = __builtin_bswap64(word);
@@ -141,8 +142,8 @@ inline void store64(uint64_t word, char* out) {
   std::memcpy(out, &word, 8);
 }
 
-// Encodes the first `count` bytes of a little-endian word of Latin-1 as UTF-8; the other bytes must
-// be zero. Writes up to 8 bytes beyond the end that it returns.
+// Encodes the first `count` bytes of a little-endian word of Latin-1 as UTF-8. The other bytes must
+// be zero. Returns the end of the output; up to 8 bytes beyond it are overwritten.
 inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
   while (const uint64_t beyond_ascii = word & 0x8080808080808080u) {
     const auto before = static_cast<size_t>(__builtin_ctzll(beyond_ascii)) / 8;
@@ -158,8 +159,8 @@ inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
   return out + count;
 }
 
-// Encodes Latin-1, in which every byte is a character, as UTF-8. `out` must have 8 bytes
-// more than the result.
+// Encodes Latin-1 text as UTF-8. Every byte of Latin-1 is a character, so this cannot fail. `out`
+// must have space for 8 bytes more than the result.
 inline char* put_utf8(const uint8_t* text, size_t size, char* out) {
   for (; size >= 8; size -= 8, text += 8) {
     out = put_latin1_word(xxh64_steps::load64(text), 8, out);

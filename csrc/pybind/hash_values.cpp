@@ -1,4 +1,4 @@
-// sparsekit/hashing/values.py describes for users how values are hashed.
+// Hashes Python objects. sparsekit/hashing/values.py describes the hash of each type for users.
 #include "hash_values.h"
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 namespace sparsekit {
 namespace {
 
-// The functions below set a Python error and return false or null for callers to pass on.
+// On failure, the functions below set a Python error and return false or null. Callers pass this
+// on.
 
 bool refuse_type(PyObject* item, Py_ssize_t position) {
   PyErr_Format(PyExc_TypeError, "values[%zd] is of type %s; expected str, bytes, int or None",
@@ -19,8 +20,8 @@ bool refuse_type(PyObject* item, Py_ssize_t position) {
   return false;
 }
 
-// Replaces a ValueError with one that names the position and has the original as its cause. Keeps
-// other errors (lack of memory, an interrupt).
+// Replaces a ValueError with one that names the position and has the original error as its cause.
+// Keeps other errors, such as lack of memory or an interrupt.
 bool refuse_value(Py_ssize_t position, const char* what) {
   if (!PyErr_ExceptionMatches(PyExc_ValueError)) return false;
   PyObject *type, *cause, *error, *traceback;
@@ -38,7 +39,7 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// Longest text, in characters, with characters beyond ASCII that is encoded on the stack.
+// Maximum number of characters of a non-ASCII text that is encoded on the stack.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {
@@ -50,16 +51,16 @@ bool is_ready(PyObject* text) {
 #endif
 }
 
-// Hashes items for which neither Python code nor new objects are needed. It only reads memory, so
-// several threads may each use one while a single thread holds the GIL.
+// Hashes items that need neither Python code nor new objects. It only reads memory. So if one
+// thread holds the GIL, several threads may read at the same time, each with its own PlainItems.
 class PlainItems {
  public:
   PlainItems(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes), hasher_(seed, codes) {}
 
-  // Hashes the items in [begin, end) up to the first that it cannot hash, and returns the index of
-  // that item, or `end`. codes[i] may be written only at the next flush.
+  // Hashes the items in [begin, end) up to the first item that it cannot hash. Returns the index of
+  // that item, or `end`. codes[i] may be written as late as the next flush().
   Py_ssize_t add_all(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end) {
-    // Objects are scattered over the heap, so prefetch them.
+    // Prefetch objects, since they are scattered over the heap.
     const auto ask_for = [=](Py_ssize_t i) {
       prefetch(items[i], 0);
       prefetch(items[i], 64);
@@ -74,10 +75,10 @@ class PlainItems {
     return end;
   }
 
-  // Adds one item; returns false if it needs Python code or new objects.
+  // Adds one item. Returns false if the item needs Python code or new objects.
   bool add(PyObject* item, Py_ssize_t place) {
     if (PyUnicode_Check(item)) {
-      // ASCII text is valid UTF-8 as it is.
+      // ASCII text is already valid UTF-8.
       if (!PyUnicode_IS_COMPACT_ASCII(item)) return add_encoded(item, place);
       hasher_.add(static_cast<const char*>(PyUnicode_DATA(item)),
                   static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place);
@@ -101,7 +102,7 @@ class PlainItems {
     return overflow == 0;
   }
 
-  // Hashes the added texts, whose memory must stay valid until this call.
+  // Hashes the added texts. Their memory must stay valid until this call.
   void flush() { hasher_.flush(); }
 
  private:
@@ -132,7 +133,7 @@ class PlainItems {
     if (end == nullptr) return false;
     const auto length = static_cast<size_t>(end - text);
     hasher_.add(text, length, place);
-    // A longer text has been hashed immediately, so its memory can be reused.
+    // A text of at least kTooLong bytes has been hashed immediately, so its memory can be reused.
     if (length < kTooLong) num_encoded_ += length;
     return true;
   }
@@ -141,7 +142,7 @@ class PlainItems {
   int64_t* const codes_;
   TextHasher hasher_;
   size_t num_encoded_ = 0;
-  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // texts waiting in hasher_
+  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // texts that wait in hasher_
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
@@ -164,10 +165,10 @@ bool hash_big_int(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* c
   return hash_str(text.get(), position, seed, code);
 }
 
-// Converts an integer of another type, such as numpy's, to an int. May run Python code.
+// Converts an integer of another type, such as numpy's, to a Python int. May run Python code.
 PyObject* to_int(PyObject* item, Py_ssize_t position) {
-  // A 0-d array or a tensor of one element can be an index too, but unlike numbers they define
-  // len(), and a bool tensor would be taken for an int.
+  // Refuse types with len(). A 0-d array or a tensor of one element could also be used as an index,
+  // and a bool tensor would then be taken for an int. Numbers do not define len().
   const PyTypeObject* type = Py_TYPE(item);
   const bool has_length = (type->tp_as_sequence && type->tp_as_sequence->sq_length) ||
                           (type->tp_as_mapping && type->tp_as_mapping->mp_length);
@@ -180,8 +181,9 @@ PyObject* to_int(PyObject* item, Py_ssize_t position) {
   return nullptr;
 }
 
-// Makes a tuple of the `size` items of a list. Sets an error and returns null if the size of the
-// list has changed: making a tuple can trigger garbage collection, which may run finalizers.
+// Makes a tuple of the `size` items of a list. Making a tuple can trigger garbage collection, which
+// may run finalizers that change the list. If the size of the list has changed, sets an error and
+// returns null.
 PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   PyObject* tuple = PyTuple_New(size);
   if (tuple == nullptr) return nullptr;
@@ -196,7 +198,7 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// Hashes all items starting at `first`, which is the first that PlainItems could not hash.
+// Hashes all items starting at `first`, the first item that PlainItems could not hash.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   PlainItems plain(seed, codes);
@@ -209,8 +211,9 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
       continue;
     }
     if (PyBool_Check(item)) return refuse_type(item, i);
-    // The code below may run Python code: a conversion, or, while a long int is written in decimal,
-    // a signal handler. That could change a list, so continue at this item with a copy of the list.
+    // The code below may run Python code: a conversion or, while a long int is written in decimal,
+    // a signal handler. Python code could change a list, so continue at this item with a copy of
+    // the list.
     if (PyList_Check(items)) {
       plain.flush();
       copy.reset(tuple_of(items, n));
@@ -235,7 +238,7 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
 }  // namespace
 
 PyObject* sequence_items(PyObject* values) {
-  // Refuse sets and dicts: they can be iterated, but in an order that has no meaning.
+  // Refuse sets and dicts: they can be iterated, but their order has no meaning.
   if (PySequence_Check(values)) return PySequence_Fast(values, "values must be a sequence");
   return PyErr_Format(PyExc_TypeError, "values must be a sequence, such as a list; got %s",
                       Py_TYPE(values)->tp_name);

@@ -1,6 +1,6 @@
-// Bulk hashing of sequences of Python objects, and of Arrow and numpy columns without making Python
-// objects of their items. It uses the plain Python C API: pybind11's headers take seconds to
-// compile at the optimization level that these loops need.
+// Hashes whole sequences of Python objects, and whole Arrow and numpy columns. The items of a
+// column are not converted to Python objects. The code uses the plain Python C API: pybind11's
+// headers take seconds to compile at the optimization level that these loops need.
 #pragma once
 
 #include <Python.h>
@@ -11,17 +11,17 @@
 
 namespace sparsekit {
 
-// Call these functions with the GIL held and num_threads >= 1. On failure they set a Python error
-// and return null or false.
+// Call the following functions with the GIL held and num_threads >= 1. On failure, they set a
+// Python error and return null or false.
 
-// Converts a sequence to a list or tuple; returns `values` itself if it is one already. Returns a
-// new reference.
+// Returns a new reference to a list or tuple with the items of a sequence. If `values` is a list or
+// a tuple, it is returned itself.
 PyObject* sequence_items(PyObject* values);
 
 // Sets codes[i] to the code of items[i], for a list or tuple of str, bytes, int and None.
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes);
 
-// Structs of the Arrow C data interface and C stream interface, whose layout is fixed
+// Structs of the Arrow C data interface and the Arrow C stream interface. Their layout is fixed
 // (arrow.apache.org/docs/format/CDataInterface.html).
 struct ArrowSchema {
   const char* format;
@@ -64,37 +64,39 @@ class ArrowColumn {
   ArrowColumn(const ArrowColumn&) = delete;
   ArrowColumn& operator=(const ArrowColumn&) = delete;
 
-  // Opens the array in two capsules from __arrow_c_array__, which must outlive this object.
+  // Opens the array in the two capsules that __arrow_c_array__ returned. They must outlive this
+  // object.
   bool open_array(PyObject* schema, PyObject* array);
-  // Opens all chunks of the stream in a capsule from __arrow_c_stream__, and takes ownership of
-  // them.
+  // Opens all chunks of the stream in the capsule that __arrow_c_stream__ returned, and takes
+  // ownership of the chunks.
   bool open_stream(PyObject* stream);
 
   int64_t length() const;
 
-  // Sets codes[i] to the code of item i, for i in [0, length()); nulls count as "". Releases the
-  // GIL.
+  // Sets codes[i] to the code of item i, for i in [0, length()). A null item has the code of "".
+  // Releases the GIL.
   bool hash(uint64_t seed, int num_threads, int64_t* codes) const;
 
  private:
   const ArrowSchema* type_ = nullptr;
   ArrowSchema own_type_{};
-  std::vector<ArrowArray> chunks_;  // `release` is null in a chunk that a capsule owns
+  std::vector<ArrowArray> chunks_;  // `release` is null if a capsule owns the chunk
 };
 
-// Sets codes[i] to the code of the `size` bytes at texts + i * size, without trailing zeros.
-// Releases the GIL, as does hash_fixed_unicode.
+// Sets codes[i] to the code of the `size` bytes at texts + i * size, without trailing zeros. Both
+// this function and hash_fixed_unicode release the GIL.
 bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                       int num_threads, int64_t* codes);
 
 // Sets codes[i] to the code of the UTF-8 encoding of the `size` code points at texts + i * size,
-// without trailing zeros. Sets a ValueError that names the first text without a UTF-8 encoding.
+// without trailing zeros. If a text has no UTF-8 encoding, sets a ValueError that names the first
+// such text.
 bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                         int num_threads, int64_t* codes);
 
-// Sets codes[i] to the code of the packed string at texts + i * stride, in an array of numpy's
-// StringDType `dtype`; `missing` is the code of missing strings. Keeps the GIL: other threads hold
-// it while they wait for the lock on the strings' memory.
+// Sets codes[i] to the code of the packed string at texts + i * stride. `dtype` is the StringDType
+// of the array, and `missing` is the code of missing strings. Keeps the GIL: other threads hold it
+// while they wait for the lock on the strings' memory.
 bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
                         std::string_view missing, uint64_t seed, int num_threads, int64_t* codes);
 

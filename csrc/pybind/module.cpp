@@ -1,7 +1,7 @@
-// Functions for Python that cannot be torch ops: bulk hashing of values, parsing of text,
-// communicators over NCCL and shared memory, and facts about the build. This file has only the
-// bindings, which are slow to compile; hash_values.cpp and others do the work. For the same reason
-// arrays are passed as buffers, without pybind11/numpy.h.
+// Functions for Python that cannot be torch ops: hashing of values, parsing of text, communicators
+// over NCCL and shared memory, and facts about the build. This file has only the bindings, since
+// pybind11 is slow to compile; the work is done in hash_values.cpp and other files. For the same
+// reason, arrays are passed as buffers, without pybind11/numpy.h.
 #include <cstdint>
 #include <stdexcept>
 
@@ -24,7 +24,7 @@ constexpr const char* kCompiler = "unknown";
 
 constexpr const char* kTorchMinimum = "2.11";
 
-// Makes an array of n codes, and calls fill(codes), which must set a Python error if it returns
+// Makes an array of n codes and calls fill(codes). `fill` must set a Python error if it returns
 // false.
 template <class Fill>
 py::buffer codes_of(Py_ssize_t n, int num_threads, const Fill& fill) {
@@ -39,7 +39,7 @@ py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) 
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
   return codes_of(size, num_threads, [&](int64_t* codes) {
-    // Garbage collection may have run a finalizer that changed the sequence.
+    // Check the size again: garbage collection may have run a finalizer that changed the sequence.
     if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {
       throw std::runtime_error("values has changed its length while it was hashed");
     }
@@ -65,8 +65,8 @@ py::buffer xxh64_arrow_stream(const py::capsule& stream, uint64_t seed, int num_
   return xxh64_of_column(column, seed, num_threads);
 }
 
-// The functions below take arrays by address, since numpy cannot export all of them as buffers. The
-// caller must keep the arrays alive.
+// The following functions take arrays by address, since numpy cannot export all of them as buffers.
+// The caller must keep the arrays alive.
 py::buffer xxh64_fixed_width(uintptr_t texts, Py_ssize_t size, bool unicode, Py_ssize_t n,
                              uint64_t seed, int num_threads) {
   return codes_of(n, num_threads, [&](int64_t* codes) {

@@ -18,11 +18,11 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// Limit on the time that abort() waits for another thread's call to stop.
+// Maximum time that abort() waits until another thread's call has stopped.
 constexpr std::chrono::seconds kPatience{10};
 
-// A communicator whose errors all threads can see. Only one thread at a time may send; meanwhile
-// others may check for errors, and abort the call.
+// A communicator whose errors any thread can check. Only one thread at a time may send. Meanwhile,
+// other threads may check for errors and abort the call.
 class NcclCommunicator {
  public:
   NcclCommunicator(int rank, int world_size, const std::string& unique_id)
@@ -39,7 +39,8 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Do not wait for other ranks: destroy() was not called, so they may not be disconnecting.
+  // Abort without waiting for other ranks: destroy() was not called, so they may not be
+  // disconnecting.
   ~NcclCommunicator() { nccl::abort(communicator_); }
 
   void all_to_all(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
@@ -62,7 +63,8 @@ class NcclCommunicator {
     lock.lock();
     calling_ = false;
     returned_.notify_all();
-    // If another thread has aborted meanwhile, present() throws the reason for that abort instead.
+    // If another thread has aborted the communicator meanwhile, present() throws the reason for
+    // that.
     present();
     if (failure.empty()) return;
     lock.unlock();
@@ -89,7 +91,7 @@ class NcclCommunicator {
     if (communicator == nullptr) return;
     if (calling_) {
       // NCCL would free the communicator while that call uses it, so stop the call first. An old
-      // library can only abort, as torch's watchdog does.
+      // library cannot stop a call; then only abort, as torch's watchdog does.
       lock.unlock();
       const bool stopped = nccl::revoke(communicator);
       lock.lock();
@@ -119,7 +121,7 @@ class NcclCommunicator {
     }
   }
 
-  // Call present() and take() with state_ locked.
+  // The caller of present() or take() must hold state_.
   ncclComm* present() const {
     if (communicator_ == nullptr) {
       throw std::runtime_error("sparsekit: the NCCL communicator is no more: " + gone_);
@@ -133,7 +135,7 @@ class NcclCommunicator {
   }
 
   const int world_size_;
-  std::mutex calls_;  // held by the thread that sends, which may wait for other ranks
+  std::mutex calls_;  // held by the sending thread, which may wait for other ranks
   std::mutex state_;  // protects the members below; held only briefly
   std::condition_variable returned_;
   bool calling_ = false;
@@ -148,7 +150,7 @@ const char* nccl_version() {
 }
 
 void add_nccl_communicator(py::module_& module) {
-  // Release the GIL while a call waits, as other threads of this rank check for errors.
+  // Release the GIL while a call waits, since other threads of this rank check for errors.
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<NcclCommunicator>(module, "NcclCommunicator",
                                "A communicator of libnccl on the current CUDA device.")

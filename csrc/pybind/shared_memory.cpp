@@ -28,7 +28,7 @@ class SharedMemoryCommunicator {
                       seconds) {}
 
   // `keep` owns the memory of the collective. It is kept alive until the collective is completed,
-  // even if wait is not called.
+  // even if the caller never waits.
   uint64_t begin(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
                  const std::vector<int64_t>& receive_bytes, py::object keep) {
     let_go();
@@ -66,12 +66,12 @@ class SharedMemoryCommunicator {
   void let_go() {
     const uint64_t completed = communicator_.completed();
     while (!kept_.empty() && kept_.front().first < completed) {
-      const py::object last = std::move(kept_.front().second);  // destruction may run Python code
+      const py::object last = std::move(kept_.front().second);  // its destructor may run Python
       kept_.pop_front();
     }
   }
 
-  std::deque<std::pair<uint64_t, py::object>> kept_;  // destroyed after the communicator
+  std::deque<std::pair<uint64_t, py::object>> kept_;  // destroyed after communicator_
   Communicator communicator_;
 };
 

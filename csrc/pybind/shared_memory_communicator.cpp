@@ -17,14 +17,15 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Number of bytes to copy at a time: the receiver can read one piece while the next is copied.
+// Number of bytes to copy at a time. The receiver can read one piece while the next one is copied.
 constexpr uint64_t kPiece = 1 << 17;
-// Longest sleep of a rank before it checks that the other ranks are still alive.
+// Maximum time that a rank sleeps before it checks that the other ranks are still alive.
 constexpr milliseconds kSlice{100};
-// Time to spin before sleeping, in case another rank is about to ring: a sleep takes longer.
+// Time to spin before sleeping, in case another rank is about to ring. A sleep takes longer than
+// this.
 constexpr microseconds kSpin{5};
 constexpr size_t kLongestReason = 500;
-constexpr double kForever = 1e9;  // in seconds; it does not overflow in nanoseconds
+constexpr double kForever = 1e9;  // in seconds; as nanoseconds, it does not overflow
 
 void pause() {
 #if defined(__x86_64__)
@@ -67,7 +68,7 @@ Communicator::Communicator(int rank, int world_size, std::shared_ptr<Segment> se
       seconds_(seconds),
       segment_(std::move(segment)),
       sockets_(world_size, -1) {
-  // Each rank begins with the rank after it, so that not all begin with the same rank.
+  // Each rank begins with the next rank, so that the ranks do not all begin with the same one.
   for (int other = rank + 1; other < rank + world_size; ++other) {
     const int peer = other % world_size;
     peers_.push_back({peer, segment_->writer(rank, peer), segment_->reader(peer, rank)});
@@ -104,7 +105,7 @@ uint64_t Communicator::begin(const char* send, const std::vector<int64_t>& send_
       receive += room;
     }
     begun_.push_back(std::move(parts));
-    // Only send: receiving would delay the caller.
+    // Only send here: receiving would delay the caller.
     for (Peer& peer : peers_) send_some(peer, Segment::ring_bytes(world_size_));
   } catch (const std::exception& error) {
     hang_up(error.what());
@@ -125,7 +126,7 @@ bool Communicator::work_on(uint64_t number, Clock::time_point deadline) {
       const uint32_t rings = bell.rings();
       bool any = advance();
       if (!any && in_vain) {
-        // The rank may have sent data after we polled and before it left.
+        // Try once more: the rank may have sent data after the last advance() and before it left.
         const std::string gone = who_is_gone(number);
         if (!gone.empty() && !(any = advance())) throw std::runtime_error(gone);
       }
@@ -150,7 +151,7 @@ Clock::time_point Communicator::deadline() const {
 }
 
 void Communicator::close(const std::string& reason) {
-  if (getpid() != owner_) {  // after a fork, a thread that does not exist here may hold the lock
+  if (getpid() != owner_) {  // after a fork, a thread that does not exist here may hold mutex_
     close_sockets(nullptr);
     return;
   }
@@ -167,7 +168,7 @@ void Communicator::check_usable() const {
   }
 }
 
-// Exchanges a piece with each rank; returns whether any bytes were sent or received.
+// Exchanges a piece with each rank. Returns true if any bytes were sent or received.
 bool Communicator::advance() {
   bool any = false;
   for (Peer& peer : peers_) {
@@ -241,7 +242,7 @@ void Communicator::forget_completed() {
   for (; first_ < done; ++first_) begun_.pop_front();
 }
 
-// Returns a message about a rank that has left and is needed for this collective, or "".
+// If a rank that is needed for this collective has left, returns a message about it, otherwise "".
 std::string Communicator::who_is_gone(uint64_t number) {
   for (const Peer& peer : peers_) {
     if (peer.sending > number && peer.receiving > number) continue;
@@ -284,7 +285,8 @@ void Communicator::close_sockets(const std::string* reason) {
     if (reason != nullptr) {
       send(open, reason->data(), std::min(reason->size(), kLongestReason),
            MSG_DONTWAIT | MSG_NOSIGNAL);
-      // A forked process may have a copy of the socket, so closing it is not enough.
+      // Shut the connection down: closing is not enough, since a forked process may have a copy of
+      // the socket.
       shutdown(open, SHUT_RDWR);
     }
     ::close(open);

@@ -1,4 +1,4 @@
-// All-to-all exchange of bytes between processes on one host. Independent of Python.
+// Exchanges bytes between all processes of a group on one host. Does not use Python.
 #pragma once
 
 #include <atomic>
@@ -18,48 +18,50 @@ using Clock = std::chrono::steady_clock;
 
 // Runs the collectives of one rank.
 //
-// Each rank sends to each other rank a stream of messages, one per collective, in order. A message
-// is a word with its size, then its bytes. So a rank counts bytes to find which collective a byte
-// belongs to. Each call makes progress on all collectives that have begun: a rank that waits for
-// the second one also reads the bytes of the first, so there can be no deadlock.
+// Each rank sends a stream of messages to each other rank: one message per collective, in order. A
+// message is a word with its size, followed by its bytes. So a rank counts bytes to find the
+// collective to which a byte belongs. Each call makes progress on all collectives that have begun:
+// a rank that waits for the second collective also reads the bytes of the first one. So there can
+// be no deadlock.
 //
-// A connected socket to each other rank serves only to detect that the rank has left: the kernel
-// closes it when a process dies, and a rank that gives up sends the reason first.
+// The connected socket to each other rank only serves to detect that the rank has left. If a
+// process dies, the kernel closes its sockets; a rank that gives up first sends the reason.
 //
 // At most one thread at a time may be in a call.
 class Communicator {
  public:
-  // `sockets` has a descriptor for each rank; this rank's own is ignored. The caller keeps
-  // ownership.
+  // `sockets` has a descriptor for each rank; the descriptor for this rank is ignored. The caller
+  // keeps ownership of the descriptors.
   Communicator(int rank, int world_size, std::shared_ptr<Segment> segment,
                const std::vector<int>& sockets, double seconds);
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
   ~Communicator();
 
-  // Begins a collective and returns its number. `send` and `receive` have the parts of all ranks in
-  // order, and must stay valid until completed() is above the number. A rank may send fewer bytes
-  // than the receiver has reserved.
+  // Begins a collective and returns its number. `send` and `receive` hold the parts of all ranks in
+  // order. They must stay valid until completed() is larger than this number. A rank may send fewer
+  // bytes than the receiver expects.
   uint64_t begin(const char* send, const std::vector<int64_t>& send_bytes, char* receive,
                  const std::vector<int64_t>& receive_bytes);
 
-  // Works for a short time on all collectives that have begun; returns early at a signal. Returns
-  // whether this collective is completed. Throws if it cannot be completed, or if it is not
+  // Works on all collectives that have begun, for a short time or until a signal arrives. Returns
+  // true if collective `number` is completed. Throws if it cannot be completed, or if it is not
   // completed by the deadline.
   bool work_on(uint64_t number, Clock::time_point deadline);
 
-  // Returns the number of completed collectives: all with a smaller number are completed.
+  // Returns the number of completed collectives. All collectives with smaller numbers are
+  // completed.
   uint64_t completed() const { return first_.load(); }
 
-  // Returns the deadline to pass to work_on() for a wait that begins now.
+  // Returns the deadline of a wait that begins now, to pass to work_on().
   Clock::time_point deadline() const;
 
-  // Leaves the exchange and sends the other ranks the reason. Data that they have not yet received
-  // is lost. In a forked process, which is not a rank, only closes the sockets.
+  // Leaves the exchange and sends the reason to the other ranks. Data that they have not yet
+  // received is lost. A forked process is not a rank; there, close() only closes the sockets.
   void close(const std::string& reason);
 
  private:
-  struct Part {  // data exchanged with one rank in a collective
+  struct Part {  // the data that is exchanged with one rank in one collective
     const char* send;
     uint64_t send_bytes;
     char* receive;
@@ -93,13 +95,13 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
-  const int owner_;  // id of the process that made this object
+  const int owner_;  // id of the process that created this object
   const double seconds_;
   std::mutex mutex_;
   std::shared_ptr<Segment> segment_;
   std::vector<int> sockets_;
   std::vector<Peer> peers_;
-  // The collectives whose numbers are at least first_, each with one part per rank.
+  // Collectives first_, first_ + 1, ..., each with one part per rank.
   std::deque<std::vector<Part>> begun_;
   std::atomic<uint64_t> first_{0};
   std::string gone_;

@@ -24,8 +24,8 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
-// A segment has three areas: the bells, the states of rings, and the bytes of rings. Each area
-// begins at a multiple of kPage.
+// A segment has three areas: the bells, the states of the rings, and the bytes of the rings. Each
+// area begins at a multiple of kPage.
 constexpr uint64_t kPage = 4096;
 
 constexpr uint64_t pages(uint64_t size) {
@@ -43,8 +43,8 @@ uint64_t rings_begin(uint64_t world_size) {
 }  // namespace
 
 void Bell::ring() {
-  // This code and sleep() use sequentially consistent atomics: either we see that the rank sleeps,
-  // or the futex does not let it sleep, since the word has changed.
+  // ring() and sleep() use sequentially consistent atomics. Either ring() sees that the rank
+  // sleeps, or the rank's futex call returns at once, since rings_ has changed.
   rings_.fetch_add(1);
   if (asleep_.load() != 0) futex(&rings_, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -67,7 +67,7 @@ Segment::Segment(int file, int world_size) : world_size_(world_size), owner_(get
   if (seals < 0 || fstat(file, &status) != 0) {
     throw std::system_error(errno, std::generic_category(), "looking at shared memory");
   }
-  // Accessing a mapping beyond the end of its file would kill the process.
+  // Check the size: accessing a mapping beyond the end of its file would kill the process.
   if ((seals & F_SEAL_SHRINK) == 0 || static_cast<uint64_t>(status.st_size) != size) {
     throw std::runtime_error("the shared memory is not what this rank expects");
   }
@@ -80,7 +80,7 @@ Segment::Segment(int file, int world_size) : world_size_(world_size), owner_(get
 }
 
 Segment::~Segment() {
-  // A forked process does not have the mapping, and may have other memory at this address.
+  // A forked process does not have this mapping, and may have other memory at the same address.
   if (getpid() == owner_) munmap(begin_, total_bytes(world_size_));
 }
 

@@ -1,8 +1,9 @@
-// Memory shared by the ranks of a group: a bell for each rank, and a ring for each pair of ranks.
+// Memory shared by the ranks of a group. It has a bell for each rank, and a ring for each pair of
+// ranks.
 //
-// A ring is a stream of bytes from one process to another. Neither side trusts the other: each
-// keeps its own position in private memory and checks the position that it reads, so no byte
-// outside the ring is accessed even if another process overwrites positions.
+// A ring is a stream of bytes from one process to another. The two processes do not trust each
+// other: each keeps its own position in private memory and checks the position that it reads. So no
+// byte outside the ring is accessed, even if another process overwrites positions.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +15,16 @@
 
 namespace sparsekit::shared_memory {
 
-// Positions are multiples of this many bytes, so the word in front of a message is never split.
+// Positions are multiples of this many bytes, so that the word before a message is never split.
 constexpr uint64_t kGrain = 8;
-// Size in bytes of two cache lines, since processors fetch them in pairs.
+// Size in bytes of two cache lines, since processors fetch cache lines in pairs.
 constexpr size_t kLine = 128;
 
 constexpr uint64_t padded(uint64_t size) {
   return (size + kGrain - 1) / kGrain * kGrain;
 }
 
-// The state of a ring, without its bytes. A ring whose state is all zeros is empty.
+// The state of a ring, which does not include its bytes. A ring is empty if its state is all zeros.
 struct RingState {
   alignas(kLine) std::atomic<uint64_t> written;  // number of bytes written so far
   alignas(kLine) std::atomic<uint64_t> read;
@@ -31,7 +32,7 @@ struct RingState {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "else a lock would be in this process");
 
-// Returns the number of bytes between two positions; throws if it exceeds the capacity, which
+// Returns the number of bytes between two positions. Throws if it exceeds the capacity, which
 // happens only if a position has been overwritten.
 inline uint64_t distance(uint64_t from, uint64_t to, uint64_t capacity) {
   const uint64_t size = to - from;
@@ -43,11 +44,12 @@ inline uint64_t distance(uint64_t from, uint64_t to, uint64_t capacity) {
 
 class RingWriter {
  public:
-  // The capacity is a power of two.
+  // `capacity` must be a power of two.
   RingWriter(RingState* state, char* bytes, uint64_t capacity)
       : state_(state), bytes_(bytes), capacity_(capacity) {}
 
-  // Returns the number of bytes that can be written. If it is 0, the reader will see that we wait.
+  // Returns the number of bytes that can be written. If it is 0, the reader will see that the
+  // writer waits.
   uint64_t room() {
     if (const uint64_t free = free_bytes()) return free;
     state_->full.store(1);
@@ -68,7 +70,8 @@ class RingWriter {
   void publish() { state_->written.store(written_); }
 
  private:
-  // Sequentially consistent with `full`: either we see free bytes or the reader sees that we wait.
+  // These accesses and those to `full` are sequentially consistent: either the writer sees the free
+  // bytes, or the reader sees that the writer waits.
   uint64_t free_bytes() const {
     return capacity_ - distance(state_->read.load(), written_, capacity_);
   }
@@ -96,11 +99,11 @@ class RingReader {
     read_ += padded(size);
   }
 
-  // Frees consumed bytes; returns whether the writer must be woken.
+  // Frees consumed bytes. Returns true if the writer must be woken.
   bool publish() {
     state_->read.store(read_);
     if (state_->full.load() == 0) return false;
-    // Clear it before waking the writer, which may find the ring full once more.
+    // Clear `full` before the writer is woken, since the writer may find the ring full again.
     state_->full.store(0);
     return true;
   }
@@ -112,17 +115,18 @@ class RingReader {
   uint64_t read_ = 0;
 };
 
-// A rank sleeps until another rank rings its bell. A bell has only words, one of them a futex, so
-// there is no lock that a dying process could leave locked.
+// Lets a rank sleep until another rank rings. A bell consists of words only, one of them a futex,
+// so it has no lock that a dying process could leave locked.
 class Bell {
  public:
-  // Read this before looking for work; see sleep().
+  // Call this before looking for work, and pass the result to sleep().
   uint32_t rings() const { return rings_.load(); }
 
   // Wakes the owner of the bell if it sleeps.
   void ring();
 
-  // Waits, at most for this time, until rings() differs from `rings`. Returns false at a signal.
+  // Waits until rings() differs from `rings`, but at most for the given time. Returns false if a
+  // signal arrived.
   bool sleep(uint32_t rings, std::chrono::nanoseconds at_most);
 
  private:
@@ -143,8 +147,8 @@ class Segment {
   RingWriter writer(int from, int to) const;
   RingReader reader(int from, int to) const;
 
-  // Returns the size of a ring in bytes: the largest power of two up to 1 MiB with which all rings
-  // together take at most 64 MiB, but at least 4 KiB.
+  // Returns the size of a ring in bytes. It is the largest power of two up to 1 MiB with which all
+  // rings together take at most 64 MiB, but at least 4 KiB.
   static uint64_t ring_bytes(int world_size);
   // Returns the size of the shared file in bytes.
   static uint64_t total_bytes(int world_size);
@@ -154,7 +158,7 @@ class Segment {
   char* bytes(int from, int to) const;
 
   int world_size_;
-  int owner_;  // id of the process that made the mapping
+  int owner_;  // id of the process that created the mapping
   char* begin_;
 };
 

@@ -1,5 +1,5 @@
-// Checks the arguments of an op, and refuses outputs that share memory with another argument: a
-// kernel that has checked a size, a key or a row index relies on that value while it writes.
+// Checks the arguments of an op. Refuses outputs that share memory with another argument: once a
+// kernel has checked a size, a key or a row index, it relies on that value while it writes.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@ namespace sparsekit::ops {
 
 using Tensors = std::vector<Tensor>;
 
-// The range of bytes from a tensor's first element to its last, and the layout of a matrix's rows
-// within it.
+// The range of bytes from a tensor's first element to its last element. For a matrix, also the
+// layout of its rows within this range.
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // distance between rows; 0 if contiguous or not a matrix
+  int64_t stride_bytes = 0;  // distance between rows; 0 if the tensor is contiguous or not a matrix
 
   Span() = default;
 
@@ -47,8 +47,9 @@ struct Span {
   bool overlaps(const Span& other) const {
     if (begin >= other.end || other.begin >= end) return false;
     if (stride_bytes <= 0 || stride_bytes != other.stride_bytes) return true;
-    // Both matrices have rows at the same distance, as the states of an optimizer may have. If the
-    // rows of one lie in the gaps between the rows of the other, they share no element.
+    // Here the rows of both matrices are the same distance apart, as may be the case for the states
+    // of an optimizer. If the rows of one matrix lie in the gaps between the rows of the other,
+    // they share no element.
     const Span& first = begin <= other.begin ? *this : other;
     const Span& second = begin <= other.begin ? other : *this;
     const auto apart = static_cast<int64_t>(second.begin - first.begin) % stride_bytes;
@@ -56,7 +57,7 @@ struct Span {
   }
 };
 
-// An argument's name in errors. Text and other details of errors are computed only when one is
+// An argument's name in error messages. The text of a message is composed only when the error is
 // raised, since each query of a tensor is a call into torch.
 struct Item {
   const char* name;
@@ -70,19 +71,19 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return item.position < 0 ? text : text << '[' << item.position << ']';
 }
 
-// Limit on the number of elements of each argument and result. It exceeds any memory, but keeps
-// numbers computed from sizes (of bytes, elements, threads) far from overflow.
+// Limit on the number of elements of each argument and result. It exceeds any memory, but keeps the
+// numbers that are computed from sizes (of bytes, elements or threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
-// Limit on the number of entries, tables and features, which have 32-bit indices.
+// Limit on the number of entries, tables and features, whose indices have 32 bits.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
-// For arguments whose dtype or shape the op checks itself, since several are allowed.
+// Pass these for arguments whose dtype or shape the op checks itself, since it allows several.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
 // Checks the arguments of a call. An op that writes to arguments passes kWrites, checks all its
-// arguments and then calls check_apart(); for other ops, memory addresses are not recorded.
+// arguments and then calls check_apart(). For other ops, memory addresses are not recorded.
 class Arguments {
  public:
   enum Access { kReads, kWrites };
@@ -106,14 +107,15 @@ class Arguments {
     throw std::out_of_range(message(where(), parts...));
   }
 
-  // Throws an IndexError: rows[position] is `row`, which is beyond the last row of `table`.
+  // Throws an IndexError which says that rows[position] is `row`, beyond the last row of `table`.
   [[noreturn]] void row_error(int64_t position, int64_t row, const char* table,
                               int64_t num_rows) const {
     index_error("rows[", position, "] is ", row, ", but ", table, " has ", num_rows, " rows");
   }
 
-  // Checks an argument that is only read. It must be on the device of the first argument, and have
-  // this dtype and number of dimensions. It may overlap other arguments that are only read.
+  // Checks an argument that is only read. It must be on the device of the first argument, and must
+  // have the given dtype and number of dimensions. It may overlap other arguments that are only
+  // read.
   const Tensor& read(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                      int64_t dim = kAnyDim) {
     return add(name, tensor, dtype, dim, false);
@@ -122,7 +124,7 @@ class Arguments {
             int64_t dim = kAnyDim) {
     if (tensor.has_value()) read(name, *tensor, dtype, dim);
   }
-  // Checks an argument of one int64, such as a table's size or hash_seed.
+  // Checks an argument with a single int64, such as a table's size or hash_seed.
   void read_word(const Item& name, const Tensor& word) {
     check_one(name, read(name, word, ScalarType::Long, 1));
   }
@@ -132,13 +134,13 @@ class Arguments {
                            int64_t dim = kAnyDim) {
     return kOnDevice ? read(name, tensor, dtype, dim) : checked(name, tensor, dtype, dim);
   }
-  // Checks an argument that is written to in place, so it must be contiguous.
+  // Checks an argument that is written to in place. It must be contiguous.
   const Tensor& written(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                         int64_t dim = kAnyDim) {
     check_contiguous(name, add(name, tensor, dtype, dim, true));
     return tensor;
   }
-  // Like written(), for a matrix with gaps between its rows; the op checks the layout.
+  // Like written(), but for a matrix that may have gaps between its rows. The op checks the layout.
   const Tensor& written_rows(const Item& name, const Tensor& tensor, ScalarType dtype) {
     return add(name, tensor, dtype, kAnyDim, true);
   }
@@ -152,8 +154,8 @@ class Arguments {
     for (size_t i = 0; i < tensors.size(); ++i) read_ahead({list, i}, tensors[i], dtype);
   }
 
-  // Calls body(table) for each table. If there are several tables, arguments checked in body and
-  // errors thrown there name the table.
+  // Calls body(table) for each table. If there are several tables, errors about arguments that
+  // `body` checks, and errors that it throws, name the table.
   template <class Body>
   void for_each_table(size_t count, const Body& body) {
     for (size_t t = 0; t < count; ++t) {
@@ -166,7 +168,7 @@ class Arguments {
     if (count > 1) table_ = static_cast<int64_t>(table);
   }
 
-  // Returns the argument whose device all others must be on, or `other` if there is no argument.
+  // Returns the argument that determines the device, or `other` if there is no argument yet.
   const Tensor& first_or(const Tensor& other) const { return first_ == nullptr ? other : *first_; }
 
   // Throws an error if an argument that is written to overlaps another argument.
@@ -189,7 +191,7 @@ class Arguments {
           torch::headeronly::toString(has));
   }
 
-  // Checks that a tensor is int64 or int32; returns whether it is int64.
+  // Checks that a tensor is int64 or int32. Returns true if it is int64.
   bool check_wide(const Item& name, const Tensor& tensor) const {
     const ScalarType has = dtype_of(tensor);
     check(has == ScalarType::Long || has == ScalarType::Int, name, " must be int64 or int32, got ",
@@ -198,7 +200,7 @@ class Arguments {
   }
 
   // Checks that the product of sizes is at most kMostElements. A size of 0 counts as 1: a tensor
-  // without elements takes no memory, but its other sizes may be huge.
+  // without elements takes no memory, but its other sizes may still be huge.
   void check_elements(const Item& name, std::initializer_list<int64_t> sizes) const {
     int64_t elements = 1;
     bool possible = true;
@@ -213,7 +215,8 @@ class Arguments {
           "supported, and a size of 0 counts as 1");
   }
 
-  // Checks that a tensor has `dim` dimensions, 1 or 2, and returns its sizes, for 1 as (n, 1).
+  // Checks that a tensor has `dim` dimensions, which is 1 or 2, and returns its sizes. For 1
+  // dimension, returns (n, 1).
   std::pair<int64_t, int64_t> check_dim(const Item& name, const Tensor& tensor, int64_t dim) const {
     const int64_t has = tensor.dim();
     check(has == dim, name, " must have ", dim, " dimension(s), got ", has);
@@ -235,15 +238,16 @@ class Arguments {
     check(n <= kMostNumbered, name, " has ", n, " elements; at most 2^31 - 1 are supported");
   }
 
-  // Checks that a grid can handle a row of `dim` elements: 65535 slices of at least 32 elements.
+  // Checks that a grid can handle a row of `dim` elements. It has up to 65535 slices of at least 32
+  // elements.
   void check_row_size(const Item& name, int64_t dim) const {
     constexpr int64_t kMost = 65535 * 32;
     check(!kOnDevice || dim <= kMost, "rows of ", name, " may have at most ", kMost,
           " elements on a device, got ", dim);
   }
 
-  // Checks the numbers of entries and targets of an op that sorts. On the CPU, the limit exceeds
-  // any memory and keeps workspace sizes far from overflow; on a device, sort keys have 32 bits.
+  // Checks the numbers of entries and targets of an op that sorts. On a device, sort keys have 32
+  // bits. On the CPU, the limit exceeds any memory and keeps workspace sizes far from overflow.
   void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
     constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
     check(targets >= 0 && targets < kEnd, name, " must be in [0, ", kOnDevice ? "2^32 - 1" : "2^48",
@@ -261,21 +265,23 @@ class Arguments {
     check(has == 1, name, " must have one element, got ", has);
   }
 
-  // Converts row indices, segment ids or offsets, which may be int32, to contiguous int64.
+  // Converts row indices, segment ids or offsets to contiguous int64. They may be int32.
   Tensor packed_int64(const Item& name, const Tensor& tensor) const {
     if (check_wide(name, tensor)) return packed(tensor);
-    // Check and pack first: an expanded view can have more elements than fit in memory as int64.
+    // Pack before the conversion: an expanded view can have more elements than fit in memory as
+    // int64.
     return torch::stable::to(packed(tensor), ScalarType::Long);
   }
 
-  // Returns the number of elements to use: n or, if `exact` is given, the value in it, at most n.
+  // Returns the number of elements to use. It is n or, if `exact` is given, the smaller of n and
+  // the value in `exact`.
   DeviceCount count(int64_t n, const Item& name, const std::optional<Tensor>& exact) {
     if (!exact.has_value()) return DeviceCount{n};
     check_one(name, read(name, *exact, ScalarType::Long));
     return DeviceCount{n, int64_data(*exact)};
   }
 
-  // Calls body(TypeTag<T>) with core's type T for the dtype of rows.
+  // Calls body(TypeTag<T>), where T is core's element type for the dtype of `rows`.
   template <class Body>
   auto dispatch_rows(const Item& name, const Tensor& rows, Body&& body) const {
     switch (dtype_of(rows)) {
@@ -291,7 +297,7 @@ class Arguments {
     }
   }
 
-  // Calls body(TypeTag<Key>) with int32_t or int64_t, the type of keys.
+  // Calls body(TypeTag<Key>), where Key is int32_t or int64_t, the type of the keys.
   template <class Body>
   auto dispatch_keys(const Tensor& keys, Body&& body) const {
     return check_wide("keys", keys) ? body(TypeTag<int64_t>{}) : body(TypeTag<int32_t>{});
@@ -300,7 +306,7 @@ class Arguments {
  private:
   struct Argument {
     Item name;
-    int64_t table;  // index of its table; -1 if there is only one
+    int64_t table;  // index of the argument's table; -1 if there is only one table
     Span span;
     bool is_written;
 
@@ -323,7 +329,7 @@ class Arguments {
       first_name_ = name;
       on_cpu_ = tensor.is_cpu();
     } else {
-      // Comparing is_cpu() is faster than making two device objects.
+      // Compare is_cpu() first: this is faster than making two device objects.
       check(on_cpu_ ? tensor.is_cpu() : tensor.device() == first_->device(), name,
             " is not on the device of ", first_name_);
     }
@@ -340,8 +346,9 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Returns whether any arguments overlap that must not overlap. Visits arguments in the order of
-  // their start addresses, and compares each with the arguments that end after its start.
+  // Returns true if any two arguments overlap that must not overlap. Visits the arguments in the
+  // order of their start addresses, and compares each with the arguments that have not ended before
+  // its start.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

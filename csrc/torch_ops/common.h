@@ -1,5 +1,5 @@
-// Functions shared by all ops: memory of tensors, texts of errors, torch's thread pool. Uses only
-// torch's stable ABI, never ATen or c10.
+// Functions shared by all ops: memory of tensors, texts of errors, and torch's thread pool. This
+// code uses only torch's stable ABI, never ATen or c10.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -43,8 +43,8 @@ inline ParallelFor torch_parallel_for() {
       static_cast<int>(torch::stable::get_num_threads()));
 }
 
-// Like scalar_type(), but faster: scalar_type() compares with one dtype after another, and calls
-// torch each time.
+// Like scalar_type(), but faster: scalar_type() compares the dtype with one candidate after
+// another, and calls torch each time.
 inline ScalarType dtype_of(const Tensor& tensor) {
   static const int32_t codes[] = {aoti_torch_dtype_int64(), aoti_torch_dtype_float32(),
                                   aoti_torch_dtype_int32(), aoti_torch_dtype_bfloat16(),
@@ -61,22 +61,22 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Returns the tensor itself if it is contiguous, or else a contiguous copy. For a contiguous
-// tensor, this does not call torch's dispatcher.
+// Returns the tensor itself if it is contiguous, otherwise a contiguous copy. Does not call torch's
+// dispatcher if the tensor is contiguous.
 inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   try {
     return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {  // its text lacks the reason, which torch prints itself
+  } catch (const std::exception&) {  // its text does not give the reason, which torch prints itself
     throw std::runtime_error(message("sparsekit: torch has no ",
                                      tensor.numel() * static_cast<int64_t>(tensor.element_size()),
                                      " bytes for a contiguous copy; out of memory?"));
   }
 }
 
-// Returns an uninitialised tensor on the device of `like`, with the dtype of `like` unless another
-// dtype is given. On the CPU, if the tensor takes at least kept_bytes, its memory is kept for later
-// tensors when the tensor is freed.
+// Returns an uninitialised tensor on the device of `like`. It has the dtype of `like` unless
+// another dtype is given. On the CPU, the memory of a tensor of at least kept_bytes is not released
+// when the tensor is freed, but kept for later tensors.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt,
                          [[maybe_unused]] size_t kept_bytes = kLargeBytes) {
@@ -110,7 +110,8 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   AtenTensorHandle output;
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
                                type_code, device_code, device.index(), &output) != TORCH_SUCCESS) {
-    // The stable ABI does not pass the reason on, but it is almost always lack of memory.
+    // The stable ABI does not give the reason for the failure, but it is almost always lack of
+    // memory.
     throw std::runtime_error(
         message("sparsekit: torch has no ", bytes, " bytes for an output or workspace of ",
                 sizes.begin()[0],
@@ -124,7 +125,7 @@ struct TypeTag {
   using type = T;
 };
 
-// The ScalarType that core uses to accumulate rows of type T.
+// The ScalarType of the type in which core accumulates rows of type T.
 template <class T>
 constexpr ScalarType kAccumulateType =
     std::is_same_v<Acc<T>, double> ? ScalarType::Double : ScalarType::Float;

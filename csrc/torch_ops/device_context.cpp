@@ -19,7 +19,7 @@ namespace {
 
 bool checks_wanted() {
 #if defined(SPARSEKIT_ENGINE_SIMT)
-  return true;  // the host runner always waits for each kernel
+  return true;  // checks cost no wait: the host runner always waits for each kernel
 #else
   const char* set = std::getenv("SPARSEKIT_CHECKED");
   return set != nullptr && *set != '\0' && std::string(set) != "0";
@@ -58,7 +58,7 @@ std::string message_of(const int64_t* words) {
   return {};
 }
 
-// Returns the error words of a device, which are allocated at first use and never freed.
+// Returns the error words of a device. They are allocated at the first use and never freed.
 int64_t* error_words_of(const Tensor& on, void* stream) {
   static std::mutex mutex;
   static auto* devices = new std::map<int32_t, Tensor>;
@@ -73,7 +73,7 @@ int64_t* error_words_of(const Tensor& on, void* stream) {
     Tensor words = torch::stable::new_empty(on, {kNumErrors}, ScalarType::Long);
     cuda::fill_bytes(words.mutable_data_ptr(), cuda::kNoPositionByte,
                      kNumErrors * static_cast<int64_t>(sizeof(int64_t)), stream);
-    // Wait, so that the words are ready for other streams, too.
+    // Wait, so that the words are also ready for other streams.
     int64_t word = 0;
     const cuda::Piece piece{&word, words.const_data_ptr(), sizeof word};
     cuda::read_back(&piece, 1, stream);
@@ -92,8 +92,8 @@ struct DeviceContext::Guard {
 
 namespace {
 
-// Look up the symbol at run time: linked directly, it would keep the library from loading with a
-// CPU build of torch.
+// Look up the symbol at run time. If it were linked directly, the library could not be loaded with
+// a CPU build of torch.
 void* current_stream(int32_t device) {
   using Function = int32_t (*)(int32_t, void**);
   static const auto get = [] {
@@ -137,7 +137,7 @@ int64_t* DeviceContext::error_word(DeviceError error) const {
   return error_words_ + static_cast<int64_t>(error);
 }
 
-// With checks on, an error found after a call must come from that call, so raise older ones first.
+// Raise older errors first. With checks on, an error found after a call must come from that call.
 void DeviceContext::begin() const {
   if (!checking()) return;
   int64_t positions[kNumErrors];
@@ -161,7 +161,7 @@ int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
   cuda::read_back(&piece, 1, stream_);
   const int64_t position = positions[static_cast<int64_t>(error)];
   if (position == cuda::kNoPosition) return -1;
-  // Another stream of this device may have reported an error, too.
+  // The position is not from this call: another stream of the device must have reported an error.
   if (position >= limit) raise_left_over(positions);
   cuda::fill_bytes(error_word(error), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
@@ -183,10 +183,10 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   }
 }
 
-// Each stream has its own copies. A copy is made before the first kernel that reads it, and once it
-// is dropped, its memory is reused only after the last such kernel; the order of the stream ensures
+// Each stream has its own copies. A copy is made before the first kernel that reads it. After it is
+// dropped, its memory is reused only after the last such kernel. The order of the stream ensures
 // both without a wait. A graph is captured on a different stream from the step before it, but runs
-// after that step; it keeps the copies that it uses.
+// after that step. It keeps the copies that it uses.
 Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   struct Copy {
     int32_t device;
@@ -197,7 +197,7 @@ Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   };
   constexpr size_t kMostCopies = 32;
   static std::mutex mutex;
-  static auto* copies = new std::list<Copy>;  // latest first; keeps all copies in graphs
+  static auto* copies = new std::list<Copy>;  // latest copy first; keeps all copies that graphs use
   const std::lock_guard<std::mutex> lock(mutex);
   const int32_t device = on_.get_device_index();
   const bool capturing = cuda::is_capturing(stream_);
@@ -251,24 +251,24 @@ void DeviceContext::raise_left_over(const int64_t* positions) const {
 
 }  // namespace sparsekit::ops
 
-// Turns checks on or off; returns whether they were on. sparsekit.checked calls it through ctypes,
-// as an op without tensors could not be dispatched to an engine.
+// Turns checks on or off. Returns whether they were on before. sparsekit.checked calls this
+// function through ctypes, since an op without tensors could not be dispatched to an engine.
 extern "C" __attribute__((visibility("default"))) int sparsekit_set_checked(int on) {
   return sparsekit::ops::checks_on.exchange(on != 0);
 }
 
-// Returns whether checks are on.
+// Returns 1 if checks are on, otherwise 0.
 extern "C" __attribute__((visibility("default"))) int sparsekit_checks_on() {
   return sparsekit::ops::checks_on;
 }
 
-// Returns the number of error words, which the `report` of an op begins with.
+// Returns the number of error words. The `report` of an op begins with these words.
 extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_errors() {
   return sparsekit::ops::kNumErrors;
 }
 
-// Returns the message of the first error in the words of a report, or null if there is none. The
-// string is valid until this thread's next call.
+// Returns the message of the first error in the words of a report, or null if there is no error.
+// The string is valid until the next call on this thread.
 extern "C" __attribute__((visibility("default"))) const char* sparsekit_reported_error(
     const int64_t* words) {
   thread_local std::string found;
@@ -276,8 +276,8 @@ extern "C" __attribute__((visibility("default"))) const char* sparsekit_reported
   return found.empty() ? nullptr : found.c_str();
 }
 
-// Returns how often ops have waited for a device. torch.cuda.set_sync_debug_mode does not see these
-// waits, as they bypass torch.
+// Returns the number of times that ops have waited for a device. torch.cuda.set_sync_debug_mode
+// does not see these waits, since they bypass torch.
 extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_waits() {
   return sparsekit::cuda::num_waits();
 }

@@ -1,7 +1,8 @@
 // Selects the engine that torch_ops calls. The same files are compiled once for each engine:
-//   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, by sparsekit::cpu
-//   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, by sparsekit::cuda
-//   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors, by the CUDA kernels on the host
+//   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, computed by sparsekit::cpu
+//   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, computed by sparsekit::cuda
+//   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors, computed by the CUDA kernels on
+//   the host
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@
 #define SPARSEKIT_NAMESPACE sparsekit_simt
 #define SPARSEKIT_DISPATCH_KEY CPU
 #endif
-// Adds a level of macro expansion, since torch's macros paste their arguments.
+// Adds a level of macro expansion, since torch's macro pastes its arguments.
 #define SPARSEKIT_LIBRARY_(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 #define SPARSEKIT_LIBRARY(m) SPARSEKIT_LIBRARY_(SPARSEKIT_NAMESPACE, m)
 #define SPARSEKIT_LIBRARY_IMPL_(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
@@ -29,7 +30,8 @@
 
 namespace sparsekit::ops {
 
-// Kinds of invalid values that only the device finds, with the op and argument to name in errors.
+// Lists the invalid values that only the device finds, with the op and the argument to name in
+// errors.
 #define SPARSEKIT_DEVICE_ERRORS(X)                      \
   X(kGatherRow, "gather_rows", "rows")                  \
   X(kInitRow, "init_rows_", "rows")                     \
@@ -84,14 +86,14 @@ class DeviceContext {
 constexpr bool kOnDevice = true;
 
 // Makes the device and stream of a call current during its lifetime. Workspace comes from torch's
-// allocator, which ties memory to the current stream, so an op may free workspace as soon as its
-// kernels are launched.
+// allocator, which ties memory to the current stream. So an op may free its workspace as soon as
+// its kernels are launched.
 //
-// Kernels report invalid values in one word per device and kind of error: the smallest bad
-// position. Reading the words means waiting for the device, so a call reads them only with checks
-// on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups copy the words to
-// the host without a wait (sparsekit/tables/reports.py), and a call that waits for another reason
-// throws the error.
+// Kernels report invalid values in one word per device and kind of error; the word holds the
+// smallest bad position. Reading the words requires a wait for the device, so a call reads them
+// only with checks on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups
+// copy the words to the host without a wait (sparsekit/tables/reports.py), and a call that waits
+// for another reason throws the error.
 class DeviceContext {
  public:
   explicit DeviceContext(const Tensor& on);
@@ -99,19 +101,20 @@ class DeviceContext {
 
   void* stream() const { return stream_; }
   int64_t* error_word(DeviceError error) const;
-  // Returns the position below `limit` that this call's kernel has reported, or -1 if there is
+  // Returns the position below `limit` that a kernel of this call has reported, or -1 if there is
   // none. Always returns -1 with checks off and while a graph is captured.
   int64_t error_position(DeviceError error, int64_t limit) const;
-  // Returns the error words, kNumErrors of them.
+  // Returns the kNumErrors error words.
   int64_t* error_words() const { return error_words_; }
   bool capturing() const;
   // Returns an element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
   // Returns a copy of these bytes on the device. Keep the copy until the kernels that read it are
-  // launched, and do not write to it. If the same bytes were requested on this stream recently,
-  // that copy is reused, so bytes that are the same in every step are copied once.
+  // launched, and do not write to it. A recent copy of the same bytes on this stream is reused, so
+  // bytes that do not change from step to step are copied only once.
   Tensor cached_copy(const void* bytes, int64_t count) const;
-  // Copies `count` words to the host, and throws any error that an earlier call has reported.
+  // Copies `count` words to the host, and throws the error that an earlier call has reported, if
+  // there is one.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
  private:
@@ -128,11 +131,11 @@ class DeviceContext {
 
 #endif
 
-// Workspace for core on the engine's device; owned by this object. Zero bytes are allowed.
+// Workspace for core on the engine's device. This object owns it. It may have zero bytes.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Tensor& beside) {
-    // Small workspaces are on the stack: making a tensor takes as long as an op on a few keys.
+    // Keep small workspaces on the stack: making a tensor takes as long as an op on a few keys.
     if (!kOnDevice && bytes <= static_cast<int64_t>(sizeof small_)) return;
     large_ = new_output(beside, {bytes}, ScalarType::Byte);
     memory_ = large_->mutable_data_ptr();

@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The arguments that forward and backward share, after checks. Owns the memory of `bags`.
+// The arguments common to forward and backward, which have been checked. Owns the memory of `bags`.
 struct BagArguments {
   const Arguments& given;
   Tensor rows;
@@ -39,7 +39,7 @@ struct BagArguments {
     }
   }
 
-  // Checks the total size of the rows, as if every entry had a row of its own.
+  // Checks the total size of the rows as if every entry had its own row.
   void check_dim_of_rows(int64_t dim) const { given.check_elements("rows to pool", {bags.n, dim}); }
 
   template <class T>
@@ -59,8 +59,8 @@ struct BagArguments {
     if (bad >= 0) given.row_error(bad, context.value(rows, bad), "weight", num_rows);
   }
 
-  // With checks on, throws errors that the device has found. Reads both error words first, so that
-  // no error is left for a later call.
+  // With checks on, throws the errors that the device has found. Reads both error words before it
+  // throws, so that no error is left for a later call.
   void check_found(int64_t num_rows, const DeviceContext& context) const {
     const int64_t bad_offset = context.error_position(DeviceError::kBagOffset, offsets.numel());
     const int64_t bad_row = context.error_position(DeviceError::kBagRow, rows.numel());

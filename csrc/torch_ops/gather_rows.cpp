@@ -9,7 +9,7 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   Arguments given("gather_rows");
   given.read("table", table, kAnyDtype, 2);
   given.read("rows", rows, kAnyDtype, 1);
-  given.dispatch_rows("table", table, [](auto) {});  // only to check the dtype
+  given.dispatch_rows("table", table, [](auto) {});  // call it only to check the dtype
   table = packed(table);
   rows = given.packed_int64("rows", rows);
   given.check_row_size("table", table.size(1));

@@ -1,5 +1,5 @@
-// Arguments of ops that work on many tables at once: sources of keys, and features, which assign
-// runs of bags to tables. sparsekit/ops/_group.py explains the columns.
+// Arguments of ops that process many tables in one call: sources of keys, and features, which
+// assign runs of bags to tables. sparsekit/ops/_group.py explains the columns of the matrices.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace sparsekit::ops {
 
-// The structs below are rows of the matrices that describe a call.
+// Each struct below is a row of one of the matrices that describe a call.
 struct FeatureRow {
   static constexpr ScalarType kDtype = ScalarType::Long;
   int64_t table, source, first_bag, bags, combiner, max_nnz, tensor, begin, stride;
@@ -31,7 +31,7 @@ static_assert(sizeof(FeatureRow) == 9 * sizeof(int64_t));
 static_assert(sizeof(TableRow) == 3 * sizeof(int64_t));
 static_assert(sizeof(InitializerRow) == 3 * sizeof(double));
 
-// An int64 matrix with one column for each member of Row, always on the host.
+// An int64 matrix with one column for each member of Row. It is always on the host.
 template <class Row>
 class Descriptor {
  public:
@@ -53,13 +53,15 @@ class Descriptor {
   const Row* rows_;
 };
 
-// The location of a feature's vectors: a tensor in a list, and the layout within it.
+// The location of a feature's vectors: the index of a tensor in a list, and the layout within the
+// tensor.
 struct Placement {
   Combiner combiner;
   int64_t tensor, begin, stride;
 };
 
-// Returns the initializer of each table, without its seed, which stays in the engine's memory.
+// Returns the initializer of each table without its seed, which stays in the memory of the engine's
+// device.
 inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
                                                 const Tensors& seeds, size_t num_tables) {
   const Descriptor<InitializerRow> rows(given, "initializers", matrix);
@@ -79,12 +81,12 @@ inline std::vector<Initializer> initializers_of(const Arguments& given, const Te
   return initializers;
 }
 
-// The rows of the matrix `features`. Does not check the fields that refer to sources.
+// The rows of the matrix `features`. The fields that refer to sources are not checked here.
 class GroupFeatures {
  public:
   std::vector<Feature> features;
   std::vector<Placement> placements;
-  // Table t has the features in [table_features[t], table_features[t + 1]).
+  // Table t has the features [table_features[t], table_features[t + 1]).
   std::vector<int64_t> table_features;
   int64_t num_bags = 0;  // total number of bags of all features
 
@@ -127,11 +129,11 @@ class GroupFeatures {
   const Arguments& given_;
 };
 
-// Features, and the sources of keys that they refer to.
+// Features and the sources of keys to which they refer.
 class GroupInput : public GroupFeatures {
  public:
   std::vector<Source> sources;
-  // Number of entries, which is the length of per-entry results, and number of bags of all sources.
+  // Number of entries, which is the length of results per entry, and number of bags of all sources.
   int64_t entries = 0;
   int64_t source_bags = 0;
 
@@ -157,7 +159,7 @@ class GroupInput : public GroupFeatures {
     check_apart();
   }
 
-  // On the CPU: checks the offsets, and computes the range of entries of each feature.
+  // On the CPU: checks the offsets and computes the range of entries of each feature.
   void check_offsets(const DeviceContext& context) {
     const ParallelFor parallel_for = torch_parallel_for();
     for (size_t place = 0; place < by_source_.size(); ++place) {
@@ -188,7 +190,7 @@ class GroupInput : public GroupFeatures {
     }
   }
 
-  // With checks on, throws errors that cuda::begin_group has found.
+  // With checks on, throws the error that cuda::begin_group has found, if there is one.
   void raise_found(const DeviceContext& context) const {
     std::vector<int64_t> first_offset, key_start;
     int64_t offset = 0, key = 0;
@@ -251,7 +253,7 @@ class GroupInput : public GroupFeatures {
     source_bags = std::min(source_bags + source.bags, kMostElements + 1);
   }
 
-  // Checks that features have no bags in common; otherwise there could be more entries than keys.
+  // Checks that no bag belongs to two features; otherwise there could be more entries than keys.
   void check_apart() {
     by_source_.resize(features.size());
     std::iota(by_source_.begin(), by_source_.end(), 0);
@@ -291,11 +293,11 @@ class GroupInput : public GroupFeatures {
     return context.value(torch::stable::to(one, ScalarType::Long), 0);
   }
 
-  std::vector<Tensor> keys_, offsets_;  // own the memory to which sources point
-  std::vector<int32_t> by_source_;      // indices of features, sorted by source, then by bags
+  std::vector<Tensor> keys_, offsets_;  // own the memory to which the sources point
+  std::vector<int32_t> by_source_;      // indices of features, by source, then by first bag
 };
 
-// Allocates the results `bags` and `key_starts` of a call, uninitialised.
+// Allocates the uninitialised results `bags` and `key_starts` of a call.
 inline std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
   const auto count = static_cast<int64_t>(input.features.size());
   return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
@@ -308,7 +310,7 @@ struct DeviceCall {
   cuda::GroupBags bags;
   Workspace memory;
 
-  // `tables` has the fields that the input does not determine. workspace_bytes(call) returns the
+  // `tables` holds the fields that `input` does not determine. workspace_bytes(call) returns the
   // size of the workspace.
   template <class WorkspaceBytes>
   DeviceCall(const GroupInput& input, const cuda::GroupCall& tables,
@@ -318,7 +320,7 @@ struct DeviceCall {
         bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
         memory(workspace_bytes(call), like) {}
 
-  // Fills the bags and, with checks on, throws errors found in the input.
+  // Fills the bags. With checks on, throws the error found in the input, if there is one.
   void begin(const GroupInput& input, const DeviceContext& context) const {
     cuda::begin_group(
         call, bags,
@@ -340,8 +342,8 @@ struct DeviceCall {
   }
 };
 
-// On the CPU: fills the bags, and sets the range of entries of each table. Table is derived from
-// AskedTable.
+// On the CPU: fills the bags, and sets the range of entries of each table. Table must be derived
+// from AskedTable.
 template <class Table>
 void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,
                   const std::pair<Tensor, Tensor>& results, const DeviceContext& context) {

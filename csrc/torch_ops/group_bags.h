@@ -1,4 +1,4 @@
-// Arguments shared by pooling on many tables and its backward.
+// Arguments common to pooling on many tables and its backward.
 #pragma once
 
 #include "group.h"
@@ -6,8 +6,8 @@
 
 namespace sparsekit::ops {
 
-// Describes a tensor as rows of `width` contiguous elements, `distance` elements apart. The
-// distance is 0 if the tensor is contiguous; the width is 0 if the tensor has no such layout.
+// Describes a tensor as rows of `width` contiguous elements that begin `distance` elements apart.
+// The distance is 0 if the tensor is contiguous. The width is 0 if the tensor has no such layout.
 struct RowLayout {
   int64_t width, distance;
 
@@ -25,7 +25,7 @@ struct RowLayout {
     return distance < width ? RowLayout{0, 0} : RowLayout{width, distance};
   }
 
-  // Returns whether each vector with this placement lies within one row, so that it is contiguous.
+  // Returns true if each vector with this placement lies within one row, so that it is contiguous.
   bool has(const Placement& placement, int64_t count, int64_t dim) const {
     if (width == 0) return false;
     const bool each = count <= 1 || placement.stride % width == 0 || distance == 0;
@@ -36,7 +36,7 @@ struct RowLayout {
   }
 };
 
-// The row and the bag of each entry, as results of the ops that find rows.
+// The row and the bag of each entry, as returned by the ops that find rows.
 struct GivenEntries {
   const Tensor& index;
   const std::optional<Tensor>& rows;
@@ -47,8 +47,8 @@ struct GivenEntries {
   const std::optional<Tensor>& key_starts;
 };
 
-// The arguments that forward and backward share, after checks. Owns the memory to which features
-// point.
+// The arguments common to forward and backward, which have been checked. Owns the memory to which
+// features point.
 class GroupArguments {
  public:
   GroupFeatures group;
@@ -88,8 +88,8 @@ class GroupArguments {
     }
   }
 
-  // Checks that the vectors of all bags lie within their tensors and do not overlap. `dims` has the
-  // dim of each table.
+  // Checks that the vectors of all bags lie within their tensors and do not overlap. `dims` holds
+  // the dim of each table.
   void check_placements(const Tensors& vectors, const char* name,
                         const std::vector<int64_t>& dims) const {
     for (size_t f = 0; f < group.features.size(); ++f) {
@@ -112,7 +112,7 @@ class GroupArguments {
     }
   }
 
-  // Returns the tensors; a tensor whose vectors cannot be read in place is copied.
+  // Returns the tensors. A tensor whose vectors cannot be read in place is replaced by a copy.
   Tensors readable(Tensors tensors, const std::vector<int64_t>& dims) const {
     for (size_t f = 0; f < group.features.size(); ++f) {
       Tensor& tensor = tensors[group.placements[f].tensor];
@@ -159,7 +159,8 @@ class GroupArguments {
   const int32_t* rows_data() const { return rows ? data<int32_t>(*rows) : nullptr; }
   int64_t count_of(size_t t) const { return counts ? int64_data(*counts)[t] : 0; }
 
-  // With checks on, throws errors that the device has found in `index` and `rows`.
+  // With checks on, throws the error that the device has found in `index` or `rows`, if there is
+  // one.
   void check_found(const DeviceContext& context) const {
     const int64_t bad_index = context.error_position(DeviceError::kGroupIndex, entries);
     const int64_t bad_row = context.error_position(DeviceError::kBagRow, entries);
@@ -183,7 +184,8 @@ class GroupArguments {
     return packed(tensor);
   }
 
-  // Checks and appends tensors, one per source, that have an element for each key.
+  // Checks tensors that have an element for each key, one tensor per source, and appends them to
+  // `list`.
   void add_of_sources(Arguments& given, const char* name, const Tensors& tensors,
                       Tensors& list) const {
     if (tensors.empty()) return;
@@ -203,7 +205,7 @@ class GroupArguments {
     if (sample_weights.empty() && keys.empty()) return;
     const int64_t s = group.features[f].source;
     of.key_start = int64_data(*key_starts) + f;
-    // Vectors that are copied, not pooled, have no weights.
+    // Vectors that are copied instead of pooled have no weights.
     if (!sample_weights.empty() && sample_weights[s].numel() > 0 &&
         of.combiner != Combiner::kNone) {
       given_.check_dtype("sample_weights", sample_weights[s], kAccumulateType<T>);
@@ -231,8 +233,8 @@ class GroupArguments {
     }
   }
 
-  // On the CPU: checks that the starts of bags begin at 0, never decrease, and do not exceed the
-  // number of entries.
+  // On the CPU: checks that the start positions of bags begin at 0, never decrease, and do not
+  // exceed the number of entries.
   void check_bags() {
     const int32_t* bounds = data<int32_t>(bags);
     const Source all{nullptr, bounds, false, false, entries, group.num_bags};
@@ -263,7 +265,7 @@ class GroupArguments {
   }
 
  public:
-  // On the CPU: returns a table's first entry and the number of its entries.
+  // On the CPU: returns the first entry of a table and its number of entries.
   std::pair<int64_t, int64_t> entries_of(size_t t) const {
     const int64_t begin = group.table_features[t], end = group.table_features[t + 1];
     if (begin == end) return {0, 0};

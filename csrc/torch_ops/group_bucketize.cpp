@@ -6,7 +6,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns, for each table, the map of owners and the range of allowed keys.
+// Returns the map of owners and the range of allowed keys of each table.
 std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
                                        const std::vector<int64_t>& maps,
                                        const std::vector<int64_t>& ends, int64_t world_size,
@@ -87,12 +87,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
   return {by_owner, counts, numbers, inverse, places, results.first, results.second};
 }
 
-// Arguments of group_exchange_rows, checked except for the values of bags and places.
+// Arguments of group_exchange_rows. They have been checked, except for the values of bags and
+// places.
 struct Exchanged {
   const Arguments& given;
   int64_t num_tables, world_size, entries;
   Tensor places, bags, come;
-  std::vector<int64_t> first_bags;  // [num_tables + 1]: first bag of each table, then the end
+  std::vector<int64_t> first_bags;  // [num_tables + 1] first bag of each table, then the end
 
   Exchanged(Arguments& given, const Tensor& places_in, const Tensor& bags_in,
             const Tensor& features, const Tensor& come_in, const std::vector<int64_t>& steps)
@@ -201,7 +202,7 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
       const int64_t begin = tables[t].first_entry;
       const int64_t keys = asked.parts(t)[asked.world_size - 1].end;
       const auto bad = [=](int32_t place) { return place < 0 || place >= keys; };
-      uint32_t most = 0;  // unsigned, so that negative places are huge
+      uint32_t most = 0;  // unsigned, so that negative positions become huge
       for (int64_t e = begin; e < begin + keys; ++e) {
         most = std::max(most, static_cast<uint32_t>(given[e]));
       }

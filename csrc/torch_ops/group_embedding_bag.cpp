@@ -27,7 +27,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
     given.read(name, weights[t], dtype);
     dims.push_back(given.check_dim(name, weights[t], 2).second);
     given.check_row_size("weights", dims[t]);
-    // Rows may be any distance apart, and may overlap.
+    // The rows of a weight may be any distance apart, and may overlap.
     if (!weights[t].is_contiguous() && (weights[t].stride(1) != 1 || weights[t].stride(0) < 1)) {
       weights[t] = packed(weights[t]);
     }
@@ -113,7 +113,8 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward(
                             divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
-  // On the host, where the caller needs the counts too; the op has had to wait for them anyway.
+  // Return the numbers of rows on the host, where the caller needs them. The op has had to wait for
+  // them anyway.
   Tensor num_rows = new_output(features, {static_cast<int64_t>(dims.size())}, ScalarType::Long);
   std::copy_n(gradients.counts.data(), dims.size(), mutable_data<int64_t>(num_rows));
   if (grads.empty()) return {sorted_rows, out, num_rows};
@@ -141,7 +142,7 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
   given.check(!grads.empty() || dims.empty(), "grads must not be empty");
   const ScalarType dtype = grads.empty() ? kAnyDtype : dtype_of(grads[0]);
   given.written("out", out, dtype);
-  // On a device, do not wait for counts: the position of a sum does not depend on the number of
+  // On a device, do not wait for the counts: the position of a sum does not depend on the number of
   // rows.
   const Gradients gradients(given, grads, dtype, dims,
                             {index, rows, counts, bags, features, sample_weights, key_starts}, 1,

@@ -6,10 +6,10 @@
 namespace sparsekit::ops {
 namespace {
 
-// The tables of a call, checked except for the values in tensors.
+// The tables of a call. Their arguments have been checked, except for the values in tensors.
 struct GroupTables {
   std::vector<GroupTable> tables;
-  std::vector<int64_t> hash_tables;  // index of each table's hash table, or -1
+  std::vector<int64_t> hash_tables;  // for each table, the index of its hash table, or -1
 
   GroupTables(Arguments& given, const Tensors& buckets, const Tensors& hash_seeds,
               const Descriptor<TableRow>& rows, const GroupInput& input) {
@@ -60,15 +60,15 @@ cuda::GroupCall device_call(const GroupTables& group, const NewRows* new_rows) {
   return call;
 }
 
-// Checks the argument `report`: words that the host reads later, without a wait. It begins with the
-// error words of the device. The CPU engine has none, and ignores it.
+// Checks the argument `report`, which the host reads later, without a wait. It begins with the
+// error words of the device. The CPU engine has no error words and ignores this argument.
 void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t num_words) {
   if (!report.has_value()) return;
   given.written("report", *report, ScalarType::Long, 1);
   given.check_size("report", *report, 0, kNumErrors + num_words);
 }
 
-// While a graph is captured, errors stay in the words: the host reads no report of a replay.
+// While a graph is captured, leave errors in the words, since the host reads no report of a replay.
 cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
   if (!report.has_value() || context.capturing()) return {};
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
   return {rows, results.first, results.second};
 }
 
-// Returns for each table the weight, seed and initializer that new rows need.
+// Returns the weight, seed and initializer for the new rows of each table.
 std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const Tensors& seeds,
                                  const Tensor& initializers, const GroupTables& group) {
   const size_t count = group.tables.size();

@@ -1,4 +1,5 @@
-// Gradients of the rows of many tables, for ops that return them, write them or apply an optimizer.
+// Computes gradients of the rows of many tables, for ops that return them, write them or apply an
+// optimizer.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 
 namespace sparsekit::ops {
 
-// The inputs from which all tables' gradients are computed, after checks.
+// The inputs to the gradients of all tables, which have been checked.
 class Gradients {
  public:
   Tensors grads;  // gradients of outputs
@@ -43,8 +44,8 @@ class Gradients {
     }
   }
 
-  // Returns the tables, with gradients to be written to grad [elements] and row indices to
-  // sorted_rows [rows]; both pointers may be null if a taker gets the gradients.
+  // Returns the tables. Their gradients will be written to grad [elements], and their row indices
+  // to sorted_rows [rows]. If a taker receives the gradients, both pointers may be null.
   template <class T>
   std::vector<SummedTable<T>> tables(const std::vector<FeatureBags<T>>& features, T* grad,
                                      int64_t* sorted_rows) const {
@@ -72,7 +73,7 @@ class Gradients {
     return tables;
   }
 
-  // Sets the gaps between the gradients of tables to zero.
+  // Writes zeros to the gaps between the gradients of tables.
   template <class T>
   void clear_gaps(T* grad) const {
     for (size_t t = 1; t < counts.size(); ++t) {
@@ -80,7 +81,7 @@ class Gradients {
     }
   }
 
-  // On the CPU: throws an error unless each row of table t is in [0, num_rows(t)).
+  // On the CPU: throws an error unless all rows of each table t are in [0, num_rows(t)).
   template <class T, class NumRows>
   void check_rows(const std::vector<SummedTable<T>>& tables, const NumRows& num_rows) const {
     for (size_t t = 0; t < tables.size(); ++t) {
@@ -93,7 +94,7 @@ class Gradients {
     }
   }
 
-  // Sums the gradients of each row. Only the CPU engine supports a taker.
+  // Computes the gradient of each row. Only the CPU engine supports a taker.
   template <class T>
   void sum(const std::vector<SummedTable<T>>& tables, [[maybe_unused]] bool deterministic,
            [[maybe_unused]] const GradientTaker<T>* taker = nullptr) const {
@@ -120,8 +121,8 @@ class Gradients {
     }
   }
 
-  // On a device: sums the gradients of each row into `room`. With checks on, throws errors that the
-  // device finds.
+  // On a device: writes the gradient of each row to `room`. With checks on, throws the error that
+  // the device finds, if there is one.
   template <class T>
   void sum_at(const std::vector<SummedTable<T>>& tables, const SumRoom<T>& room) const {
     const cuda::GroupSums<T> sums = on_device(tables);
@@ -137,8 +138,8 @@ class Gradients {
                        ", which is no row of its table");
   }
 
-  // On a device: applies an optimizer's step, without reading back the number of rows. With checks
-  // on, throws errors that the device finds.
+  // On a device: makes an optimizer's step without reading back the number of rows. With checks on,
+  // throws the error that the device finds, if there is one.
   template <class Rule, class T>
   void update_on_device(const std::vector<FeatureBags<T>>& features,
                         const std::vector<SteppedTable<T>>& tables, const Rule& rule,
@@ -185,8 +186,8 @@ class Gradients {
     given_.check_sort_sizes(arguments.rows ? rows : 0, "number of all rows", rows + num_tables());
   }
 
-  // Computes upper bounds: a table has at most as many rows as entries, and a bag at most max_nnz
-  // entries.
+  // Computes upper bounds: a table has at most as many rows as entries, and a bag has at most
+  // max_nnz entries.
   void bound_counts() {
     const int64_t entries = arguments.entries;
     int64_t longest = 0;

@@ -1,5 +1,5 @@
-// Shared by ops on hash tables: checks of arguments, a lock that lets one thread at a time change a
-// table, and the seed of temporary tables.
+// Code shared by ops on hash tables: checks of arguments, a lock that allows only one thread at a
+// time to change a table, and the seed of temporary tables.
 #pragma once
 
 #include <pthread.h>
@@ -36,15 +36,15 @@ inline void check_size_value(const Arguments& given, const Item& name, int64_t s
               ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
 }
 
-// A lock to hold while buckets are changed; raises if another thread holds it. The locked tables
-// are identified by address, in a list outside of the tables. So a lock covers all views of a
-// table, is not saved with the table, and a forked child process, which has only the forking
-// thread, starts with an empty list. On a device the lock covers the launches; their stream keeps
-// the kernels in order.
+// A lock to hold while buckets are changed. Raises an error if another thread holds it. The locked
+// tables are identified by address, in a list outside of the tables. So a lock covers all views of
+// a table and is not saved with the table. A forked child process starts with an empty list, since
+// it has only the forking thread. On a device, the lock is held only during the launches; the order
+// of the stream does the rest.
 class Exclusive {
  public:
   Exclusive(const Arguments& given, const Tensor& buckets) : Exclusive(given, Tensors{buckets}) {}
-  // Takes several tables, all of them or none.
+  // Locks either all of these tables or none of them.
   Exclusive(const Arguments& given, const Tensors& buckets)
       : spans_(buckets.begin(), buckets.end()) {
     enter(given.op());
@@ -94,11 +94,11 @@ class Exclusive {
   std::vector<Span> spans_;
 };
 
-// Returns a random seed, drawn once per process, so that colliding keys cannot be constructed.
-// Results do not depend on it.
+// Returns a random seed, which is drawn once per process, so that colliding keys cannot be
+// constructed. Results do not depend on it.
 inline int64_t process_seed() {
   static const int64_t seed = [] {
-    std::random_device random;  // the system's source of randomness
+    std::random_device random;  // uses the system's source of randomness
     return static_cast<int64_t>(uint64_t{random()} << 32 | random());
   }();
   return seed;

@@ -15,25 +15,25 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Limit on a request in bytes: more than a process can address.
+// Limit on the bytes of a request, larger than the memory that a process can address.
 constexpr size_t kMostBytes = size_t{1} << 47;
 
-// An idle block is returned to the system after this many requests that did not use it. That covers
-// several steps of a training loop, in which sizes repeat.
+// An idle block is returned to the system after this many requests that did not use it. The number
+// covers several steps of a training loop, in which sizes repeat.
 constexpr uint64_t kPatience = 128;
 
-// Number of idle bytes that are always allowed.
+// Number of idle bytes that the pool may always keep.
 constexpr size_t kAlwaysIdle = size_t{64} << 20;
 
 // A block may be up to this many times as large as the request, so that loops with varying sizes
-// can reuse blocks. Exact sizes would need more idle bytes than allowed.
+// can reuse blocks. With exact sizes, the pool would need more idle bytes than it may keep.
 constexpr size_t kMostSpare = 2;
 
 size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Rounds sizes up, so that similar sizes of different steps become equal: there are eight sizes
+// Rounds sizes up, so that steps with similar sizes request equal sizes. There are eight sizes
 // between powers of two.
 size_t size_class(size_t bytes) {
   size_t step = kHugePage;
@@ -41,7 +41,8 @@ size_t size_class(size_t bytes) {
   return round_up(bytes, step);
 }
 
-// Maps memory aligned to the size of huge pages, since only aligned pages can be huge.
+// Maps memory aligned to the size of huge pages, since the system uses huge pages only for aligned
+// memory.
 void* map(size_t bytes) {
   const size_t room = bytes + kHugePage;
   void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -55,7 +56,7 @@ void* map(size_t bytes) {
   return reinterpret_cast<void*>(first);
 }
 
-// The peak number of bytes in use during the last kPatience to 2 * kPatience requests.
+// The maximum number of bytes in use during the last kPatience to 2 * kPatience requests.
 class RecentPeak {
  public:
   void note(size_t in_use, uint64_t taken) {
@@ -88,7 +89,7 @@ class Pool {
     in_use_ += block.size;
     peak_.note(in_use_, taken_);
     if (block.memory == nullptr) {
-      trim();  // before map(), so that old and new memory do not exist at the same time
+      trim();  // trim before map(), so that old and new memory do not exist at the same time
       block.memory = map(size);
       if (block.memory == nullptr) {
         clear();
@@ -127,7 +128,7 @@ class Pool {
     *recent_peak = peak_.bytes();
   }
 
-  // Call these around a fork: the child has only the forking thread, and a copy of the lock's
+  // Called before and after a fork: the child has only the forking thread, and a copy of the lock's
   // state.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
@@ -158,8 +159,8 @@ class Pool {
     munmap(block.memory, block.size);
   }
 
-  // Limits idle memory by the recent peak in use; otherwise blocks of each new size would stay for
-  // kPatience requests.
+  // Limits idle memory to the recent peak in use plus kAlwaysIdle. Without this limit, blocks of
+  // every new size would be kept for kPatience requests.
   void trim() {
     while (idle_bytes_ > peak_.bytes() + kAlwaysIdle) unmap(idle_.begin());
   }
@@ -174,13 +175,13 @@ class Pool {
   uint64_t taken_ = 0;
   size_t in_use_ = 0, idle_bytes_ = 0;
   RecentPeak peak_;
-  std::list<Idle> idle_;  // idle for the longest time first
+  std::list<Idle> idle_;  // sorted by idle time, longest first
   std::multimap<size_t, Position> by_size_;
-  std::unordered_map<void*, size_t> sizes_;  // address -> size of each block in use
+  std::unordered_map<void*, size_t> sizes_;  // size of each block in use, by address
 };
 
-// Never destroyed, as tensors may outlive everything else. Made when the library is loaded: if it
-// were made at first use, a fork could leave the child with half of it.
+// Never destroyed, since tensors may outlive all other objects. Made when the library is loaded: if
+// it were made at first use, a fork could leave the child with a half-made pool.
 Pool& the_pool = []() -> Pool& {
   pthread_atfork([] { the_pool.lock(); }, [] { the_pool.unlock(); }, [] { the_pool.unlock(); });
   return *new Pool;
@@ -207,7 +208,7 @@ void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t by
 
 }  // namespace sparsekit::ops
 
-// Called by sparsekit/memory.py.
+// sparsekit/memory.py calls this function.
 extern "C" __attribute__((visibility("default"))) size_t sparsekit_empty_cache() {
   return sparsekit::ops::the_pool.release();
 }

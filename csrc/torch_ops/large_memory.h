@@ -1,7 +1,7 @@
 // A pool of memory for large CPU tensors, in pages of 2 MiB where the system supports them. It
-// keeps the memory of freed tensors for new ones. The system provides new memory page by page at
-// the first access, filled with zeros; this can take longer than the op itself, and torch's CPU
-// allocator returns large blocks to the system immediately.
+// keeps the memory of freed tensors for new tensors. Otherwise torch's CPU allocator would return
+// large blocks to the system immediately. The system provides new memory page by page at the first
+// access, filled with zeros, which can take longer than the op itself.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@ namespace sparsekit::ops {
 // Minimum size in bytes of blocks that the pool keeps.
 constexpr size_t kLargeBytes = size_t{2} << 20;
 
-// Returns a block of at least `bytes` uninitialised bytes, or nullptr if out of memory.
-// Thread-safe.
+// Returns a block of at least `bytes` uninitialised bytes, or nullptr if there is not enough
+// memory. Thread-safe.
 void* take_large_memory(size_t bytes);
 
 // Returns a block from take_large_memory to the pool. Thread-safe.

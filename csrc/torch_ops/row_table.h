@@ -1,5 +1,5 @@
-// Arguments of optimizer ops: a weight, its states, the name and settings of a rule, and several
-// tables for one step.
+// Arguments of optimizer ops: a weight, its states, the name and settings of a rule, and the tables
+// that one step updates.
 #pragma once
 
 #include <limits>
@@ -13,7 +13,7 @@
 
 namespace sparsekit::ops {
 
-// Checks and returns the weight, states and row steps of a table, all of which are written to.
+// Checks and returns the weight, states and row steps of a table. All of them are written to.
 // States must be [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or
 // [num_rows]. There may be gaps between the rows of states.
 template <class T>
@@ -50,8 +50,8 @@ RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* stat
   return table;
 }
 
-// Calls body(rule) with the rule of this name; comments list each rule's settings. If several
-// structs have the name, the number of states selects one.
+// Calls body(rule) with the rule of this name. Comments below list the settings of each rule. If
+// several structs have the same name, the number of states selects one of them.
 template <class Body>
 void dispatch_rule(const Arguments& given, const std::string& name,
                    const std::vector<double>& settings, size_t states, Body&& body) {
@@ -98,8 +98,8 @@ void dispatch_rule(const Arguments& given, const std::string& name,
               "partial_row_wise_adam or lamb, got ", name);
 }
 
-// Lists with one tensor per table. Exceptions: `states` has the states of one table after another,
-// and row_steps may be empty.
+// Lists with one tensor per table, with two exceptions: `states` has all states of the first table,
+// then all states of the second table, and so on; `row_steps` may be empty.
 struct TableLists {
   Arguments& given;
   const Tensors& weights;
@@ -123,7 +123,7 @@ struct TableLists {
                 size(), " weights, got ", states.size());
   }
 
-  // Checks table i and the counter of its steps, and returns them.
+  // Checks and returns table i with its step counter.
   template <class T>
   SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise) const {
     given.check_dtype("weight", weights[i], dtype_of(weights[0]));
@@ -150,7 +150,7 @@ inline Rounding rounding_of(const std::optional<int64_t>& seed) {
   return {seed.has_value(), static_cast<uint64_t>(seed.value_or(0))};
 }
 
-// Calls body(TypeTag<T>, rule) with the type of the weights and the rule of this name.
+// Calls body(TypeTag<T>, rule), where T is the type of the weights and `rule` has the given name.
 template <class Body>
 void dispatch_step(const TableLists& lists, const std::string& rule,
                    const std::vector<double>& settings, bool per_row, const Body& body) {
@@ -165,8 +165,8 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
   });
 }
 
-// On a device: returns the invalid row that a call for several tables has reported; none with
-// checks off.
+// On a device: returns the invalid row that a call for several tables has reported. With checks
+// off, returns no row.
 inline BadRow found_bad_row(const DeviceContext& context, size_t num_tables) {
   const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);
   const int64_t found = context.error_position(DeviceError::kUpdateRow, limit);

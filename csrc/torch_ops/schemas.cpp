@@ -1,9 +1,10 @@
-// All ops that sparsekit defines. A trailing underscore marks an op that changes the arguments
-// written `Tensor(x!)`. sparsekit/ops/ documents each op.
+// Defines all ops of sparsekit. A trailing underscore marks an op that changes the arguments
+// written
+// as `Tensor(x!)`. sparsekit/ops/ documents each op.
 //
-// Given num_keys, an op uses only the first num_keys keys; update_rows_ has num_grads instead, one
-// number per table. The kernel reads the number from the device of the keys, so ops can follow one
-// another without waiting for the host.
+// If num_keys is given, an op uses only the first num_keys keys. Instead of num_keys, update_rows_
+// has num_grads, with one number per table. The kernel reads these numbers from the memory of its
+// device, so ops can follow one another without waiting for the host.
 #include "device_context.h"
 
 namespace {
@@ -40,7 +41,7 @@ constexpr const char* kSchemas[] = {
     "init_rows_(Tensor(a!) out, Tensor keys, Tensor? rows, Tensor? status, int seed,"
     " int distribution, float a, float b) -> ()",
 
-    // Ops on many tables; sparsekit/ops/_group.py explains tables, initializers and features.
+    // Ops on many tables. sparsekit/ops/_group.py explains tables, initializers and features.
     "group_find(Tensor[] buckets, Tensor[] hash_seeds, Tensor tables, Tensor[] keys,"
     " Tensor[] offsets, Tensor features, Tensor(a!)? report=None)"
     " -> (Tensor rows, Tensor bags, Tensor key_starts)",

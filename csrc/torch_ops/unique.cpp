@@ -7,13 +7,14 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns the first `count` elements of a buffer: a view if they are most of it, otherwise a copy,
-// so that no result keeps much more memory than it needs. Even a copy of 512 KiB is worth pooling:
-// the first access to new memory took several times as long as copying.
+// Returns the first `count` elements of a buffer. The result is a view if they are most of the
+// buffer, otherwise a copy, so that no result keeps much more memory than it needs. Even copies of
+// 512 KiB should come from the pool: the first access to new memory took several times as long as
+// copying.
 Tensor trimmed(Tensor buffer, int64_t count) {
   const int64_t size = buffer.size(0);
   if (count == size) return buffer;
-  if (!kOnDevice && count <= 512) {  // faster than a torch call
+  if (!kOnDevice && count <= 512) {  // this is faster than a call into torch
     Tensor copy = new_output(buffer, {count});
     std::memcpy(copy.mutable_data_ptr(), buffer.const_data_ptr(), count * buffer.element_size());
     return copy;
@@ -24,14 +25,14 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   return torch::stable::copy_(copy, view);
 }
 
-// Results of the length of the input, of which only the first num_unique elements are used.
+// Results that are as long as the input, of which only the first num_unique elements are used.
 struct Padded {
   Tensor unique_keys;
   Tensor inverse;
   Tensor counts;
 };
 
-// Finds distinct keys, and writes their number to *num_unique, which is in the engine's memory.
+// Finds distinct keys. Writes their number to *num_unique, in the memory of the engine's device.
 Padded unique_of(const DeviceContext& context, Tensor keys, std::optional<Tensor> num_keys,
                  int64_t* num_unique, const char* op) {
   Arguments given(op);
@@ -71,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
           trimmed(padded.counts, num_unique)};
 }
 
-// Like unique(), for a caller that continues without waiting for the device.
+// Like unique(), but for a caller that continues without waiting for the device.
 std::tuple<Tensor, Tensor, Tensor, Tensor> unique_padded(Tensor keys,
                                                          std::optional<Tensor> num_keys) {
   Tensor num_unique = new_output(keys, {1}, ScalarType::Long);

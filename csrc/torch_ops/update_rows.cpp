@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The lists of a call; `rows` may be empty.
+// The lists of tensors of a call; `rows` may be empty.
 struct Lists : TableLists {
   Tensors& rows;
   Tensors& grads;
@@ -21,7 +21,7 @@ struct Lists : TableLists {
                 num_grads->numel());
   }
 
-  // Checks and returns the gradients of table i, after making gradients and row indices contiguous.
+  // Makes the gradients and row indices of table i contiguous, checks them and returns them.
   template <class T>
   RowGradients<T> read_gradients(size_t i, const RowTable<T>& table) const {
     Tensor& grad = grads[i];
@@ -44,7 +44,7 @@ struct Lists : TableLists {
   }
 };
 
-// Like cpu::update_rows, but does not report invalid rows with checks off.
+// Like cpu::update_rows, but with checks off, does not report invalid rows.
 template <class Rule, class T>
 BadRow update_on_device(const DeviceContext& context, const std::vector<SteppedTable<T>>& tables,
                         const std::vector<RowGradients<T>>& gradients, const int64_t* counts,

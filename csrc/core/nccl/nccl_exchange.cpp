@@ -30,10 +30,10 @@ void* open(const std::string& name) {
   return handle;
 }
 
-// libnccl's functions, looked up at run time. Linking it would require libnccl wherever the module
-// is imported, and a process could then have two copies, torch's and another one.
+// libnccl's functions, looked up at run time. Linking would require libnccl wherever the module is
+// imported. It could also bring a second copy of libnccl into the process, besides torch's.
 struct Library {
-  // Becomes a pointer to a function of any type.
+  // An address that converts to a pointer to a function of any type.
   struct Address {
     void* address;
     template <class Function>
@@ -51,7 +51,7 @@ struct Library {
   decltype(&ncclCommFinalize) finalize = find("ncclCommFinalize");
   decltype(&ncclCommDestroy) destroy = find("ncclCommDestroy");
   decltype(&ncclCommAbort) abort = find("ncclCommAbort");
-  // Null before NCCL 2.28.7, whose nccl.h lacks it.
+  // null before NCCL 2.28.7, whose nccl.h does not declare it
   ncclResult_t (*revoke)(ncclComm_t, int) = find("ncclCommRevoke", false);
   decltype(&ncclGroupStart) group_start = find("ncclGroupStart");
   decltype(&ncclGroupEnd) group_end = find("ncclGroupEnd");
@@ -69,8 +69,8 @@ struct Library {
   }
 };
 
-// Opens the library on the first call; throws a std::runtime_error that names a missing library or
-// function.
+// Opens the library on the first call. If the library or a function is missing, throws a
+// std::runtime_error that names it.
 const Library& library() {
   static const Library opened;
   return opened;
@@ -90,8 +90,8 @@ void expect(ncclResult_t result, const char* function) {
   throw std::runtime_error(message);
 }
 
-// Throws if the communicator has failed in the background, for example because of the network.
-// Cheap: it reads a few words.
+// Throws if the communicator has failed in the background, for example because of the network. This
+// check is cheap: it reads a few words.
 void expect_no_error(ncclComm_t communicator, const char* function) {
   ncclResult_t state = ncclSuccess;
   expect(library().get_async_error(communicator, &state), "ncclCommGetAsyncError");
@@ -122,7 +122,8 @@ ncclComm* connect(int rank, int world_size, const UniqueId& id) {
   ncclUniqueId unique;
   std::memcpy(&unique, id.data(), id.size());
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  // Otherwise NCCL would start a thread for every group, and the caller would have to poll it.
+  // Block: otherwise NCCL would start a thread for every group, and the caller would have to poll
+  // the communicator.
   config.blocking = 1;
   ncclComm_t communicator = nullptr;
   try {
@@ -148,7 +149,7 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
   const char* failed = "ncclSend";
   expect(nccl.group_start(), "ncclGroupStart");
   ncclResult_t result = ncclSuccess;
-  // Skip empty parts: sender and receiver both know that they are empty.
+  // Skip empty parts: both sender and receiver know that they are empty.
   for (int rank = 0; rank < world_size && result == ncclSuccess; ++rank) {
     if (send_bytes[rank] > 0) {
       failed = "ncclSend";
@@ -185,7 +186,7 @@ bool revoke(ncclComm* communicator) noexcept {
 }
 
 void abort(ncclComm* communicator) noexcept {
-  // If there is a communicator, the library is open. An error of abort() is ignored.
+  // If there is a communicator, the library is open. Ignore errors of abort().
   if (communicator != nullptr) library().abort(communicator);
 }
 

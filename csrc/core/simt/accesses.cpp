@@ -1,7 +1,7 @@
 // Counts the plain loads and stores of kernels. Kernels are plain C++, so only the compiler knows
-// where they access memory: -fsanitize=thread makes it call a function before each access. These
-// functions are defined here instead of in ThreadSanitizer's library, which is not linked. Values
-// that the optimizer keeps in registers are not counted, as on a device.
+// where they access memory. With -fsanitize=thread, it calls a function before each access. These
+// functions are defined here, and ThreadSanitizer's library, which also defines them, is not
+// linked. Values that the optimizer keeps in registers are not counted, as on a device.
 #include <cstddef>
 #include <cstdint>
 
@@ -14,7 +14,7 @@ using sparsekit::simt::host::counted_launches;
 
 [[maybe_unused]] const bool seen = sparsekit::simt::host::sees_plain_accesses = true;
 
-// Inlined, since accesses are rarely counted.
+// Always inlined, so that an access is cheap while nothing is counted, which is the usual case.
 [[gnu::always_inline]] inline void plain(Access access, const void* address, size_t bytes) {
   if (__builtin_expect(counted_launches.load(std::memory_order_relaxed) == 0, 1)) return;
   sparsekit::simt::host::saw(access, address, static_cast<int64_t>(bytes));
@@ -51,8 +51,8 @@ void __tsan_write_range(void* at, size_t bytes) {
   plain(Access::kWrite, at, bytes);
 }
 
-// With -fsanitize=thread, atomics become function calls too. host.h counts atomics, so these
-// functions only perform them. They are sequentially consistent, regardless of the requested order.
+// With -fsanitize=thread, atomics also become function calls. host.h counts atomics, so these
+// functions only perform them. They are sequentially consistent, whatever order was requested.
 #define SPARSEKIT_ATOMICS(bits)                                                                    \
   using Word##bits = uint##bits##_t;                                                               \
   Word##bits __tsan_atomic##bits##_load(const volatile Word##bits* at, int) {                      \

@@ -6,7 +6,7 @@
 
 #if defined(__x86_64__)
 // Saves the callee-saved registers on the stack and the stack pointer in *save, then continues on
-// the stack whose pointer is `load`. Weak, since several files include this.
+// the stack whose pointer is `load`. The symbol is weak, since several files include this header.
 extern "C" void sparsekit_simt_switch(void** save, void* load);
 asm(R"(
 .text
@@ -40,12 +40,12 @@ namespace sparsekit::simt::host {
 #if defined(__x86_64__)
 class Context {
  public:
-  // The first switch to this context calls entry(), which must not return.
+  // Prepares the context: the first switch to it calls entry(), which must not return.
   void begin(char* stack, size_t size, void (*entry)()) {
     auto top = reinterpret_cast<uintptr_t>(stack + size) & ~uintptr_t{15};
     auto* words = reinterpret_cast<uintptr_t*>(top);
-    // The stack holds six registers, the address at which to continue, and a null return address
-    // that is 8 bytes below a multiple of 16.
+    // Store six registers, the address at which to continue, and a null return address, which is 8
+    // bytes below a multiple of 16.
     for (int i = 1; i <= 8; ++i) words[-i] = 0;
     words[-2] = reinterpret_cast<uintptr_t>(entry);
     pointer_ = words - 8;

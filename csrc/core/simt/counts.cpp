@@ -8,12 +8,12 @@
 namespace sparsekit::simt::host {
 namespace {
 
-// One list per thread, so that threads do not see each other's records. This suffices, since
-// launches are synchronous.
+// Each thread has its own list, so that threads do not see each other's records. Launches are
+// synchronous, so all records of a launch belong to the launching thread.
 thread_local std::unique_ptr<std::vector<Record>> records;
 
-// Where the next output of a planned call lies; 0 while calls are executed. The addresses are
-// beyond those of Linux.
+// Address of the next output of a planned call, or 0 while calls are executed. The addresses are
+// beyond those that Linux uses.
 constexpr uintptr_t kWithoutMemory = uintptr_t{1} << 56;
 thread_local uintptr_t next_address = 0;
 
@@ -106,7 +106,7 @@ Range own_stack() {
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
 // Starts an empty list for the calling thread if `on` is nonzero; otherwise drops the thread's
-// list. If `on` is 2, calls are only planned.
+// list. If `on` is 2, calls are only planned, not executed.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);

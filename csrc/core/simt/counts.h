@@ -1,5 +1,5 @@
-// Counts the accesses of kernels to device memory, and lists a thread's requests to the device.
-// Tests read these counts and lists through the functions at the end of counts.cpp.
+// Counts the accesses of kernels to device memory, and lists the requests of a thread to the
+// device. Tests read these counts and lists through the functions at the end of counts.cpp.
 #pragma once
 
 #include <bitset>
@@ -15,15 +15,15 @@ struct Record {
   const char* name;
   Request request;
   int64_t atomics;
-  int64_t accessed;  // bytes that threads read and wrote, repeated accesses included
+  int64_t accessed;  // bytes that threads read and wrote, including repeated accesses
   int64_t read;      // bytes of the distinct sectors that were read
   int64_t written;
   int64_t operations;  // number of operations on the stream
-  int64_t busiest;     // bytes that one block accessed, repeats included; the largest of all blocks
+  int64_t busiest;     // bytes that the busiest block accessed, including repeated accesses
 };
 
-// Accesses to device memory. Memory is moved in sectors of 32 bytes, and a repeated access is
-// assumed to hit a cache, so this counts the minimum that a launch must move.
+// Counts accesses to device memory. Memory is moved in sectors of 32 bytes, and repeated accesses
+// are assumed to hit a cache. So the result is the minimum number of bytes that a launch must move.
 class Traffic {
  public:
   void access(Access access, uintptr_t at, int64_t bytes);
@@ -40,7 +40,7 @@ class Traffic {
 
   std::unordered_map<uintptr_t, Page> pages_;
   uintptr_t last_number_ = 0;
-  Page* last_ = nullptr;  // stays valid when pages are added
+  Page* last_ = nullptr;  // the pointer stays valid when pages are added
   int64_t atomics_ = 0, accessed_ = 0;
 };
 
@@ -53,11 +53,11 @@ struct Range {
   uintptr_t begin = 0, end = 0;
   bool has(uintptr_t at) const { return at >= begin && at < end; }
 };
-// Returns the stack of the calling thread. It holds the arguments of a launch until kernels copy
-// them.
+// Returns the address range of the calling thread's stack. The stack holds the arguments of a
+// launch until kernels copy them.
 Range own_stack();
 
-// Number of launches that are being counted, by all threads. While it is 0, an access costs only a
+// Number of launches that are being counted, in all threads. While it is 0, an access costs only a
 // read of this variable.
 extern std::atomic<int> counted_launches;
 // True if the kernels' plain loads and stores are counted (accesses.cpp).

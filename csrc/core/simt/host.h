@@ -1,9 +1,9 @@
-// The host's version of cuda/simt.cuh, for tests: a kernel is compiled as plain C++ and its threads
-// run as fibers. Two OS threads share the warps of a block, and two blocks run at a time, so blocks
-// and warps are truly concurrent. The fibers of an OS thread are switched in random order at every
-// collective and barrier, and sometimes at atomics. So a missing barrier or a claim that is not
-// atomic shows as a wrong result, and as a race under ThreadSanitizer, which is informed of every
-// fiber. Only cuda/simt.cuh includes this file.
+// The host's version of cuda/simt.cuh, for tests. A kernel is compiled as plain C++, and its
+// threads run as fibers. Two OS threads divide the warps of a block, and two blocks run at a time,
+// so blocks and warps really are concurrent. Each OS thread switches between its fibers in random
+// order, at every collective and barrier, and sometimes at atomics. So a missing barrier, or a
+// claim that is not atomic, causes a wrong result. ThreadSanitizer, which is informed of every
+// fiber, reports it as a race. Only cuda/simt.cuh includes this file.
 #pragma once
 
 #include <atomic>
@@ -31,26 +31,26 @@ struct Position {
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
 enum class Access { kRead, kWrite, kAtomic };
-// A request from the host to the device: a kernel, a memset, a library call (any number of
-// kernels), or a copy to the host, which waits.
+// Kind of a request from the host to the device: a kernel, a memset, a library call (which may
+// launch any number of kernels), or a copy to the host (which waits).
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
-// Sometimes lets other fibers of this OS thread run.
+// Lets other fibers of this OS thread run, in some calls chosen at random.
 void maybe_switch();
-// saw() counts a thread's access to device memory; note() records a request of the host, the bytes
-// that it moves, and the number of operations that it puts on the stream. Neither does anything
-// unless the launching thread is counting (counts.h).
+// saw() counts a thread's access to device memory. note() records a request of the host, the bytes
+// that it moves, and the number of operations that it puts on the stream. Both do nothing unless
+// the launching thread is counting (counts.h).
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written, int64_t operations = 1);
-// Returns true if the calling thread only plans: its launches are checked and noted but do not run,
-// and its outputs and workspace have addresses without memory. So a call may have any size.
+// Returns true if the calling thread only plans calls. Its launches are checked and recorded, but
+// do not run. Its outputs and workspace have addresses without memory, so a call may have any size.
 bool only_plans();
-// Returns an address for `bytes` bytes of a call that is planned, or null for other calls.
+// Returns an address for `bytes` bytes if the call is only planned, otherwise null.
 void* address_without_memory(int64_t bytes);
 bool lacks_memory(const void* address);
 void wait_for_block();
-// Waits for all lanes of the warp, and fills `values` with each lane's value.
+// Waits for all lanes of the warp, then fills `values` with the value of each lane.
 void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
 // Runs body(context) once per thread of the grid. Throws std::runtime_error if a kernel breaks the
 // rules of simt.cuh.
@@ -150,7 +150,7 @@ inline int lowest_bit(uint32_t mask) {
 
 namespace host {
 
-// Replaces the value at `address` with change(value), atomically; returns the old value.
+// Atomically replaces the value at `address` with change(value). Returns the old value.
 template <class T, class Change>
 T exchange(T* address, const Change& change) {
   maybe_switch();
@@ -208,7 +208,7 @@ void store(T* address, T value) {
 }
 template <int N>
 void reduce_add(float* address, const Vec<float, N>& value) {
-  host::saw(host::Access::kAtomic, address, sizeof value);  // one access, as on sm_90
+  host::saw(host::Access::kAtomic, address, sizeof value);  // count one access, as on sm_90
   for (int i = 0; i < N; ++i) {
     host::exchange(address + i, [&](float seen) { return seen + value.at[i]; });
   }

@@ -1,5 +1,5 @@
-// Runs the threads of a grid as fibers; see host.h. Compiled without ThreadSanitizer, which must
-// see the kernels' threads, not this scheduler.
+// Runs the threads of a grid as fibers; see host.h. This file is compiled without ThreadSanitizer,
+// which must see the threads of kernels but not this scheduler.
 #include <stdexcept>
 #include <thread>
 
@@ -8,7 +8,7 @@
 namespace sparsekit::simt::host {
 namespace {
 
-// The pool of OS threads, which live until the process ends.
+// A pool of OS threads, which live until the process ends.
 class Pool {
  public:
   Pool() {

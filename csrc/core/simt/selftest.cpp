@@ -1,5 +1,6 @@
-// Checks that the runner finds errors, with small correct and incorrect kernels, for
-// tests/test_simt_runner.py. Each line of output is the name of a case and its result.
+// Checks that the runner finds errors, by means of small correct and incorrect kernels.
+// tests/test_simt_runner.py runs this program. Each line of output is the name of a case and its
+// result.
 #include <cstdio>
 #include <stdexcept>
 #include <vector>
@@ -18,7 +19,7 @@ constexpr int64_t kItems = 1000;
 constexpr int kRuns = 50;
 
 // Sums all items with a tree reduction in shared memory. If with_barrier is false, the first
-// barrier is left out.
+// barrier is missing.
 SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   auto* part = shared<int64_t>();
   part[thread()] = global_thread() < kItems ? items[global_thread()] : 0;
@@ -33,7 +34,7 @@ SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   if (thread() == 0) atomic_add(sum, part[0]);
 }
 
-// Counts the threads that have claimed one of 64 places: 64 if claims are atomic.
+// Counts successful claims of 64 elements. There are 64 such claims if claims are atomic.
 SPARSEKIT_KERNEL claim_kernel(int32_t* places, int32_t* claims, bool atomic) {
   int32_t* place = &places[global_thread() % 64];
   bool mine = false;
@@ -72,8 +73,8 @@ struct Factors {
   int64_t by[3];
 };
 
-// Each thread reads an item and a factor shared by all, writes a product, and counts itself.
-// Accesses to parameters, the stack and shared memory must not be counted as device memory.
+// Each thread reads its item and a factor common to all threads, writes their product, and counts
+// itself. Accesses to parameters, the stack and shared memory must not be counted as device memory.
 SPARSEKIT_KERNEL counted_kernel(Factors factors, const int* items, const int* factor,
                                 int64_t* products, int32_t* threads) {
   volatile int64_t on_stack[2] = {factors.by[0], *factor};
@@ -165,6 +166,6 @@ int main() {
   std::printf("collectives differ: %s\n", error_of(collectives_differ_kernel, grid));
   std::printf("no such grid: %s\n", error_of(lane_misses_vote_kernel, Grid{1, 48}));
   print_counts();
-  // Threads that a broken kernel has left behind must not disturb the next kernel.
+  // Check that threads left behind by a broken kernel do not disturb the next kernel.
   std::printf("sum again: %d wrong\n", wrong_sums(true));
 }

@@ -41,8 +41,8 @@ void Worker::prepare(size_t count) {
   }
 }
 
-// Takes the fiber that runs next. While accesses are counted, fibers take turns: as on a device,
-// many threads reach an atomic before the first one has passed it.
+// Removes and returns the fiber that runs next. While accesses are counted, the fibers run in turn,
+// so that many threads reach an atomic before the first thread has passed it, as on a device.
 Fiber* Worker::next() {
   if (!launch_->counted) std::swap(ready_[random() % ready_.size()], ready_.back());
   const auto at = launch_->counted ? ready_.begin() : ready_.end() - 1;
@@ -63,7 +63,7 @@ void Worker::resume(Fiber& fiber) {
   }
 }
 
-// Switches from the running fiber to the scheduler. If for_good is true, the fiber has finished its
+// Switches from the running fiber to the scheduler. for_good is true if the fiber has finished its
 // block.
 void Worker::leave(bool for_good) {
   Fiber& fiber = *running_;
@@ -122,7 +122,7 @@ void Worker::gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]
   if (warp.arrived == 0) warp.kind = kind;
   if (warp.kind != kind) {
     launch_->fail("lanes of a warp wait in different collectives", fiber.position);
-    leave(false);  // does not return, as the fiber is not resumed
+    leave(false);  // does not return, since the fiber is not resumed
   }
   slot.values[fiber.lane].store(value, std::memory_order_relaxed);
   if (kind == Collective::kSync) release(&slot);
@@ -139,7 +139,7 @@ void Worker::gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]
   for (int i = 0; i < kWarp; ++i) values[i] = slot.values[i].load(std::memory_order_relaxed);
 }
 
-// Runs this worker's warps of the group's block. Returns false if the kernel broke a rule.
+// Runs this worker's warps of the group's block. Returns false if the kernel has broken a rule.
 bool Worker::run_block() {
   const Grid& grid = launch_->grid;
   const int num_warps = grid.threads / kWarp;
@@ -189,7 +189,7 @@ bool Worker::run_block() {
     }
     if (!agreed) {
       launch_->fail("a barrier was not reached by all threads of the block", fibers_[0]->position);
-      // These fibers are in the middle of a kernel that will not be continued.
+      // Restart the fibers: they are in the middle of a kernel that will not be continued.
       for (size_t i = 0; i < count; ++i) begin(*fibers_[i]);
       for (auto& warp : warps_) warp->arrived = 0;
       return false;
@@ -223,11 +223,12 @@ void Worker::run_blocks(int participants) {
   for (;;) {
     if (index_ == 0) {
       const int64_t turn = launch.failed ? num_blocks : launch.next_block++;
-      // Half of the launches begin at the far end: kernels must not rely on the order of blocks.
+      // Half of the launches begin with the last block, since kernels must not rely on the order of
+      // blocks.
       group_.block = turn >= num_blocks ? -1 : launch.seed % 2 == 0 ? turn : num_blocks - 1 - turn;
       group_.accessed = 0;
       acquire(&group_.end);
-      // Fill with garbage, so that reads of uninitialised memory show.
+      // Fill shared memory with garbage, so that reads of uninitialised memory give wrong results.
       if (__asan_unpoison_memory_region != nullptr) {
         __asan_unpoison_memory_region(shared, kMaxSharedBytes);
       }

@@ -11,7 +11,7 @@
 #include "simt/context.h"
 #include "simt/counts.h"
 
-// These functions are null unless the process runs under a sanitizer.
+// The following functions are null unless the process runs under a sanitizer.
 extern "C" {
 [[gnu::weak]] void __sanitizer_start_switch_fiber(void**, const void*, size_t);
 [[gnu::weak]] void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
@@ -31,7 +31,7 @@ constexpr int kWorkersPerGroup = 2;  // number of OS threads per block
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kMaxSharedBytes = 227 << 10;
-constexpr unsigned kNoSync = 1;  // for __tsan_switch_to_fiber: switches do not order memory
+constexpr unsigned kNoSync = 1;  // for __tsan_switch_to_fiber: a switch does not order accesses
 
 inline void acquire(void* at) {
   if (__tsan_acquire != nullptr) __tsan_acquire(at);
@@ -52,9 +52,9 @@ struct Launch {
   uint64_t seed;
   std::atomic<int64_t> next_block{0};
   std::atomic<bool> failed{false};
-  char begin = 0, end = 0;  // their addresses stand for events in ThreadSanitizer
+  char begin = 0, end = 0;  // their addresses represent events in ThreadSanitizer
   bool counted = false;
-  Range arguments;  // the stack with the kernel's arguments, which is not device memory
+  Range arguments;  // stack with the kernel's arguments, which is not device memory
   Traffic traffic;
   std::atomic<int64_t> busiest{0};  // bytes that the busiest block accessed
   std::mutex mutex;
@@ -68,12 +68,13 @@ struct Launch {
   }
 };
 
-// The meeting point of a group's workers: a barrier of the kernel, or the start or end of a block.
+// The point at which a group's workers wait for each other: a barrier of the kernel, or the start
+// or end of a block.
 class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
 
-  // Waits for all workers. Returns true if all workers have passed the same kind, and it is not
+  // Waits for all workers. Returns true if all workers have passed the same kind, other than
   // kGiveUp.
   bool meet(Kind kind, int participants) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -105,8 +106,8 @@ class Meeting {
 };
 
 struct Warp {
-  // Two slots are used in turn, since a lane may enter the next collective while other lanes still
-  // read the values of this one.
+  // Slots are used alternately, since a lane may enter the next collective while other lanes still
+  // read the values of the current one.
   struct Slot {
     std::atomic<uint64_t> values[kWarp];
   } slots[2];
@@ -129,8 +130,8 @@ struct Group {
   Meeting meeting;
   int64_t block = -1;
   std::atomic<int64_t> accessed{0};  // bytes that the block's finished workers accessed
-  // Their addresses stand for events in ThreadSanitizer: a block's start and end, and alternate
-  // barriers.
+  // The addresses of these members represent events in ThreadSanitizer: the start and the end of a
+  // block, and alternate barriers.
   char begin = 0, end = 0, sync[2] = {};
   std::unique_ptr<char[]> memory{new char[kMaxSharedBytes + 256]};
 
@@ -143,7 +144,8 @@ struct Group {
 class Worker {
  public:
   Worker(Group& group, int index) : group_(group), index_(index) {
-    // Reserve memory: fibers add to both vectors, and must not be seen to allocate.
+    // Reserve memory now: fibers add elements to both vectors, and ThreadSanitizer must not see
+    // them allocate.
     ready_.reserve(kMaxThreads);
     waiting_.reserve(kMaxThreads);
   }

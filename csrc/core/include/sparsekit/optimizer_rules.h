@@ -168,8 +168,8 @@ struct Adam {
 
 // With lr_t = lr / (1 + (t - 1) lr_decay):
 // v += g^2,   w -= lr_t * g / (sqrt(v) + eps).
-// Weight decay is applied first: it adds weight_decay w to g or, if decoupled, multiplies w by 1 -
-// lr_t weight_decay. See torch.optim.Adagrad and Duchi, Hazan and Singer, "Adaptive subgradient
+// Weight decay is applied first: it adds weight_decay w to g or, if decoupled, multiplies w by
+// 1 - lr_t weight_decay. See torch.optim.Adagrad and Duchi, Hazan and Singer, "Adaptive subgradient
 // methods", JMLR 2011.
 struct Adagrad {
   static constexpr int kStates = 1;
@@ -231,9 +231,9 @@ struct RowWiseAdagrad : Adagrad {
 //   without momentum               w -= lr g / d;
 //   with momentum                  b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop);
 //   with momentum and eps_inside   b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
-// Weight decay is applied first: it adds weight_decay w to g or, if decoupled, multiplies w by 1 -
-// lr weight_decay. See Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning",
-// 2012.
+// Weight decay is applied first: it adds weight_decay w to g or, if decoupled, multiplies w by
+// 1 - lr weight_decay. See Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
+// learning", 2012.
 template <bool kMomentum>
 struct RmsProp {
   static constexpr int kStates = kMomentum ? 2 : 1;
