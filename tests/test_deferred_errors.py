@@ -91,6 +91,14 @@ def test_keys_on_their_way_count_as_inserted():
         assert waits.count == 5  # now it is known that there are 12 rows
 
 
+def test_keys_of_all_features_of_a_table_count():
+    group = sparsekit.EmbeddingGroup({"users": table(4)}, features={"a": "users", "b": "users"})
+    with Waits(never):
+        group({"a": keys(1), "b": keys(2)})
+        with pytest.raises(sparsekit.TableFullError, match=r"users.*2 of 4 rows.*3 new keys"):
+            group({"a": keys(3), "b": keys(4, 5)})
+
+
 def test_a_full_table_raises_at_once():
     layer = table(4)
     with Waits(never):

@@ -136,3 +136,12 @@ def test_a_file_that_goes_while_it_is_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.diff.__globals__["_Rows"], "gather", vanish)
     with pytest.raises(CheckpointError, match=r"table-0000-rank-0000\.safetensors: cannot be read"):
         checkpoint.diff(one, other)
+
+
+def test_tables_without_a_common_key(tmp_path):
+    for number, keys in enumerate(([1], [5, 6])):
+        layer = sparsekit.Embedding(9, 2, name="t")
+        layer.assign(torch.tensor(keys), torch.ones(len(keys), 2))
+        checkpoint.save(layer, tmp_path / str(number))
+    found = checkpoint.diff(tmp_path / "0", tmp_path / "1").tables["table"]
+    assert (found.same, found.only_a, found.only_b) == (0, 1, 2)

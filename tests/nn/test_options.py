@@ -180,3 +180,12 @@ def test_the_seed_of_init_is_for_layers_without_a_seed_of_their_own(monkeypatch)
     after = [int(Embedding(9, 4, **options).seed) for options in given]
     assert before[0] != after[0]
     assert before[1] == after[1] == 5
+
+
+def test_a_layer_keeps_the_process_group_of_init(monkeypatch):
+    group = object()  # without ranks nothing communicates
+    monkeypatch.setattr(settings, "process_group", group)
+    layer = Embedding(9, 4)
+    monkeypatch.undo()
+    assert layer.process_group is group
+    assert Embedding(9, 4).process_group is None

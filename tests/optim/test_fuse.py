@@ -133,6 +133,23 @@ def test_layers_of_one_lookup_in_two_parameter_groups():
     assert all(map(same_bits, *results))
 
 
+def test_layers_of_one_lookup_with_two_optimizers():
+    results = []
+    for fused in (False, True):
+        layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
+        group = sparsekit.EmbeddingGroup(layers)
+        rates = {"a": 0.1, "b": 0.3}
+        optimizers = {n: optim.SGD([layers[n].weight], lr=rate) for n, rate in rates.items()}
+        for name, optimizer in optimizers.items() if fused else ():
+            fuse_in_backward(optimizer, layers[name])
+        keys = torch.tensor([3, 1])
+        sum(out.square().sum() for out in group({"a": keys, "b": keys}).values()).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        results.append([layer.weight.detach() for layer in layers.values()])
+    assert all(map(same_bits, *results))
+
+
 def attached(**settings):
     layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="one")
     optimizer = optim.LazyAdam([layer.weight], lr=0.1, **settings)

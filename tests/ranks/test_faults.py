@@ -182,6 +182,10 @@ def other_seed_on_one(rank):
     step(layer("users", seed=rank), [1, 2])
 
 
+def other_padding_on_one(rank):
+    step(layer("users", padding_key=rank), [1, 2])
+
+
 def no_grad_on_one_later(rank):
     module = layer("users")
     step(module, [1, 2])
@@ -206,7 +210,7 @@ def other_seed_on_one_later(rank):
 @pytest.mark.parametrize(
     "function",
     [
-        *(no_grad_on_one, other_reduction_on_one, other_seed_on_one),
+        *(no_grad_on_one, other_reduction_on_one, other_seed_on_one, other_padding_on_one),
         *(no_grad_on_one_later, frozen_on_one_later, other_seed_on_one_later),
     ],
 )
