@@ -10,7 +10,7 @@ from .shard_gradient import plain
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor or of a table's gradient; other tensors unchanged."""
+    """Return this rank's shard of a DTensor or table gradient, and other tensors unchanged."""
     return tensor._local_tensor if _is_dtensor(tensor) else plain(tensor)
 
 

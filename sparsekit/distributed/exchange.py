@@ -204,7 +204,7 @@ class Exchange:
 
         Raises:
             RuntimeError: the exchange has broken down earlier. The returned function raises the
-                errors of write on any rank, and RuntimeError if ranks disagree about what is sent.
+                errors of write on any rank, and RuntimeError if ranks disagree about the data.
         """
         self._check_open(what)
         code = _code(what)
@@ -307,7 +307,7 @@ class Exchange:
             ) from error
 
     def abandon(self, error: BaseException) -> None:
-        """Mark the exchange as broken, since this rank will not send what it has announced."""
+        """Mark the exchange as broken, since this rank will not send its announced messages."""
         self.broken = f"{type(error).__name__}: {error}"
         self.close()
 
@@ -337,7 +337,7 @@ class Exchange:
     def _raise_together(self, plan: str, error: Exception | None) -> None:
         """Exchange the ranks' errors, and raise an error on every rank."""
         self._raised_together += 1
-        self.at_once.clear()  # a rank may have missed what the others have agreed on
+        self.at_once.clear()  # a rank may have missed plans that the others have agreed on
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)

@@ -22,7 +22,7 @@ def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
 
     Raises:
         ValueError: there are not two ranks.
-        RuntimeError: ranks disagree about what is swapped, or its shape.
+        RuntimeError: ranks disagree about the tensor or its shape.
     """
     if exchange.world_size != 2:
         raise ValueError(f"swap of {what} needs 2 ranks, there are {exchange.world_size}")

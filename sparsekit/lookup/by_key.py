@@ -133,7 +133,7 @@ class ByKey:
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
-        """Return the layout of parts that hold `counts`, followed by that many keys."""
+        """Return the layout of parts with the counts of keys, followed by the keys."""
         tables = len(self._row_bytes)
         return Layout(counts, [8] * tables, words=tables)
 

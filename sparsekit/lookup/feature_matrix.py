@@ -27,7 +27,7 @@ def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.d
 
     Raises:
         TypeError: the values are complex, or wider than 64 bits.
-        ValueError: the matrix has one dimension, or sample_weights are given as well.
+        ValueError: the matrix has one dimension, or sample_weights are also given.
     """
     _check_no_weights(sample_weights, layer)
     if len(inputs.shape) != 2:

@@ -155,7 +155,7 @@ class TableBatch:
                 if weight._version != weight.noted_version:
                     return True
         except (AttributeError, RuntimeError):
-            # This is not an EmbeddingWeight, or it is an inference tensor, which has no version.
+            # The weight is not an EmbeddingWeight, or is an inference tensor, which has no version.
             return True
         return False
 

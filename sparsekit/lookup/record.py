@@ -1,4 +1,4 @@
-"""Records of lookups, from which a backward computes the gradients of rows."""
+"""Computes the gradients of rows in backward, from the record of a lookup."""
 
 from __future__ import annotations
 

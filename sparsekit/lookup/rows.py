@@ -32,7 +32,8 @@ def exchange_rows(
         come: layout of the rows to receive from each rank.
 
     Returns:
-        The received rows, as `write` takes them: a buffer for each batch, and the offsets of parts.
+        The received rows, in the form that `write` takes: a buffer for each batch, and the offsets
+        of the parts.
 
     Raises:
         An error of write on any rank is raised on all; `Exchange.send` lists further errors.

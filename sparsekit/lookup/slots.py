@@ -116,7 +116,7 @@ def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | N
         bags: the existing bags.
         begins: int64 ``[bags]``, the position in ``bags.values`` at which each run begins.
         counts: int64 ``[bags]``, the length of each run.
-        total: the sum of counts, if it is known, since reading it waits for a device.
+        total: the sum of counts, if it is known; otherwise it is read, which waits for a device.
     """
     offsets = offsets_of(counts)
     total = int(offsets[-1]) if total is None else total

@@ -108,7 +108,7 @@ class _Limits:
             self.most = (each if slot_major else each.T).reshape(-1)
 
     def refuse_beyond(self, offsets: torch.Tensor) -> None:
-        """Refuse all bags if one of them, by these offsets, has more keys than its slot allows."""
+        """Refuse all bags if these offsets give one of them more keys than its slot allows."""
         if not self._truncate:
             self.refused |= (offsets.diff() > self.most).any()
 

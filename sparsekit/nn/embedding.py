@@ -49,7 +49,7 @@ class DistributedEmbedding(EmbeddingLayer):
         max_feature_num: largest number of keys in a sample, before bags are truncated; None for no
             limit.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
-        key_dtype: torch.int64 (which accepts int32 keys as well) or torch.int32.
+        key_dtype: torch.int64 (which also accepts int32 keys) or torch.int32.
         embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
             that fills a tensor in place, such as ``torch.nn.init.xavier_uniform_``. The function is
             called on a tensor without memory that has the shape of the table over all ranks. If it

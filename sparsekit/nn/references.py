@@ -29,7 +29,7 @@ class Reference:
     Attributes:
         name: a Python expression for the place, starting at the model.
         get: reads the object.
-        set: replaces the object; None if something else would have to change as well.
+        set: replaces the object; None if something else would also have to change.
     """
 
     name: str

@@ -27,8 +27,8 @@ class Adam(CatchUpOptimizer):
     The difference matters where gradients are not much larger than eps: for g = 1e-6 and eps = 1e-7
     the first step is 0.909 lr in the first form and 0.240 lr in the second.
 
-    A row goes on moving for several hundred steps after its last gradient, while `LazyAdam` leaves
-    it unchanged.
+    A row continues to move for several hundred steps after its last gradient, while `LazyAdam`
+    leaves it unchanged.
 
     ``mode="catch_up"`` lets a row wait until it is read: the next lookup, gradient, save or copy of
     the row applies the steps that it has missed, with the learning rates of those steps. A step

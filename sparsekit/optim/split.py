@@ -1,4 +1,4 @@
-"""Splits parameters into parameters of embedding layers and all others."""
+"""Separates the parameters of embedding layers from all others."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ Named = tuple[str, torch.nn.Parameter]
 def split_embedding_variable_from_others(
     module_or_parameters: torch.nn.Module | Iterable[torch.nn.Parameter | Named],
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Split parameters into parameters of sparsekit's embedding layers and all others.
+    """Separate the parameters of sparsekit's embedding layers from all others.
 
     Args:
         module_or_parameters: a module, its ``parameters()`` or its ``named_parameters()``.

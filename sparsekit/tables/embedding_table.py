@@ -146,7 +146,7 @@ class EmbeddingTable(TableTensors):
             self.initializer.fill_(weight, self.rank, self.world_size, seed=seed)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch's fully_shard sets a DTensor as the weight; an error here stops it.
+        # Raise an error if torch's fully_shard sets a DTensor as the weight.
         if name == "weight" and hasattr(value, "device_mesh"):
             raise RuntimeError(
                 f"{self.name}: fully_shard would take the table apart, which is sharded already; "

@@ -27,7 +27,8 @@ class Initializer:
 
     def __post_init__(self) -> None:
         name, a, b = self._distribution
-        # Values are drawn in float32, and a uniform draw is scaled by b - a.
+        # Check a, b and b - a in float32: values are drawn in float32, and a uniform draw is scaled
+        # by b - a.
         if not all(abs(x) <= torch.finfo(torch.float32).max for x in (a, b, b - a)):
             raise ValueError(f"{self}: the parameters must be finite in float32")
         if name == "uniform" and a >= b:

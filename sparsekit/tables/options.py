@@ -144,7 +144,7 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
 def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None:
     """Return the seed as a signed 64-bit integer; an unsigned seed keeps its 64 bits."""
     # Layers get different seeds, so that equal keys (user 5 and item 5) start from different
-    # vectors. The seed is part of the state, so that a loaded layer goes on as it began.
+    # vectors. The seed is part of the state, so that a loaded layer keeps its seed.
     if seed is None and name is None:
         return None
     if seed is None:

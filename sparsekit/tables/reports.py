@@ -29,8 +29,8 @@ DEFERRING_DEVICES = {"cuda"}
 # for a damaged table), rows in use after the lookup.
 _STATUS_WORDS = 3
 
-# Largest number of reports on their way, so an error of a lookup is raised at most this number of
-# lookups later. A lookup that would exceed it waits for the oldest report.
+# Largest number of reports on their way to the host. A lookup that would exceed it waits for the
+# oldest report, so the error of a lookup is raised at most this number of lookups later.
 MOST_REPORTS = 8
 
 
@@ -202,7 +202,7 @@ def reports_of(device: torch.device) -> Reports | None:
     `sparsekit.checked`.
 
     Raises:
-        IndexError, ValueError, TableFullError: checks are on, and a lookup before that has failed.
+        IndexError, ValueError, TableFullError: checks are on, and an earlier lookup has failed.
     """
     if device.type not in DEFERRING_DEVICES:
         return None

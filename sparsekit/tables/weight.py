@@ -177,7 +177,7 @@ def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
 
 
 def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
-    """Return the function that updates all these weights in backward; None if they share none."""
+    """Return the one function that updates all these weights in backward, or None."""
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None
