@@ -177,8 +177,8 @@ struct Entries {
   }
 };
 
-// Sets the code of each item to the code of its entry. Returns the first item whose index is not
-// that of an entry, or kAllGood.
+// Looks up each item's index in `entries`, the codes of a dictionary's entries, and copies the
+// code. Returns the first item with an invalid index, or kAllGood.
 template <class Index>
 int64_t take(const Index* indices, const ArrowArray& array, const std::vector<int64_t>& entries,
              const Work& work, int64_t* codes) {

@@ -64,7 +64,7 @@ class NcclCommunicator {
     calling_ = false;
     returned_.notify_all();
     // If another thread has aborted the communicator meanwhile, present() throws the reason for
-    // that.
+    // that abort.
     present();
     if (failure.empty()) return;
     lock.unlock();

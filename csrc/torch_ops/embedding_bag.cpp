@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The arguments common to forward and backward, which have been checked. Owns the memory of `bags`.
+// Checked arguments that forward and backward have in common. Owns the memory of `bags`.
 struct BagArguments {
   const Arguments& given;
   Tensor rows;

@@ -47,8 +47,8 @@ struct GivenEntries {
   const std::optional<Tensor>& key_starts;
 };
 
-// The arguments common to forward and backward, which have been checked. Owns the memory to which
-// features point.
+// Checked arguments that forward and backward have in common. Owns the memory to which features
+// point.
 class GroupArguments {
  public:
   GroupFeatures group;

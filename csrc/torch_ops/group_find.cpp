@@ -68,7 +68,8 @@ void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t
   given.check_size("report", *report, 0, kNumErrors + num_words);
 }
 
-// While a graph is captured, leave errors in the words, since the host reads no report of a replay.
+// While a graph is captured, leave errors in the device's error words, since the host reads no
+// report of a replay.
 cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
   if (!report.has_value() || context.capturing()) return {};
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};

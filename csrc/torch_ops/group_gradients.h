@@ -11,7 +11,7 @@
 
 namespace sparsekit::ops {
 
-// The inputs to the gradients of all tables, which have been checked.
+// Checked inputs, from which the gradients of all tables are computed.
 class Gradients {
  public:
   Tensors grads;  // gradients of outputs

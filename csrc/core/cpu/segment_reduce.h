@@ -197,7 +197,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   Addition<T> additions[kBlock + kRowsAhead];
   A scales[Entries::scaled ? kBlock : 1];
   int64_t space[kBlock + kAhead];
-  const auto ask_for_progress = [=](int64_t id) {  // works for invalid ids too
+  const auto ask_for_progress = [=](int64_t id) {  // also works for invalid ids
     prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(progress) +
                                            static_cast<uintptr_t>(id) * sizeof(Progress)));
   };

@@ -33,7 +33,8 @@ class SharedJobs {
     if (threads_ <= 1) return;
     const auto larger = [&](int32_t a, int32_t b) { return size(a) > size(b); };
     if (!std::is_sorted(order, order + jobs, larger)) std::sort(order, order + jobs, larger);
-    // Run this job on all threads: on a single thread it would keep the others waiting at the end.
+    // Run a job on all threads if, on a single thread, it would keep the other threads waiting at
+    // the end.
     while (together_ < jobs && size(order[together_]) >= worth &&
            size(order[together_]) > rest / (2 * threads_)) {
       rest -= size(order[together_++]);

@@ -137,7 +137,7 @@ class ByHash {
     const Distinct<Key>* distinct = distinct_;
     uint32_t* ranks = ranks_;
     for (int64_t begin = begin_of(chunk); begin < begin_of(chunk + 1); begin += kRun) {
-      // List first occurrences without a branch, which would be unpredictable.
+      // List first occurrences without a branch, since the branch would be mispredicted.
       int found = 0;
       walk(begin, std::min(begin_of(chunk + 1), begin + kRun), next,
            [&](int64_t, int part, uint32_t place) {

@@ -95,7 +95,7 @@ class ByRange {
       for (int64_t i = 0; i < end - begin; ++i) absent += ranks[i] == kAbsent;
       return absent;
     }
-    // List found keys without a branch, which would be unpredictable.
+    // List found keys without a branch, since the branch would be mispredicted.
     uint32_t found[kShare];
     uint32_t num_found = 0;
     for (int64_t i = 0; i < end - begin; ++i) {

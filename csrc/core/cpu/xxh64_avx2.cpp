@@ -17,7 +17,7 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// The largest number that fits in 16 registers.
+// Number of vectors per step, the largest that fits in 16 registers.
 constexpr int kSide = 2;
 
 SPARSEKIT_INLINE __m256i in_all(uint64_t x) {

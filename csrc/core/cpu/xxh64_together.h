@@ -37,7 +37,7 @@ SPARSEKIT_INLINE Lanes merge_lane(Lanes hash, Lanes accumulator) {
   return times(hash ^ absorb_word(all(0), accumulator), kPrime1) + kPrime4;
 }
 
-// Hashes the first 32 bytes of texts.
+// Hashes the first 32 bytes of each text.
 SPARSEKIT_INLINE Lanes hash_stripe(const Lanes* words, uint64_t seed) {
   const Lanes a = absorb_word(all(seed + kPrime1 + kPrime2), words[0]);
   const Lanes b = absorb_word(all(seed + kPrime2), words[1]);

@@ -1,6 +1,5 @@
-// Sorts the keys of all tables by owner, table and entry: entries are sorted stably by (owner,
-// table). The sorted order also gives the number and the position of the keys of each (owner,
-// table).
+// Groups the keys of all tables by owner and table, by a stable sort of the entries. The sorted
+// order also gives the number and the position of the keys of each (owner, table).
 #include "sparsekit/group_bucketize.h"
 
 #include <algorithm>

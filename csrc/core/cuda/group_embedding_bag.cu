@@ -38,8 +38,8 @@ struct PoolTable {
   float a, b;
 };
 
-// `features` and `tables` each have one extra element at the end, whose start positions end the
-// ranges of the last element.
+// Both `features` and `tables` have one extra element at the end, which marks the end of the last
+// element's ranges.
 template <class T>
 struct PoolGroup {
   const PoolFeature<T>* features;

@@ -38,8 +38,8 @@ struct SumTable {
   bool wide;
 };
 
-// `features` and `tables` each have one extra element at the end, whose start positions end the
-// ranges of the last element.
+// Both `features` and `tables` have one extra element at the end, which marks the end of the last
+// element's ranges.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;

@@ -278,7 +278,7 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
 template <int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     add_rows_kernel(Segments in, Rows<float> rows, int log2_lanes, float* out) {
-  rows.stride = rows.dim;  // they are equal; telling the compiler so saves two registers
+  rows.stride = rows.dim;  // already equal; telling the compiler saves two registers
   const int64_t i = simt::global_thread();
   const int64_t element = first_element(kWidth, log2_lanes);
   const int lane = simt::lane();

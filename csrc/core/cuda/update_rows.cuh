@@ -64,9 +64,9 @@ struct Block {
   StepConstants numbers;
 };
 
-// Updates rows. Tables has the shares of a launch and the first block of each share, followed by
-// the number of blocks in use. For each share i, it has table(i) and gradients(i). The type of
-// gradients(i) has
+// Updates rows. Tables has `shares`, the shares of a launch, and `first_blocks`, the first block of
+// each share; the last element of first_blocks is the number of blocks in use. For each share i,
+// table(i) returns its table, and gradients(i) its gradients. The type of gradients(i) has
 //   n                                the number of gradients;
 //   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
 //   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of gradient i.
@@ -88,8 +88,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   if (t < 1) return;
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
   const int block = static_cast<int>(simt::block() - first_block);
-  // Keep this data in shared memory and read it again for each row, since it would take too many
-  // registers.
+  // Keep this data in shared memory and read it again for each row, since keeping it in registers
+  // would take too many of them.
   auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
     own.table = tables.table(at_table).table;

@@ -80,8 +80,8 @@ template <class T>
 using GradientTaker = std::function<void(int64_t table, const int64_t* rows, const T* grad,
                                          const ParallelFor& parallel_for)>;
 
-// Output buffer for the sums of all tables. The sum for row r of table t begins at out + r *
-// row_strides[t].
+// Output buffer for the sums of all tables. In `out`, the sum for row r of table t begins at
+// element r * row_strides[t].
 template <class T>
 struct SumRoom {
   T* out;
