@@ -1,4 +1,4 @@
-"""The steps that ``sparsekit profile`` profiles, and its report."""
+"""``sparsekit profile`` profiles the right steps and reports them."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""How a command loads its data once, and trains on one rank or on several."""
+"""A command loads its data once, and trains on one rank or on several."""
 
 import argparse
 import pickle

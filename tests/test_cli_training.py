@@ -1,4 +1,4 @@
-"""The trainer, the schedule, the default model and profiles of training commands."""
+"""Training commands make the right trainer, schedule, default model and profile."""
 
 import argparse
 import sys

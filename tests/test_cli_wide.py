@@ -90,7 +90,7 @@ def test_the_loss_and_the_seed_are_obeyed(data, tmp_path, capsys):
     found = [results(run(capsys, data, *ONE, "--seed", seed)) for seed in "112"]
     assert found[0] == found[1]
     assert found[0]["model"] != found[2]["model"]
-    assert found[0]["constant rate"] == found[2]["constant rate"]  # same split
+    assert found[0]["constant rate"] == found[2]["constant rate"]  # the split is the same
 
 
 def test_ranks_train_as_one_does(data, capfd):

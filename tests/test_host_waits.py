@@ -1,4 +1,4 @@
-"""The number of times that a layer's step waits for a device; all kinds of waits are counted."""
+"""Steps of layers rarely wait for a device, and all kinds of waits are counted."""
 
 import functools
 from contextlib import nullcontext

@@ -41,7 +41,7 @@ def step(number):
 
 @contextlib.contextmanager
 def warned():
-    """Yield a list to which the warnings' messages are added at the end of the block."""
+    """Yield a list to which the warnings' messages are added when the context ends."""
     texts = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -22,7 +22,7 @@ from .test_damage import rewritten
 
 
 class Note:
-    """Object with a state; it loads any state, or raises."""
+    """Object with a state; it loads any state, or raises if `refuses` is set."""
 
     def __init__(self, value, refuses=False):
         self.value, self.refuses = value, refuses

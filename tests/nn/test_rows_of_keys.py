@@ -1,4 +1,4 @@
-"""A table tells its weight once when keys change, and zeroes rows that have lost their keys."""
+"""A table notifies its weight once when keys change, and zeroes rows that have lost their keys."""
 
 import copy
 import pickle

@@ -141,7 +141,7 @@ def test_the_busiest_block_of_an_update(tables):
         group.sources.append(Source(torch.arange(n), torch.empty(0).long(), torch.empty(0)))
         group.ask(t, t, 0, n, "sum")
     update = step_of(group).sum("group_embedding_bag_update_", "update_rows")
-    of_row = 7 * dim * 4  # gradient, and weight and two states, read and written
+    of_row = 7 * dim * 4  # the gradient is read; the weight and two states are read and written
     # The host runner limits an update to 32 blocks, plus one for each table.
     assert update.busiest <= 1.4 * rows / 32 * of_row
 

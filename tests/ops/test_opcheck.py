@@ -285,7 +285,7 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
     op = getattr(torch.ops.sparsekit, name).default
 
     def moved(arguments):
-        """Yield copies of the arguments, each with another tensor on the meta device."""
+        """Yield copies of the arguments; in each copy, a different tensor is on the meta device."""
         for i, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor):
                 yield [*arguments[:i], argument.to("meta"), *arguments[i + 1 :]]

@@ -45,7 +45,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer imports torch._dynamo; this would take seconds in each rank.
+        # The first optimizer imports torch._dynamo; without this preload, each rank would need
+        # seconds.
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "sparsekit"])
         self.usable = True
         self.folder = tempfile.TemporaryDirectory()
@@ -65,7 +66,7 @@ class Ranks:
         if not self.usable:
             self.close()
             self._start()
-        self.usable = False  # set again once all ranks have answered; the wait may be interrupted
+        self.usable = False  # stays False if the wait for the answers is interrupted
         for connection in self.connections:
             connection.send((function, arguments))
         begin = time.monotonic()

@@ -22,7 +22,7 @@ from .pool import Raised, Ranks
 # The transport is only for tensors on the CPU.
 pytestmark = pytest.mark.skipif(on_device.NAME != "cpu", reason="for tensors on the CPU")
 
-MEBIBYTE = 1 << 20  # the size of a ring if ranks are few
+MEBIBYTE = 1 << 20  # size of a ring buffer in bytes if there are few ranks
 SECONDS = 30
 
 

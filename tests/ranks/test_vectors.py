@@ -180,7 +180,7 @@ def test_layers_begun_on_meta(three_ranks):
 
 
 def on_cpu_by_name(rank):
-    """Check that layers work on their own device even if the default device is another."""
+    """Check that layers work on their own device even if the default device differs."""
     keys = torch.arange(8)
     with torch.device("meta"):
         for strategy in ("all_to_all", "reduce_scatter"):

@@ -223,7 +223,7 @@ def test_averaged_model(two_ranks, use_hashtable, lazy):
 
 
 def test_an_average_of_other_rows():
-    """A row of the average follows its key in the model, even if the average learned other keys."""
+    """A row of the average follows its key in the model, even if other keys were inserted."""
     made = model()
     averaged = AveragedModel(made)
     made[0](keys(1))

@@ -1,4 +1,4 @@
-"""Parts of the commands that train on ratings and on the census: what they load and test."""
+"""The commands that train on ratings and on the census load and test the right data."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Recommendation of the best items to each user."""
+"""The best items are recommended to each user."""
 
 import pytest
 import torch

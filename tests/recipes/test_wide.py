@@ -1,4 +1,4 @@
-"""The wide model: shapes, losses, optimizers, rows of a matrix, files."""
+"""The wide model computes scores and losses, trains, reads rows of a matrix, and can be saved."""
 
 import io
 

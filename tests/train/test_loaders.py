@@ -178,7 +178,8 @@ def test_an_error_of_a_step_ends_the_thread_of_the_loader():
     model = Linear()
     trainer = Trainer(model, fail, [], stream=io.StringIO())
     threads = threading.active_count()
-    with pytest.raises(ZeroDivisionError) as kept:  # keeps alive all that the failed call refers to
+    # Keeps alive all objects that the failed call refers to.
+    with pytest.raises(ZeroDivisionError) as kept:
         trainer.fit(iter(batches_of([4, 4, 4, 4, 4])), epochs=1)
     assert threading.active_count() == threads, kept
 

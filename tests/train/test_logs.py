@@ -141,7 +141,7 @@ def test_tensorboard_gets_each_number(tmp_path):
     again.write({"kind": "step", "step": 6, "loss": 1.0})
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [e.step for e in events.Scalars("step/loss")] == [2, 4, 6]
-    again.write({"kind": "step", "step": 8, "loss": 1.0})  # seen while the run goes on
+    again.write({"kind": "step", "step": 8, "loss": 1.0})  # visible while the run continues
     assert [e.step for e in events.Reload().Scalars("step/loss")] == [2, 4, 6, 8]
 
 

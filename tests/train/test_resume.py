@@ -160,7 +160,8 @@ def test_a_reader(tmp_path, last, wrap):
     assert_same(fit(again, reader(tmp_path, wrap)), expected)
 
 
-@pytest.mark.parametrize("last", [30, 38])  # within an epoch, and with the checkpoint at its end
+# Stop within an epoch, or right after the checkpoint at its end.
+@pytest.mark.parametrize("last", [30, 38])
 def test_a_loader_on_another_number_of_ranks(tmp_path, monkeypatch, last):
     """On a different number of ranks, batches hold other samples, so the epoch starts over."""
     monkeypatch.setattr(resume, "_ranks", lambda: 2)

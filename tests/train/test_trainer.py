@@ -1,4 +1,4 @@
-"""The trainer: its reports, the order in which it trains, and how training ends."""
+"""The trainer reports its progress, trains in the right order, and ends training properly."""
 
 import io
 import itertools
