@@ -1,8 +1,8 @@
 """Stable integer codes for feature values.
 
 A code depends only on the value and the seed, not on other values, the process, the machine or
-``PYTHONHASHSEED``. So a raw user name or product id can be a key of a hash table, without a
-dictionary of all values.
+``PYTHONHASHSEED``. Thus the code of a user name or product id can be a key of a hash table, and no
+dictionary of all values is needed.
 """
 
 from .split_hash import Collisions, SplitHashEncoder

@@ -21,20 +21,20 @@ __all__ = ["Collisions", "SplitHashEncoder"]
 
 _NAME = "SplitHashEncoder"
 _SHIFTS = (48, 32, 16, 0)
-# A chunk of 16 bits can address at most 2**16 columns, a quarter of 4 * sqrt(2**32).
+# With more values, a block would have more columns than the 2**16 that 16 bits can address.
 _MOST_VALUES = 2**32
-# 2**64 / golden ratio as a signed integer: an odd number without a regular bit pattern.
+# 2**64 / golden ratio, as a signed integer: an odd number with an irregular bit pattern.
 _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 @dataclass(frozen=True)
 class Collisions:
-    """Counts of a feature's distinct values that have the same columns as an earlier value."""
+    """Counts a feature's collisions: distinct values whose columns equal those of another."""
 
     feature: str
     values: int  # number of distinct values, compared by their 64-bit hashes
     codes: int  # number of distinct sets of columns
-    expected: float  # collisions if all sets of columns were equally likely
+    expected: float  # expected number of collisions if all sets of columns are equally likely
 
     @property
     def observed(self) -> int:
@@ -43,28 +43,29 @@ class Collisions:
 
 
 class SplitHashEncoder:
-    """Encode rows of categorical features as rows of a sparse matrix, by hashing, without fitting.
+    """Encodes rows of categorical features as rows of a sparse matrix by hashing.
 
-    The rule, for a value of a feature that has up to L values: ``h = xxh64(value, salt)``
-    (`sparsekit.hashing.xxh64`, for which 3 and "3" are the same value, as are None and ""). The
-    feature has ``bucket = max(32, 4 * ceil(sqrt(L)))`` columns, and features lie side by side in
-    the order of `feature_lengths`.
+    No fitting is needed. A feature with up to L values has ``bucket = max(32, 4 * ceil(sqrt(L)))``
+    columns. The features' columns follow one another in the order of `feature_lengths`. A value is
+    hashed to ``h = xxh64(value, salt)`` by `sparsekit.hashing.xxh64`, for which 3 and "3" are the
+    same value, and so are None and "".
 
-    - ``splits=4``: the bucket is four blocks of ``w = bucket / 4`` columns. The 1 of block k is at
-      ``((h >> (48 - 16 * k)) & 0xFFFF) % w``, so two values share a code only if all four agree.
-    - ``splits=1``, one-hot: a single 1 at ``h % bucket``.
+    - ``splits=4``: the columns form four blocks of ``w = bucket / 4`` columns. Block k has a 1 in
+      its column ``((h >> (48 - 16 * k)) & 0xFFFF) % w``. Two values collide only if they share the
+      columns in all four blocks.
+    - ``splits=1``, one-hot: there is a single 1, in column ``h % bucket``.
 
-    So each row has exactly ``splits * len(feature_lengths)`` entries, and the columns of a value
-    depend only on the value and on the feature's length, position and salt.
+    Each row has exactly ``splits * len(feature_lengths)`` entries. The columns of a value depend
+    only on the value and on the feature's length, position and salt.
 
     Args:
-        feature_lengths: Name of each feature -> maximum number of its values, in ``[1, 2**32]``.
-            With more values, collisions are more frequent.
+        feature_lengths: The expected number of distinct values of each feature, by name, in
+            ``[1, 2**32]``. If there are more values, collisions become more frequent.
         splits: 4 or 1.
-        salts: Name -> seed of the hash in ``[0, 2**64)``; 0 for features not named.
-        signed: Whether entries are 1.0 or -1.0 rather than all 1.0, so that collisions cancel on
-            average, as in scikit-learn's ``FeatureHasher``. Entry k of a value is negative where
-            bit ``63 - k`` of ``(h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64`` is set.
+        salts: Seeds of the hash in ``[0, 2**64)``, by feature; 0 for features not named.
+        signed: Whether some entries are -1.0, so that collisions cancel on average, as in
+            scikit-learn's ``FeatureHasher``. If False, all entries are 1.0. Entry k of a value is
+            negative if bit ``63 - k`` of ``(h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64`` is set.
 
     Raises:
         TypeError, ValueError: a setting is out of range; the message names it.
@@ -104,7 +105,7 @@ class SplitHashEncoder:
         self.splits = splits
         self.salts = {name: _salt(name, salts.get(name, 0)) for name in feature_lengths}
         self.signed = bool(signed)
-        # The number of columns of each feature (square roots are rounded up), and its first column.
+        # Each feature's number of columns (square roots are rounded up), and its first column.
         lengths = self.feature_lengths.items()
         self.buckets = {name: max(32, 4 * (math.isqrt(n - 1) + 1)) for name, n in lengths}
         *starts, self.width = itertools.accumulate(self.buckets.values(), initial=0)
@@ -119,21 +120,21 @@ class SplitHashEncoder:
         """Encode the rows of a table as a sparse matrix.
 
         Args:
-            columns: Name -> n values in any form that `xxh64` takes: a dict, a pyarrow Table, a
-                DataFrame. Columns that are not features are ignored.
+            columns: A dict, pyarrow Table or DataFrame that has n values for each feature, in any
+                form that `xxh64` accepts. Columns that are not features are ignored.
             to: Form of the result.
 
                 - ``"torch"``: a torch CSR tensor, float32 ``[n, width]``;
-                - ``"scipy"``: a ``scipy.sparse.csr_array`` of the same;
-                - ``"bags"``: keys int64 ``[n * row_nnz]`` and offsets int64 ``[n + 1]``, one bag of
-                  columns for each row. Cannot hold signs.
+                - ``"scipy"``: a ``scipy.sparse.csr_array`` of the same matrix;
+                - ``"bags"``: keys int64 ``[n * row_nnz]`` and offsets int64 ``[n + 1]``, with each
+                  row as a bag of columns. Bags cannot represent signs.
 
         Returns:
-            Rows with columns in ascending order. Layers of sparsekit accept all three forms.
+            The rows, with columns in ascending order. Sparsekit's layers accept all three forms.
 
         Raises:
-            TypeError, ValueError: a column is missing, is refused by `xxh64` or differs from the
-                first in length; bags are requested from a signed encoder; or `to` is unknown.
+            TypeError, ValueError: a column is missing, is refused by `xxh64`, or has another length
+                than the first column; bags are requested from a signed encoder; or `to` is unknown.
             ImportError: scipy is not installed.
         """
         if to not in ("torch", "scipy", "bags"):
@@ -156,7 +157,7 @@ class SplitHashEncoder:
         return torch.sparse_csr_tensor(offsets, keys, entries, shape, check_invariants=False)
 
     def collisions(self, columns: Any) -> list[Collisions]:
-        """Count the distinct values of each feature that share their columns.
+        """Count the collisions between the distinct values of each feature.
 
         Args:
             columns: see `encode`.
@@ -165,18 +166,18 @@ class SplitHashEncoder:
         for name, hashes in self._hashes(columns).items():
             distinct = hashes.unique()
             block = self.buckets[name] // self.splits
-            # Combines the columns of a value into one integer, which wraps around if it needs all
-            # 64 bits.
+            # Combine the columns of a value into one integer. It is unique, although it may wrap
+            # around to a negative number.
             places = [block**k for k in range(self.splits)]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
             values, sets = len(distinct), block**self.splits
-            # This is values - sets * (1 - (1 - 1 / sets) ** values), accurate to all digits.
+            # This is values - sets * (1 - (1 - 1 / sets) ** values), without loss of digits.
             expected = values + sets * math.expm1(values * math.log1p(-1 / sets))
             report.append(Collisions(name, values, len(codes), expected))
         return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings, which are the whole state, as JSON."""
+        """Write the settings as JSON; an encoder has no other state."""
         features = [
             {"name": name, "length": length, "salt": self.salts[name]}
             for name, length in self.feature_lengths.items()
@@ -193,12 +194,12 @@ class SplitHashEncoder:
 
         Args:
             path: the file.
-            feature_lengths: The lengths that the caller expects; None accepts any. With other
-                lengths the columns differ, and trained weights are meaningless.
+            feature_lengths: The lengths that the file must have; None accepts any. With other
+                lengths, values have other columns, which do not fit the trained weights.
 
         Raises:
-            ValueError: the file does not hold an encoder, or its features differ from the expected
-                features in name, order or length.
+            ValueError: the file does not contain an encoder, or its features differ from the
+                expected ones in name, order or length.
         """
         try:
             saved = json.loads(Path(path).read_bytes())
@@ -217,7 +218,7 @@ class SplitHashEncoder:
         return f"{_NAME}({self.feature_lengths}, splits={self.splits}, signed={self.signed})"
 
     def _hashes(self, columns: Any) -> dict[str, torch.Tensor]:
-        """Return the hashes of each feature's values: name -> int64 [n]."""
+        """Return the hashes of each feature's values, int64 [n], by name."""
         hashes: dict[str, torch.Tensor] = {}
         for name, salt in self.salts.items():
             try:
@@ -247,7 +248,7 @@ class SplitHashEncoder:
         """Return the column of each entry within its block, int64 [n, splits]."""
         block = self.buckets[name] // self.splits
         if self.splits == 1:
-            # The hash is unsigned, so add 2**64 if it is read as a negative number.
+            # The hash is unsigned: add 2**64 to hashes that int64 represents as negative numbers.
             columns = hashes.remainder(block) + (hashes < 0) * (2**64 % block)
             return columns.remainder_(block).view(-1, 1)
         chunks = hashes.view(-1, 1) >> hashes.new_tensor(_SHIFTS)
@@ -268,7 +269,7 @@ def _salt(name: str, salt: int) -> int:
 
 
 def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:
-    """Raise ValueError unless a file has the expected features, given as name -> length."""
+    """Raise ValueError unless a file has the expected features, given as lengths by name."""
     if list(saved) != list(asked):
         raise ValueError(
             f"{path}: {_NAME} was saved with the features {list(saved)}, in this order, but "
@@ -286,10 +287,10 @@ def _scipy_csr(
     entries: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]
 ) -> Any:
     sparse = needed("scipy.sparse", f"{_NAME}: to='scipy'")
-    # Use 32-bit indices if they are large enough, as scipy itself does.
+    # Use 32-bit indices if they suffice, as scipy does.
     small = max(shape[1], len(keys)) < 2**31
     index = torch.int32 if small else torch.int64
     parts = (part.cpu().numpy() for part in (entries, keys.to(index), offsets.to(index)))
     matrix = sparse.csr_array(tuple(parts), shape)
-    matrix.has_canonical_format = True  # implies sorted indices; scipy need not check
+    matrix.has_canonical_format = True  # indices are sorted, so scipy need not check
     return matrix

@@ -1,4 +1,4 @@
-"""Hashes values with XXH64: sequences, NumPy arrays, tensors and Arrow columns."""
+"""Hashes values of sequences, NumPy arrays, tensors and Arrow columns with XXH64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..ops.hash_integers import INTEGER_DTYPES, hash_integers
 
 __all__ = ["xxh64"]
 
-# Any stands for an Arrow column, whose package need not be installed.
+# Any stands for an Arrow column, since no Arrow package may be installed.
 Values = Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor | Any
 _SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None))
 
@@ -34,8 +34,8 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
     =============  ==================================================================
 
     Subclasses of str and int, such as an ``Enum`` with str values, are hashed by their content, not
-    by the result of ``__str__``. All other types are refused, such as bools and floats; the text of
-    a float is not unique. For a NaN that means missing, use ``None``.
+    by the result of ``__str__``. All other types are refused, including bool, and float, whose text
+    is not unique. Replace a NaN that stands for a missing value by ``None``.
 
     Args:
         values: n values as one of
@@ -43,32 +43,32 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             - a list, a tuple or another sequence, which may mix the types above;
             - a 1-D numpy array of an integer, ``str`` (``U`` or ``StringDType``), ``bytes`` or
               object dtype. Fixed-width arrays (``S`` or ``U``) drop NUL characters at the end of an
-              item, so those are not hashed. Masked items and missing strings count as None;
+              item, so these are not hashed. Masked items and missing strings count as None;
             - a 1-D integer tensor, which is hashed on its device;
-            - an Arrow column, from pyarrow or another package with the Arrow PyCapsule interface,
-              in one array or in chunks: strings and binary of every layout, integers, or a
-              dictionary of these. Nulls count as None.
+            - an Arrow column, as one array or in chunks, from pyarrow or another package with the
+              Arrow PyCapsule interface. Its type is a string or binary type of any layout, an
+              integer type, or a dictionary of these. Nulls count as None.
 
-            Columns and arrays are hashed in place, without Python objects or a copy of their text,
-            except for arrays of objects. Large inputs are hashed by up to
+            Columns and arrays are hashed in place: no Python objects are created and no text is
+            copied, except for arrays of objects. Large inputs are hashed by up to
             ``torch.get_num_threads()`` threads. Other Python threads can run at the same time,
-            unless the input is a sequence or a ``StringDType``.
-        seed: Chooses the hash function, in ``[0, 2**64)``.
+            unless the input is a sequence or a ``StringDType`` array.
+        seed: Seed of the hash, in ``[0, 2**64)``.
 
     Returns:
-        int64 ``[n]``, on the device of a tensor, else on the CPU. torch supports few operations on
-        unsigned 64-bit integers, so the 64 bits are read as a signed number: a hash h of 2**63 or
-        more comes out as ``h - 2**64``. ``code % 2**64`` on a Python int gives h back.
+        int64 ``[n]``, on the same device as a tensor, otherwise on the CPU. torch supports few
+        operations on unsigned 64-bit integers, so the 64 bits are interpreted as a signed number: a
+        hash h of 2**63 or more becomes ``h - 2**64``. For a Python int, ``code % 2**64`` returns h.
 
     Raises:
-        TypeError: A value has another type (the message names its position); an array or column has
+        TypeError: A value has another type (the message has its position); an array or column has
             another type, such as floats or timestamps, or is a whole table; or values is a single
             value, a set, a dict or an iterator instead of a sequence.
-        ValueError: A str with a lone surrogate or an int too long for Python to print, named with
-            its position; an index without an entry in a column's dictionary; a malformed Arrow
-            column, whose offsets decrease, or whose offsets or views reach beyond its buffers
-            (checked for pyarrow only, since other packages do not give buffer sizes); a dimension
-            count other than one; a seed out of range.
+        ValueError: A str has a lone surrogate, or an int is too long for Python to print (the
+            message has the position); an index has no entry in a column's dictionary; an Arrow
+            column has decreasing offsets, or offsets or views beyond its buffers (checked only for
+            pyarrow, since other packages do not provide buffer sizes); the number of dimensions is
+            not one; or the seed is out of range.
         OSError: The chunks of a column could not be read.
 
     Example:
@@ -85,12 +85,12 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             f"xxh64 takes a sequence of values and got a single {type(values).__name__}; "
             "put it in a list: xxh64([value])"
         )
-    # This may be a pandas Series; not every Series can be read through Arrow.
+    # Convert a pandas Series to NumPy, since not every Series can be read through Arrow.
     if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
         values = np.asanyarray(values)
     if isinstance(values, torch.Tensor) and values.dtype not in INTEGER_DTYPES:
         raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
-    # Also refuses a pandas DataFrame, which as a sequence would be its column names.
+    # This also refuses a pandas DataFrame, whose items as a sequence would be its column names.
     dimensions = getattr(values, "ndim", 1)
     if dimensions != 1:
         raise ValueError(f"values must have one dimension, got {dimensions}")
@@ -117,7 +117,7 @@ def _hash(values: Any, seed: int) -> np.ndarray:
 def _check_buffers(values: Any) -> None:
     """Raise ValueError if a pyarrow column reaches beyond its buffers.
 
-    __arrow_c_array__ does not return buffer sizes, so _pybind cannot check this.
+    _pybind cannot check this, since __arrow_c_array__ does not return buffer sizes.
     """
     pyarrow = sys.modules.get("pyarrow")
     if pyarrow is None or not isinstance(values, (pyarrow.Array, pyarrow.ChunkedArray)):
@@ -136,13 +136,13 @@ def _check_buffers(values: Any) -> None:
 def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
     kind, masked = values.dtype.kind, isinstance(values, np.ma.MaskedArray)
     if kind in "iu" and not masked:
-        # torch accepts neither foreign byte order nor negative strides, and warns about read-only
-        # memory.
+        # Copy the array: torch refuses foreign byte order and negative strides, and warns about
+        # read-only memory.
         if not (values.flags.carray and values.dtype.isnative and values.strides[0] > 0):
             values = np.array(values, values.dtype.newbyteorder("="))
         return hash_integers(torch.from_numpy(values), seed)
     threads = torch.get_num_threads()
-    # A masked array takes the general path: its tolist() has None for masked items.
+    # Convert a masked array to a list, in which masked items are None.
     if kind == "O" or (masked and kind in "iuSUT"):
         codes = _pybind.xxh64_many(values.tolist(), seed, threads)
     elif kind in "SU":
@@ -151,8 +151,8 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
         place = texts.ctypes.data, size, kind == "U", len(texts)
         codes = _pybind.xxh64_fixed_width(*place, seed, threads)
     elif kind == "T":
-        # If the dtype has a str for missing strings, that str is hashed; otherwise missing strings
-        # count as None.
+        # A dtype may represent missing strings by a str. If so, hash that str; otherwise missing
+        # strings count as None.
         stand_in = getattr(values.dtype, "na_object", None)
         missing = stand_in.encode() if isinstance(stand_in, str) else b""
         places = values.ctypes.data, values.strides[0], len(values)

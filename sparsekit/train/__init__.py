@@ -1,4 +1,4 @@
-"""Trainer, learning rate schedules, metrics, logs and plots."""
+"""Trains models: a trainer, learning rate schedules, metrics, logs and plots."""
 
 from ..errors import DivergedError, ResumeError
 from .logs import JsonLines, TensorBoard

@@ -1,4 +1,4 @@
-"""Keeps the settings of a run in dataclasses, and changes them by YAML files and ``key=value``."""
+"""Settings of a run as dataclasses, which YAML files and ``key=value`` arguments override."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Read a YAML file that contains a mapping, or is empty.
+    """Read a YAML file that is empty or contains a mapping.
 
     Raises:
         ConfigError: the file is not YAML, or its content is not a mapping.
@@ -42,27 +42,27 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Format settings, a dataclass or a mapping, as YAML, in their order.
+    """Format a dataclass or mapping of settings as YAML, in the order of the settings.
 
     Raises:
         ImportError: the package pyyaml is not installed.
     """
     yaml = needed("yaml", "YAML")
 
-    if isinstance(config, Mapping):  # one line for each entry
+    if isinstance(config, Mapping):  # write one line for each entry
         return yaml.safe_dump(dict(config), sort_keys=False)
     return yaml.safe_dump(asdict(config), sort_keys=False, default_flow_style=None)
 
 
 def updated(config: Config, values: Mapping[str, Any], where: str = "", prefix: str = "") -> Config:
-    """Return a copy of the settings in which some values are replaced.
+    """Return a copy of the settings with some values replaced.
 
     Args:
-        config: a dataclass whose fields are dataclasses, int, float, bool, str, tuples of int,
-            float or str, or any of these or None. A field's metadata ``"also"`` is an alias.
-        values: name -> new value; for a field that is a dataclass, a mapping like this one.
+        config: a dataclass. The type of a field is a dataclass, int, float, bool, str, a tuple of
+            int, float or str, or one of these or None. A field's metadata ``"also"`` is an alias.
+        values: the new values, by name; for a field that is a dataclass, another mapping.
         where: start of error messages, such as the name of a file.
-        prefix: name of the section that config is, with a dot behind it.
+        prefix: name of the section that ``config`` represents, followed by a dot.
 
     Raises:
         ConfigError: a name is unknown (the message suggests the nearest one), or a value has
@@ -77,7 +77,7 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "", prefix: 
         full = f"{prefix}{name}"
         if name not in kinds:
             hint = did_you_mean(full, [prefix + each for each in kinds])
-            # The user may have left out the section: suggest names within it.
+            # Suggest full names, in case the user has left out the section.
             within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
             hint = hint or (f"; did you mean {within[0]}?" if within else "")
             hint = hint or f"; there are {', '.join(kinds)}"
@@ -96,8 +96,8 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "", prefix: 
 def with_setting(config: Config, setting: str) -> Config:
     """Return a copy of the settings with one value changed, as in ``optimizer.lr=0.1``.
 
-    ``model.top=64,32`` sets a tuple. Nothing after ``=`` stands for an empty tuple, or for None
-    where the type allows it.
+    ``model.top=64,32`` sets a tuple. An empty value, as in ``model.top=``, means an empty tuple, or
+    None if the setting's type allows None.
 
     Raises:
         ConfigError: as for `updated`, or ``setting`` has another form.

@@ -1,8 +1,8 @@
 """Provides a rendezvous for ranks that torchrun has restarted.
 
-torchrun's agent keeps one store for all attempts, in which torch finds addresses of dead ranks
-(https://github.com/pytorch/pytorch/issues/135712), and no number shared by all nodes tells the
-attempts apart. So the ranks agree on a name for each attempt.
+torchrun's agent keeps one store for all attempts, so torch finds the addresses of dead ranks there
+(https://github.com/pytorch/pytorch/issues/135712). No number that all nodes know distinguishes the
+attempts. Therefore the ranks agree on a name for each attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import time
 from datetime import timedelta
 
-# torch documents these but does not list them in __all__.
+# torch documents these names but does not list them in __all__.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 LOOK_S = 0.02
@@ -21,7 +21,7 @@ TIMEOUT_S = 600.0
 
 
 def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
-    """Return a store for this attempt, inside torchrun's store; None if torchrun provides none.
+    """Return a store for this attempt within torchrun's store; None without torchrun.
 
     Args:
         timeout: seconds to wait for the other ranks.
@@ -42,9 +42,10 @@ def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
 def agree(store: Store, rank: int, world_size: int, timeout: float) -> str:
     """Agree on a name for this attempt, the same on all its ranks and never used before.
 
-    Each rank stores a random word. Rank 0 lists the words it finds, some perhaps from dead ranks,
-    under a new name, and makes a new list whenever one has changed. Ranks confirm a list that has
-    their own word; a name that all have confirmed is final.
+    Each rank stores a random word. Rank 0 lists the words that it finds, some of which may be from
+    dead ranks, and stores the list under a new name. Whenever a word changes, it stores a new list.
+    Each rank confirms a list that contains its own word. The name of a list that all ranks have
+    confirmed is the result.
     """
     end = time.monotonic() + timeout
     word = secrets.token_hex(8)

@@ -34,8 +34,8 @@ def of_tensors(
     rank: int,
     world_size: int,
 ) -> Generator[Share, None, None]:
-    """Shuffle the rows of tensors, cut them into batches, and yield this rank's share of each."""
-    # Make the generator on the CPU, even if torch's default device is another.
+    """Shuffle the rows of tensors, cut them into batches, and yield this rank's shares."""
+    # Draw on the CPU, even if torch's default device is another one.
     order = torch.randperm(len(data[0]), generator=generator, device="cpu")
     for positions in order.to(data[0].device).split(batch_size):
         mine = positions.tensor_split(world_size)[rank]
@@ -47,16 +47,16 @@ def of_loader(
 ) -> Generator[Share, None, None]:
     """Yield this rank's batches from a loader, reading ahead in another thread.
 
-    The ranks count the samples of a batch while they compute the previous batch.
+    The ranks add up the samples of a batch while they train on the previous batch.
 
     Raises:
-        RuntimeError: on all ranks, if a rank has run out of batches before the others, or cannot
+        RuntimeError: (on all ranks) a rank has run out of batches before the others, or cannot
             read a batch.
     """
-    # For a list, which is in memory already, another thread would gain nothing.
+    # Another thread would not help with a list on the CPU, which is already in memory.
     if not (isinstance(loader, Prefetcher) or (isinstance(loader, list) and device.type == "cpu")):
         loader = Prefetcher(loader, device=device)
-    batches = iter(loader)  # a prefetcher's thread ends when this generator is closed
+    batches = iter(loader)  # closing this generator also ends the prefetcher's thread
     step = 1
     ahead = ranks.read(batches)
     while (share := ranks.finish(ahead, step)) is not None:
@@ -66,22 +66,22 @@ def of_loader(
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Pass the epoch's number to a loader that shuffles by it; readers count epochs themselves."""
+    """Pass the epoch's number to a loader that needs it; readers count epochs themselves."""
     for shuffled in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
         set_epoch = getattr(shuffled, "set_epoch", None)
-        if callable(set_epoch):  # no effect on workers that already run
+        if callable(set_epoch):  # has no effect on workers that are already running
             set_epoch(epoch)
 
 
 class Ranks:
-    """Counts the samples of batches over the ranks of a group; None stands for a single rank."""
+    """Counts the samples of each batch over the ranks of a group (None for a single rank)."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
 
     def read(self, batches: Iterator[Any]) -> _Ahead:
-        """Read a batch and start to count its samples over all ranks."""
+        """Read a batch, and start to add up its samples over all ranks."""
         batch, rows = None, 0
         error: Exception | None = None
         try:
@@ -92,7 +92,7 @@ class Ranks:
         except Exception as raised:
             if self._group is None:
                 raise
-            error = raised  # raised once the other ranks know
+            error = raised  # raise it only after the other ranks have been told
         if self._group is None:
             return _Ahead(batch, rows, error, torch.empty(0), None)
         ended = isinstance(error, StopIteration)
@@ -135,7 +135,7 @@ def rows_of(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        TypeError: the batch has a form whose samples cannot be counted.
+        TypeError: the batch has a type whose samples cannot be counted.
     """
     if isinstance(batch, Batch):
         return batch.rows
@@ -154,7 +154,7 @@ def rows_of(batch: Any) -> int:
 def steps_of(
     shares: Generator[Share, None, None], accumulate: int
 ) -> Iterator[tuple[list[Share], Share | None]]:
-    """Yield, for each step, its batches and the first batch of the next step (None at the end)."""
+    """Yield the batches of each step, with the first batch of the next step (None at the end)."""
     batches = list(itertools.islice(shares, accumulate))
     while batches:
         following = list(itertools.islice(shares, accumulate))

@@ -12,7 +12,7 @@ import torch
 from ..data import Prefetcher
 from ..errors import check_int
 
-# Number of bytes of a tensor to copy to the CPU at a time for its checksum.
+# Number of bytes of a tensor to copy to the CPU at a time, to compute its checksum.
 _PIECE = 64 << 20
 
 
@@ -21,13 +21,13 @@ class FitData:
 
     Args:
         data: argument of `Trainer.fit`.
-        batch_size: number of samples of each rank in a batch of tensors.
-        global_batch_size: number of samples of all ranks together, instead of batch_size.
+        batch_size: number of samples per rank in a batch of tensors.
+        global_batch_size: total number of samples of all ranks, instead of batch_size.
         ranks: number of ranks.
 
     Attributes:
-        samples: number of samples in an epoch of tensors; 0 for a loader.
-        batch: number of samples of all ranks in a batch of tensors; 0 for a loader.
+        samples: number of samples per epoch if the data is tensors; 0 for a loader.
+        batch: total number of samples per batch if the data is tensors; 0 for a loader.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FitData:
         self.batch = (global_batch_size or (batch_size or 0) * ranks) if self.of_tensors else 0
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for data that cannot be trained on."""
+        """Raise TypeError or ValueError if the data cannot be used for training."""
         given = {name: size for name, size in self._sizes.items() if size is not None}
         if not self.of_tensors:
             for name, size in given.items():
@@ -81,7 +81,7 @@ class FitData:
     def facts(self) -> dict[str, int]:
         """Return numbers that identify the data: a checksum of tensors, or sizes of a loader.
 
-        Empty for a reader, whose own state identifies the data.
+        For a reader, the result is empty, since the reader's state identifies the data.
         """
         if self.of_tensors:
             sizes = {"samples": self.samples, "checksum": checksum(self.data)}

@@ -24,14 +24,14 @@ class RankError(RuntimeError):
     Attributes:
         rank: the failed rank.
         kind: class name of the error it raised; empty if it raised none.
-        reason: the error's message, or how the process ended.
+        reason: the error's message, or a description of how the process ended.
     """
 
     def __init__(self, rank: int, failure: ProcessFailure) -> None:
         self.rank = rank
         self.kind, self.reason = "", f"ended with exit code {failure.exitcode}"
         shown = self.reason
-        # Declared as a string by the launcher, but a dictionary if the rank has raised.
+        # Declared as a string by the launcher, but it is a dictionary if the rank raised an error.
         message: Any = failure.message
         if failure.exitcode < 0:
             self.reason = shown = f"was ended by {failure.signal_name()}"
@@ -44,7 +44,7 @@ class RankError(RuntimeError):
 def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:
     """Call ``function(*arguments)`` in new processes, with the environment of torchrun.
 
-    When one process fails, the others are terminated; Ctrl-C and SIGTERM terminate all.
+    If one process fails, the others are terminated. Ctrl-C and SIGTERM terminate all processes.
 
     Args:
         world_size: number of processes.
@@ -59,11 +59,11 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            # The launcher sets handlers of its own.
+            # Restore the signal handlers at the end, since the launcher replaces them.
             undo.callback(signal.signal, number, signal.getsignal(number))
         undo.enter_context(_interrupts_held_back())
         undo.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(logging.CRITICAL)  # the launcher would also log errors
+        logging.disable(logging.CRITICAL)  # the launcher would log errors that we report
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -91,8 +91,8 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
 def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[int, ProcessFailure]:
     """Return the rank that raised first and its failure, given the rank that ended first.
 
-    A rank that has raised closes its connections; other ranks may fail because of that and end
-    before it.
+    A rank that raises an error closes its connections. As a result, other ranks may fail, too, and
+    end before it.
     """
     if not isinstance(failure.message, dict):  # the rank was killed and raised nothing
         return rank, failure
@@ -105,7 +105,7 @@ def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[in
 def start_rank() -> None:
     """Make Ctrl-C terminate this process at once.
 
-    A KeyboardInterrupt is not enough: a rank that waits for another rank never raises it.
+    A KeyboardInterrupt is not enough: a rank never raises it while it waits for another rank.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -115,11 +115,11 @@ def start_rank() -> None:
 def _interrupts_held_back() -> Iterator[None]:
     """Block SIGINT in processes started in this context, until they call `start_rank`.
 
-    A terminal sends the signal to all processes, and a process that is importing a module would
-    print a traceback. This process still receives the signal: another thread accepts it, and Python
-    handles it in the main thread.
+    A terminal sends the signal to all processes, and a process that is still importing modules
+    would print a traceback. The parent process still receives the signal: another thread accepts
+    it, and Python handles it in the main thread.
     """
-    # Start the tracker now: otherwise the first start of a process starts it, and unblocks SIGINT.
+    # Start the tracker now. Otherwise it starts with the first process, and unblocks SIGINT.
     resource_tracker.ensure_running()
     done = threading.Event()
     thread = threading.Thread(target=done.wait, daemon=True)

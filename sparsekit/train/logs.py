@@ -15,7 +15,7 @@ from .progress import Progress
 
 # Name of the file that `JsonLines` writes in the folder of a run.
 METRICS = "metrics.jsonl"
-# A record has "kind", which is "step" or "epoch", and "step", the number of updates so far.
+# A record contains "kind" ("step" or "epoch"), "step" (the number of updates so far) and values.
 Record = Mapping[str, Any]
 
 
@@ -27,7 +27,7 @@ class Log(Protocol):
 
 
 def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None) -> None:
-    """Write a record on rank 0; if that raises, all ranks raise."""
+    """Write a record on rank 0; if that fails, raise an error on all ranks."""
 
     def write() -> None:
         for log in logs:
@@ -39,9 +39,9 @@ def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None)
 def go_on(
     logs: Sequence[Log], step: int, stream: TextIO | None, exchange: Exchange | None = None
 ) -> None:
-    """Remove records of later steps from the logs of rank 0; if that raises, all ranks raise.
+    """Remove records of later steps from the logs; if that fails, raise on all ranks.
 
-    Prints to stream the numbers of lines that were not records.
+    Only rank 0 does this. It prints to ``stream`` the numbers of lines that were not records.
     """
 
     def forget() -> None:
@@ -67,8 +67,8 @@ def _on_first(exchange: Exchange | None, act: Callable[[], None]) -> None:
 class JsonLines:
     """Writes each record to a file immediately, as a line of JSON.
 
-    The first record overwrites the file of an older run, unless `forget_after` was called before,
-    as a trainer does when it resumes. Ranks that write no record do not touch the file.
+    The first record overwrites the file of an older run, unless `forget_after` has been called, as
+    by a trainer that resumes. Ranks that do not write records do not touch the file.
 
     Args:
         path: path of the file; its folder is created if it is missing.
@@ -85,18 +85,18 @@ class JsonLines:
         return os.fspath(self._path)
 
     def write(self, record: Record) -> None:
-        """Append a line. Infinities and NaN become null, since JSON cannot express them."""
+        """Append a record as a line. Infinities and NaN, which JSON lacks, become null."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, self._mode, encoding="utf-8") as file:
             self._mode = "a"
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def forget_after(self, step: int) -> list[int]:
-        """Remove the records of later steps, to continue the file after this step.
+        """Remove the records of later steps, so that a run continues after this step.
 
         Returns:
-            The numbers, counted from 1, of lines that were not records; they are removed, too. The
-            last line is not reported, as a killed process may have left it incomplete.
+            The numbers, counted from 1, of lines that are not records; they are removed, too. The
+            last line is not reported, since a killed process may have left it incomplete.
         """
         self._mode = "a"
         if not self._path.exists():
@@ -118,7 +118,7 @@ class JsonLines:
 class TensorBoard:
     """Writes the numbers of each record as scalars, such as ``epoch/metrics/test AUC``.
 
-    Records of an older run in the folder are hidden, where `JsonLines` would remove them.
+    TensorBoard hides the records of an older run in the folder, which `JsonLines` would remove.
 
     Args:
         folder: folder for TensorBoard's files.
@@ -132,11 +132,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = None
-        self._step = -1  # last step of an older run to show; later events are hidden
+        self._step = -1  # last step to show of an older run; TensorBoard hides later events
         self._make = lambda: SummaryWriter(os.fspath(folder), purge_step=self._step + 1)
 
     def forget_after(self, step: int) -> None:
-        """Hide the records of later steps, to continue after this step."""
+        """Hide the records of later steps, so that a run continues after this step."""
         self._step = step
 
     def write(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""Computes the mean loss of an epoch over all ranks, and finds the first loss not finite."""
+"""Computes the mean loss of an epoch over all ranks, and finds the first non-finite loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Losses:
     """Accumulates the losses of an epoch.
 
     Args:
-        device: device that the losses are on.
+        device: device of the losses.
         group: process group of the ranks; None for a single rank.
         expected: number of steps in the epoch, for messages; 0 if unknown.
     """
@@ -26,18 +26,18 @@ class Losses:
     ) -> None:
         self._group = group
         self._expected = expected
-        # float64 keeps enough digits in a sum over many millions of samples.
+        # A sum over many millions of samples needs the precision of float64.
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # Counted on the device: asking a GPU after each step would mean waiting for it.
+        # Count on the device: reading a loss after each step would mean waiting for a GPU.
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = 0
-        # Values at the last call of `since_last`: total loss and number of samples of all ranks,
-        # number of steps, seconds.
+        # Values at the last call of `since_last`: total loss and number of samples on all ranks,
+        # number of steps, and seconds.
         self._last: tuple[float, float, float, float] = 0.0, 0, 0, 0.0
         self.steps = 0
 
     def state(self, title: str) -> dict[str, Any]:
-        """Return a state for `restore`, with sums over all ranks; any number of ranks can load it.
+        """Return the sums over all ranks, to be loaded by `restore` on any number of ranks.
 
         Raises:
             DivergedError: the sums are not finite.
@@ -46,7 +46,7 @@ class Losses:
         return {"total": total, "samples": samples, "steps": self.steps, "last": list(self._last)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state; rank 0 takes over the sums of all ranks."""
+        """Load a state; rank 0 continues from the sums of all ranks, the others from zero."""
         if self._group is None or dist.get_rank(self._group) == 0:
             self._total.fill_(state["total"])
             self._rows = state["samples"]
@@ -56,14 +56,14 @@ class Losses:
         self._last = total, samples, steps, seconds
 
     def add(self, loss: torch.Tensor, rows: int) -> None:
-        """Add the sum of this rank's losses in a step, over ``rows`` samples."""
+        """Add a step: the sum of this rank's losses over ``rows`` samples."""
         self._total.add_(loss)
         self._finite_steps += self._total.isfinite()
         self._rows += rows
         self.steps += 1
 
     def so_far(self) -> float:
-        """Return this rank's mean, for display; rank 0 has a sample of every batch of tensors."""
+        """Return this rank's mean, for display; rank 0 has samples of every batch of tensors."""
         return self._total.item() / max(self._rows, 1)
 
     def mean(self, title: str) -> float:
@@ -82,7 +82,7 @@ class Losses:
         return total / samples
 
     def since_last(self, title: str, seconds: float) -> tuple[float, float, float, float]:
-        """Return the mean loss and the number of samples, steps and seconds since the last call.
+        """Return the mean loss, and the numbers of samples, steps and seconds, since the last call.
 
         Args:
             title: start of the error message.

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
-# Probabilities are clamped to [MARGIN, 1 - MARGIN], or one wrong sample would have infinite loss.
+# Probabilities are clamped to [MARGIN, 1 - MARGIN], since 0 or 1 could give an infinite loss.
 MARGIN = 1e-7
 
 
 def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
-    """Call evaluate with the model in evaluation mode and without gradients; return its metrics."""
+    """Call ``evaluate`` with the model in evaluation mode, without gradients; return its result."""
     model.eval()
     with torch.no_grad():
         metrics = evaluate(model)
@@ -23,9 +23,10 @@ def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the area under the ROC curve: how often a positive sample outscores a negative one.
+    """Return the area under the ROC curve.
 
-    Ties count half. The result is exact: the rank statistic of Mann and Whitney, in float64.
+    This is the probability that a positive sample has a higher score than a negative one; a tie
+    counts as half. The result is exact: the rank statistic of Mann and Whitney in float64.
 
     Args:
         scores: ``[n]``, of any real dtype; only the order of scores matters.
@@ -40,7 +41,7 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     if pairs == 0:
         raise ValueError(f"auc needs samples of both labels, got {positives} of {len(labels)}")
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-    # Ranks count from 1 in ascending order; tied scores share their mean rank.
+    # Rank the scores from 1 in ascending order; tied scores get their mean rank.
     ranks = (2 * counts.cumsum(0) - counts + 1).double() / 2
     above = ranks[place[labels > 0]].sum().item() - positives * (positives + 1) / 2
     return above / pairs
@@ -64,9 +65,9 @@ def log_loss(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Return the fraction of the first k recommended items that are relevant, averaged over users.
+    """Return the fraction of relevant items among the first k, averaged over users.
 
-    On several ranks, pass the result of `gather` over each rank's users.
+    On several ranks, `gather` the arguments from all ranks first.
 
     Args:
         hits: whether each recommended item is relevant, bool ``[users, m]`` with m >= k, best item
@@ -84,7 +85,7 @@ def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 
 
 def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Return the fraction of relevant items that are among the first k, averaged over users.
+    """Return the fraction of a user's relevant items that are in the first k, averaged over users.
 
     Takes the arguments of `precision_at_k` and raises the same errors.
     """
@@ -93,11 +94,12 @@ def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 
 
 def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Return the normalised discounted cumulative gain of the first k items, averaged over users.
+    """Return the normalized discounted cumulative gain of the first k items, averaged over users.
 
-    The i-th item, counted from 1, gains ``1 / log2(i + 1)`` if it is relevant; the sum is divided
-    by the sum for the best order, with all relevant items first. Source: Järvelin and Kekäläinen,
-    "Cumulated gain-based evaluation of IR techniques", TOIS 2002, with gains of 0 and 1.
+    If the i-th item, counted from 1, is relevant, its gain is ``1 / log2(i + 1)``. The sum of gains
+    is divided by the sum for the best order, in which all relevant items come first. Source:
+    Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", TOIS 2002, with
+    relevance 0 or 1.
 
     Takes the arguments of `precision_at_k` and raises the same errors.
     """
@@ -110,7 +112,7 @@ def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 def _of_users(
     hits: torch.Tensor, relevant: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select users with relevant items; return their first k hits, and counts of relevant items."""
+    """Select users with relevant items; return their first k hits and numbers of relevant items."""
     if hits.dim() != 2 or hits.dtype != torch.bool or relevant.shape != hits.shape[:1]:
         raise ValueError(
             f"expected bool hits [users, m] and relevant [users], got {hits.dtype} "
@@ -129,11 +131,11 @@ def _of_users(
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Concatenate the tensors of all ranks; every rank gets the result.
 
-    Without torch.distributed this is the tensor itself.
+    Without torch.distributed, this returns the tensor itself.
 
     Args:
-        tensor: ``[n, ...]``, with the same dtype on all ranks; n may differ from rank to rank. On a
-            device that the group's backend supports.
+        tensor: ``[n, ...]``, with the same dtype on all ranks; n may differ between ranks. It must
+            be on a device that the group's backend supports.
         group: process group of the ranks; None is the default group.
     """
     if not dist.is_initialized() or (size := dist.get_world_size(group)) == 1:
@@ -141,7 +143,7 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     lengths = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(size)]
     dist.all_gather(lengths, torch.full_like(lengths[0], len(tensor)), group)
     counts = [int(length) for length in lengths]
-    # Backends can only gather equal shapes.
+    # Pad the tensors, since backends can only gather equal shapes.
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     parts = [torch.empty_like(padded) for _ in range(size)]

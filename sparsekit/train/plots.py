@@ -1,4 +1,4 @@
-"""Plots training runs and scaling as PNG; needs matplotlib."""
+"""Plots training runs and speed-ups as PNG files; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from .._extras import needed
 from .logs import METRICS
 
-# Largest number of tables to show in a picture: the tables with the most rows.
+# Maximum number of tables in a picture, which shows the tables with the most rows.
 MOST_TABLES = 8
 OF_TABLES = {
     "rows": "rows in the tables",
@@ -26,7 +26,7 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         OSError: there is no metrics.jsonl in the folder.
-        ValueError: a line of that file was not written by `JsonLines`; the message names it.
+        ValueError: a line of the file was not written by `JsonLines`; the message has its number.
     """
     path = Path(folder) / METRICS
     records = []
@@ -37,7 +37,7 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
             except ValueError:
                 record = None
             if record is None and not line.endswith("\n"):
-                break  # the last line, incomplete as the run was killed
+                break  # the run was killed while it wrote the last line
             known = isinstance(record, dict) and record.get("kind") in ("step", "epoch")
             if not known or not isinstance(record.get("step"), int):
                 raise ValueError(f"{path}:{number}: no record of training")
@@ -46,11 +46,11 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Plot a run: its loss, metrics, speed and figures of tables, in one picture.
+    """Plot the loss, metrics, speed and table statistics of a run in one picture.
 
     Raises:
         ImportError: matplotlib is missing.
-        OSError, ValueError: as for `read_run`; or there is no record.
+        OSError, ValueError: as for `read_run`; or the run has no records.
     """
     records = read_run(folder)
     steps = [record for record in records if record["kind"] == "step"]
@@ -71,7 +71,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     _line(sent, steps, "bytes_sent_per_step", None, marker=".")
     sent.set(title="bytes that rank 0 sends in a step")
     for each in (speed, sent):
-        # Begin at 0, and leave 10% of space above the highest line.
+        # Begin at 0, and leave a margin of 10% above the highest point.
         each.set_ylim(0, 1.1 * max((max(line.get_ydata()) for line in each.lines), default=0) or 1)
     if not steps:
         _say(sent, "no record between epochs: log every fewer steps")
@@ -86,7 +86,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         each.set(title=title, xlabel="step")
     for each in axes.flat:
         each.grid(alpha=0.3)
-        # Begin at 0: with a single record, matplotlib would center the axis on it.
+        # Begin at 0; by default, matplotlib centers the axis on a single record.
         each.set_xlim(0, 1.05 * max(records[-1]["step"], 1))
         each.locator_params(axis="x", integer=True)
         if each.get_legend_handles_labels()[0]:
@@ -96,7 +96,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
 
 
 def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the metrics; scales differ, so the second metric uses the axis on the right."""
+    """Plot the metrics. The second metric has its own axis on the right, since scales differ."""
     names = sorted({name for record in epochs for name in record["metrics"]})
     for i, name in enumerate(names[:2]):
         each = axes if i == 0 else axes.twinx()
@@ -116,8 +116,8 @@ def plot_scaling(
     """Plot the speed-up over one rank, as measured and as predicted.
 
     Args:
-        measured: number of ranks -> samples per second.
-        forecast: number of ranks -> lowest and highest predicted speed-up.
+        measured: samples per second, by number of ranks.
+        forecast: lowest and highest predicted speed-up, by number of ranks.
         out: path of the picture.
 
     Raises:
@@ -163,5 +163,5 @@ def _line(
 
 
 def _pyplot() -> Any:
-    needed("matplotlib", "a plot").use("Agg")  # a backend that needs no screen
+    needed("matplotlib", "a plot").use("Agg")  # a backend that does not need a screen
     return needed("matplotlib.pyplot", "a plot")

@@ -1,4 +1,4 @@
-"""Profiles training steps: the time of each op, and the bytes it moves between ranks."""
+"""Profiles training steps: the time of each op, and the bytes that it sends to other ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Op:
     """Profile of an op, summed over all ranks.
 
     Attributes:
-        name: a torch or sparsekit op, a GPU kernel, or ``"exchange: PURPOSE"``: sending and waiting
-            for layers, dense gradients or a placement.
+        name: name of a torch or sparsekit op or of a GPU kernel; or ``"exchange: PURPOSE"``, which
+            is the communication of layers, of dense gradients or of a placement.
         calls: number of calls.
-        seconds: time in the op itself, without ops that it calls; GPU time if it used the GPU, else
-            CPU time.
+        seconds: time in the op itself, without ops that it calls. This is GPU time if the op used
+            the GPU, otherwise CPU time.
         share: fraction of the total seconds of all ops.
         bytes_moved: number of bytes sent to other ranks.
     """
@@ -43,7 +43,7 @@ class Profile:
     """Result of `profiled`, filled in when the context ends.
 
     Attributes:
-        ops: all ops, slowest first; the same on all ranks.
+        ops: all ops, the slowest first; equal on all ranks.
         ranks: number of ranks.
     """
 
@@ -61,10 +61,10 @@ class Profile:
         return sum(op.seconds for op in self.ops)
 
     def table(self, most: int = 20) -> str:
-        """Format a table of the slowest ops, and of all ops that move bytes.
+        """Format a table of the slowest ops and of all ops that send bytes to other ranks.
 
         Args:
-            most: number of lines for ops; one more line sums up all others.
+            most: maximum number of lines for single ops; one more line sums up the others.
         """
         shown = [op for i, op in enumerate(self.ops) if i < most or op.bytes_moved]
         rest = [op for op in self.ops if op not in shown]
@@ -93,13 +93,13 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
     """Profile the code in this context, for instance some training steps.
 
     All ranks must enter and leave the context together; each gets the sums over all ranks. Bytes
-    are counted in sparsekit's exchanges: keys, vectors and their gradients, dense gradients where
-    ranks share memory, and swaps. Ranks that do not share memory use DistributedDataParallel's own
-    all-reduce, whose bytes are not counted. Run a step or two first as a warm-up.
+    are counted in sparsekit's exchanges: keys, vectors and their gradients, swaps, and dense
+    gradients if the ranks share memory. Otherwise dense gradients are averaged by
+    DistributedDataParallel, whose bytes are not counted. Run one or two steps first as a warm-up.
 
     Args:
-        trace: file for a Chrome trace, for chrome://tracing or ui.perfetto.dev. Rank r > 0 adds
-            ``.rank{r}`` before its suffix.
+        trace: path of a Chrome trace to write, for chrome://tracing or ui.perfetto.dev. Rank r > 0
+            inserts ``.rank{r}`` before the suffix.
 
     Yields:
         A `Profile` that is filled in when the context ends.
@@ -140,12 +140,12 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
         path, rank = Path(trace), dist.get_rank() if dist.is_initialized() else 0
         if rank:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-        path.touch()  # raises here: torch would only log that a write failed
+        path.touch()  # raise now: torch would only log a failed write
         profiler.export_chrome_trace(str(path))
 
 
 def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]]]) -> list[Op]:
-    # Name -> calls, microseconds on the CPU, microseconds on the device.
+    # By op: number of calls, microseconds on the CPU, microseconds on the device.
     sums: defaultdict[str, tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     moved: Counter[str] = Counter()
     for events, sent in ranks:

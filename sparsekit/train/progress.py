@@ -5,21 +5,21 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-# Minimum seconds between updates: of a bar on a terminal, of lines in a file or pipe.
+# Minimum seconds between updates of a bar on a terminal, and between lines in a file or pipe.
 REFRESH_S = 0.1
 LINE_S = 30.0
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere, a line every half minute.
+    """A progress bar on a terminal; in a file or pipe, a line every half minute.
 
     `finish` replaces the bar with a final line.
 
     Args:
         title: start of the line.
-        total: number of samples in all; 0 if unknown.
+        total: total number of samples; 0 if unknown.
         stream: stream to write to; None means ``sys.stderr``.
-        unit: word to use for samples.
+        unit: word for samples, in the plural.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Progress:
         self._start = self._shown = time.perf_counter()
 
     def go_on(self, done: int, seconds: float) -> None:
-        """Resume: count samples that are already done, and the seconds that they took."""
+        """Resume: add the number of samples already done, and the seconds that they took."""
         self.done = done
         self._start -= seconds
 
@@ -44,7 +44,7 @@ class Progress:
         return time.perf_counter() - self._start
 
     def update(self, samples: int, loss: Callable[[], float] | None = None) -> None:
-        """Count samples as done; ``loss`` is called only when the line is updated."""
+        """Add to the number of samples done; call ``loss`` only when the line is updated."""
         self.done += samples
         if time.perf_counter() - self._shown < (REFRESH_S if self.live else LINE_S):
             return
@@ -61,7 +61,7 @@ class Progress:
         self.stream.flush()
 
     def finish(self, text: str) -> None:
-        """Replace the bar with a line of the title and this text."""
+        """Replace the bar by a line that consists of the title and this text."""
         self.clear()
         self.stream.write(f"{self.title} {text}\n")
         self.stream.flush()
@@ -76,5 +76,5 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Remove the bar, so that an error message does not follow it on the same line.
+        # Remove the bar, so that an error message begins on an empty line.
         self.clear()

@@ -1,4 +1,4 @@
-"""Saves a trainer's position in its data, and returns to it."""
+"""Saves a trainer's position in its data, and resumes from it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Epoch:
 
     Attributes:
         number: number of the epoch, counted from 1.
-        loss: mean loss over all samples, each computed with the weights at its step; the penalty is
-            not included.
+        loss: mean loss over all samples, without the penalty. The loss of a sample is computed
+            before the update that uses it.
         seconds: duration of training in seconds, without evaluation.
-        samples_per_second: speed of training.
-        metrics: result of evaluate.
-        tables: name -> figures of each embedding table; see `Telemetry`.
+        samples_per_second: number of samples trained on per second.
+        metrics: result of ``evaluate``.
+        tables: statistics of each embedding table, by name; see `Telemetry`.
     """
 
     number: int
@@ -43,11 +43,11 @@ class Position:
     """A position in an epoch, between two steps.
 
     Attributes:
-        order: state, at the start of the epoch, of the generator that shuffles tensors.
+        order: state of the generator that shuffles tensors, at the start of the epoch.
         random: state of torch's CPU generator, which determines the order of a DataLoader.
-        reader: state of the reader, if any, at the start of the epoch.
+        reader: state of the reader, if there is one, at the start of the epoch.
         ranks: number of ranks; 0 if the state was saved by a version that did not record it.
-        batches: number of batches done in this epoch on this rank.
+        batches: number of batches finished in this epoch on this rank.
         samples: number of samples in these batches, on all ranks.
         seconds: time spent on these batches.
         losses: state of the losses of these batches; see `Losses.state`.
@@ -73,10 +73,10 @@ class Position:
         return Position(generator.get_state(), random, reader, _ranks(), data=facts)
 
     def check(self, fit: FitData) -> None:
-        """Raise ResumeError, before training begins, if the data is not this position's.
+        """Check before training begins that the data is the one on which the state was saved.
 
-        Tensors must have the same contents and, within an epoch, the same batches. Loaders other
-        than readers are compared by size, and only within an epoch.
+        Tensors must have the same contents and, in the middle of an epoch, the same batches. For
+        loaders that are not readers, only the size is compared, and only in the middle of an epoch.
 
         Raises:
             ResumeError: the data is different.
@@ -103,21 +103,21 @@ class Position:
                 )
 
     def _batches_there(self, fit: FitData) -> int:
-        """Return how many of this position's batches can be skipped: all, or none.
+        """Return the number of batches to skip: all that this position counts, or none.
 
-        None can be skipped if the data is a loader and the number of ranks has changed, since
-        batches then differ.
+        No batches can be skipped if the data is a loader and the number of ranks has changed, since
+        the batches are then different ones.
         """
         return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
 
     def find(self, generator: torch.Generator, fit: FitData, stream: TextIO | None) -> None:
-        """Make the data begin at this position's batch, or else at the epoch's first batch.
+        """Set the data to this position or, if that is impossible, to the start of the epoch.
 
-        In the second case, this becomes the position at the start of the epoch, and a line in
-        stream says so.
+        In the second case, this object changes to the position at the start of the epoch, and a
+        line is written to ``stream``.
 
         Raises:
-            ValueError: the data is a different reader.
+            ValueError: the data is a reader other than the saved one.
         """
         generator.set_state(self.order)
         now = _ranks()
@@ -130,7 +130,7 @@ class Position:
             fit.data.load_state_dict({**self.reader, "step": self.batches})
 
     def reach(self, shares: Generator[Share, None, None]) -> None:
-        """Skip the batches that are done, if the data could not begin after them."""
+        """Read and skip the finished batches, unless the data already begins after them."""
         if self.reader is not None or not self.batches:
             return
         now = torch.get_rng_state()

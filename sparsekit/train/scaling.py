@@ -1,4 +1,4 @@
-"""Measures the speed-up of training on several ranks, and predicts it for more ranks."""
+"""Measures the speed-up of training by several ranks, and predicts it for more ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WARM_UP = 2  # number of epochs not timed: the first one inserts new keys
 
 @dataclass(frozen=True)
 class Case:
-    """The job to measure: a DLRM on generated keys, zipf-distributed in each bag.
+    """The training job to measure: a DLRM on generated keys that follow Zipf's law.
 
     Attributes:
         tables: number of tables.
         rows: number of distinct keys of each table.
-        dim: elements of a vector.
-        batch: number of samples of all ranks together, whatever the number of ranks.
+        dim: number of elements in a vector.
+        batch: total number of samples per batch, whatever the number of ranks.
         epochs: number of timed epochs of 8 steps.
     """
 
@@ -49,7 +49,7 @@ def samples_per_second(case: Case) -> float:
     model = DLRM(
         names,
         13,
-        rows=2 * case.rows // ranks + 1000,  # twice, since keys are spread unevenly over ranks
+        rows=2 * case.rows // ranks + 1000,  # twice, since ranks get unequal numbers of keys
         dim=case.dim,
         bottom=[case.dim],
         top=[64],
@@ -93,18 +93,18 @@ def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     """Predict the lowest and highest speed-up over one rank.
 
-    Let N be the largest number of ranks measured. A step of N ranks takes T(1) / N plus an
-    overhead, E = T(N) - T(1) / N. In the worst case M ranks have the same overhead, as if all of it
-    were waiting time. In the best case the overhead is proportional to the bytes that each rank
+    Let T(N) be the time of a step on N ranks, where N is the largest measured number of ranks. The
+    overhead is E = T(N) - T(1) / N. In the worst case, the overhead of M ranks is also E, as if it
+    consisted of waiting only. In the best case, it is proportional to the bytes that each rank
     sends, which are (M - 1) / M^2 of the bytes of a batch.
 
     Args:
-        measured: number of ranks -> samples per second, all at the same batch size. It must have 1
-            and a larger number of ranks.
-        ranks: number of ranks for which to predict.
+        measured: samples per second, by number of ranks; all at the same batch size. It must
+            contain 1 and a larger number of ranks.
+        ranks: number of ranks for which to predict the speed-up.
 
     Raises:
-        ValueError: measured lacks 1, or has no larger number.
+        ValueError: ``measured`` does not contain 1, or contains no larger number.
     """
     if 1 not in measured or len(measured) < 2:
         raise ValueError(f"predicted needs 1 rank and more, got {sorted(measured)}")

@@ -13,25 +13,25 @@ def linear_warmup(
     warmup_steps: int,
     total_steps: int | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Raise the learning rate linearly from lr to scale * lr, for a batch scale times larger.
+    """Warm up the learning rate linearly from lr to scale * lr, for a larger batch.
 
-    The learning rate of step t, counted from 0, is
+    The learning rate at step t, counted from 0, is
 
     - ``lr * (1 + (scale - 1) * min(1, t / warmup_steps))``;
     - with total_steps, after the warm-up:
       ``lr * scale * (total_steps - t) / (total_steps - warmup_steps)``, and 0 after the end.
 
-    Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017: the
-    linear scaling rule, and gradual warm-up. Their momentum correction multiplies a velocity that
-    includes the learning rate by new lr / old lr. The velocity of torch's and sparsekit's SGD is a
-    sum of gradients alone, so there is nothing to correct.
+    This is the linear scaling rule with gradual warm-up. Source: Goyal et al., "Accurate, Large
+    Minibatch SGD: Training ImageNet in 1 Hour", 2017. Their momentum correction multiplies the
+    velocity by new lr / old lr if the velocity includes the learning rate. In torch's and
+    sparsekit's SGD, the velocity is a sum of gradients alone, so no correction is needed.
 
     Args:
-        optimizer: optimizer whose lr suits the batch of a single rank.
-        scale: factor by which the batch is larger, usually the number of ranks; > 0.
-        warmup_steps: length of the warm-up, >= 0.
-        total_steps: number of steps after which the rate is zero, > warmup_steps; None to keep the
-            rate constant after the warm-up.
+        optimizer: optimizer with the learning rate for the batch of a single rank.
+        scale: ratio of the batch size to that of a single rank, usually the number of ranks; > 0.
+        warmup_steps: number of steps of the warm-up, >= 0.
+        total_steps: number of steps after which the learning rate is zero, > warmup_steps. With
+            None, the learning rate is constant after the warm-up.
 
     Returns:
         A scheduler to step after each update, as `Trainer` does.

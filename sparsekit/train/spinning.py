@@ -1,4 +1,4 @@
-"""Detects that training waits for its own threads because other processes use its cores."""
+"""Detects that training is slow because its threads share cores with other processes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import time
 
 import torch
 
-# Shortest epoch to measure in seconds, and numbers of context switches above which another
-# process must be using our cores.
+# Minimum duration in seconds of an epoch to measure, and numbers of context switches above which
+# another process must be using our cores.
 LEAST_S = 5.0
 SWITCHES_PER_THREAD_S = 10.0
-# Environment variables by which users choose how threads wait.
+# Environment variables that determine how threads wait.
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class Spinning:
     """Compares the process's involuntary context switches with the number on an idle machine.
 
-    OpenMP's threads spin for each other at the end of every parallel loop, and a training step has
-    dozens of such loops. On a core shared with another process, the thread that the others wait for
-    may be descheduled for a whole time slice, while a spinning thread wastes its own time slice.
-    Sleeping threads are woken at once.
+    At the end of every parallel loop, OpenMP's threads wait for one another by spinning, and a
+    training step has dozens of such loops. If other processes use the same cores, the thread that
+    the others wait for may be suspended for a whole time slice, while spinning threads waste
+    theirs. Sleeping threads avoid this: they free their cores, and are woken at once.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Spinning:
         self._begin = _now()
 
     def hint(self) -> str:
-        """Return advice on how to train faster, at most once; empty if it would not help."""
+        """Return advice on how to train faster; empty if it would not help, or was given before."""
         seconds, switches = (now - was for now, was in zip(_now(), self._begin, strict=True))
         threads = torch.get_num_threads()
         chosen = any(name in os.environ for name in CHOSEN)

@@ -1,4 +1,4 @@
-"""Makes one update of a model: forward, backward, optimizers."""
+"""Performs one update of a model: forward, backward and the optimizers' steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | flo
 
 
 class _Loss(torch.nn.Module):
-    """Model and loss in one module, since DistributedDataParallel must see the whole forward."""
+    """Model and loss as one module, since DistributedDataParallel must wrap the whole forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -52,19 +52,19 @@ class Step:
         if self._ranks > 1:
             _refuse_batch_norm(model)
         self._loss = wrap_ddp(_Loss(model))
-        # Makes contexts in which dense gradients stay local, to be averaged later.
+        # Returns a context in which dense gradients are accumulated locally, to be averaged later.
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(self._loss, DistributedDataParallel):
             self._without_averaging = self._loss.no_sync
-            # Buffers need no broadcast before each batch: layers that change them in training are
-            # refused.
+            # Buffers need no broadcast before each batch, since layers that change buffers in
+            # training are refused.
             self._loss.broadcast_buffers = False
             averaging = averaging_of(self._loss.device)
             if averaging is not None:
                 self._loss.register_comm_hook(None, averaging.average)
 
     def raise_errors(self, exchange: Exchange | None) -> None:
-        """Raise, on all ranks, an error of an earlier step that has not been raised yet."""
+        """Raise any deferred error of an earlier step, on all ranks."""
         if not errors_are_deferred(self._device):
             return
         if exchange is None:
@@ -75,12 +75,12 @@ class Step:
     def update(
         self, loss_fn: LossFn, shares: Sequence[Share], following: Share | None
     ) -> torch.Tensor:
-        """Update the weights once; return the sum of this rank's losses, 0-dim float64.
+        """Update the weights once; return the sum of this rank's losses as a 0-dim float64 tensor.
 
         Args:
             loss_fn: as for `Trainer`.
-            shares: this rank's part of each batch whose gradient is accumulated.
-            following: first batch of the next update.
+            shares: this rank's shares of the batches whose gradients are accumulated.
+            following: first batch of the next update, for prefetching; or None.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -92,7 +92,7 @@ class Step:
             with nullcontext() if ends else self._without_averaging():
                 total += self._backward(loss_fn, share, after, samples, len(shares))
         if self._clip_norm is not None:
-            # Do not raise for values that are not finite: the loss shows them, and the step.
+            # Do not raise for non-finite gradients: the loss reports them later, with the step.
             clip_grad_norm_(self._model.parameters(), self._clip_norm, error_if_nonfinite=False)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -108,21 +108,21 @@ class Step:
     def _backward(
         self, loss_fn: LossFn, share: Share, after: Share | None, samples: int, batches: int
     ) -> torch.Tensor:
-        """Add the gradient of a batch to the gradients so far; return the sum of its losses."""
+        """Add a batch's gradient to the accumulated gradients; return the sum of its losses."""
         with self._cast():
             returned = self._loss(loss_fn, share.batch)
         losses, penalty = _checked(returned, share.rows)
         total = losses.sum()
         if isinstance(penalty, torch.Tensor) and penalty.dim() == 1:
             total, penalty = total + penalty.sum(), 0.0
-        # Gradients are averaged over ranks; this scaling turns that into the mean over all samples.
-        # A mean over each rank's own samples would give small shares too much weight.
+        # Gradients are averaged over ranks. With this factor, the result is the mean over all
+        # samples. The average of per-rank means would give too much weight to small shares.
         loss = total * (self._ranks / max(samples, 1))
         if isinstance(penalty, torch.Tensor) or penalty:
             loss = loss + penalty / batches
         if self._ranks > 1 and share.rows == 0:
-            # Ranks wait for one another's gradient of every dense parameter, and a model may skip
-            # some parameters when it has nothing to do.
+            # Each rank waits for the gradients of all dense parameters from all other ranks. A
+            # model without samples may skip parameters, so make the loss depend on each of them.
             _, dense = split_embedding_variable_from_others(self._model)
             loss = loss + sum(p.sum() * 0 for p in dense if p.requires_grad)
         prefetch = getattr(self._model, "prefetch", None)
@@ -133,7 +133,7 @@ class Step:
 
 
 def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Check the result of loss_fn, losses and penalty; raise TypeError or ValueError if invalid."""
+    """Check the losses and the penalty from ``loss_fn``; raise TypeError or ValueError."""
     pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not pair or not isinstance(returned[0], torch.Tensor):
         got = type(returned).__name__
@@ -147,7 +147,7 @@ def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | 
             f"nothing; got {got}"
         )
     losses, penalty = returned
-    # A mean, rather than one loss per sample, would silently be reported and weighted wrongly.
+    # Without this check, a mean instead of one loss per sample would be weighted wrongly.
     if losses.shape != (samples,):
         raise ValueError(
             f"loss_fn must return one loss for each of the {samples} samples, "

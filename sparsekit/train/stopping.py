@@ -1,4 +1,4 @@
-"""Decides when to stop training because a metric no longer improves."""
+"""Stops training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..distributed import Exchange
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends training once a metric has not improved for some epochs.
+    """Ends training when a metric has not improved for several epochs.
 
-    The metric should come from a validation split: data used to decide when to stop cannot be used
-    as a test any more.
+    Compute the metric on a validation split: data that decides when to stop can no longer serve as
+    test data.
 
     Args:
-        metric: name of the metric in the result of `evaluate`.
+        metric: name of the metric in the result of ``evaluate``.
         patience: number of epochs without improvement after which training ends, >= 1.
-        larger_is_better: whether larger values are better: true for an AUC, false for a loss.
+        larger_is_better: True if larger values are better, as for an AUC; False for a loss.
         min_delta: smallest improvement that counts, >= 0.
 
     Raises:
@@ -45,7 +45,7 @@ class EarlyStopping:
         """Return whether training should end after the epochs in history.
 
         Raises:
-            ValueError: the result of evaluate lacks the metric.
+            ValueError: the result of ``evaluate`` does not contain the metric.
         """
         sign = 1 if self.larger_is_better else -1
         best, since = float("-inf"), 0
@@ -64,7 +64,7 @@ class EarlyStopping:
 def ended_early(
     stop: EarlyStopping | None, history: Sequence[Any], exchange: Exchange | None
 ) -> bool:
-    """Return, on all ranks, rank 0's decision whether training should end."""
+    """Let rank 0 decide whether training should end; return its decision on all ranks."""
     if stop is None or not history:
         return False
     here = stop.reached(history)

@@ -8,23 +8,24 @@ import torch.distributed as dist
 from ..distributed import Exchange
 from ..tables.embedding_table import EmbeddingTable
 
-# Largest number of buckets to sample, since a table may have millions.
+# Maximum number of buckets to inspect, since a table may have millions of them.
 SAMPLED_LINES = 4096
 
 
 class Telemetry:
-    """Computes these figures of each embedding table of a model, over all ranks:
+    """Computes these statistics of each embedding table of a model, over all ranks:
 
     - ``rows``: number of keys; ``capacity``: largest number of keys; ``load``: rows / capacity.
     - ``new_rows_per_step``: average number of new rows per step since the last call of `read`.
-    - ``skew``: number of rows of the fullest rank, divided by the mean over ranks.
+    - ``skew``: largest number of rows on a rank, divided by the mean over ranks.
     - ``full_lines``: fraction of full buckets among the first 4,096 buckets of the hash table on
-      each rank. A bucket has 5 keys; a lookup that meets a full one continues with the next.
+      each rank. A bucket has space for 5 keys. A lookup that does not find its key in a full bucket
+      continues in the next bucket.
 
     Without a hash table, only the capacity is reported.
 
     Args:
-        model: has sparsekit layers anywhere in it.
+        model: a model that contains sparsekit layers.
     """  # noqa: D400, D415  a list
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -35,18 +36,18 @@ class Telemetry:
         self._last: dict[str, dict[str, float]] = {}
 
     def read(self, steps: int, exchange: Exchange | None) -> dict[str, dict[str, float]]:
-        """Return layer name -> figures of its table. A collective on several ranks.
+        """Return the statistics of each table, by layer name. A collective on several ranks.
 
         Args:
             steps: number of updates so far.
-            exchange: exchange with the other ranks, if there are any.
+            exchange: connection to the other ranks; None for a single rank.
         """
         if not self._layers:
             return {}
         if (since := steps - self._steps) == 0 and self._last:
             return self._last
         self._steps = steps
-        # [tables, 3]: rows (-1 without a hash table), capacity, full lines in a million.
+        # [tables, 3]: rows (-1 without a hash table), capacity, and full buckets per million.
         here = torch.tensor([_here(layer) for layer in self._layers.values()], dtype=torch.int64)
         parts = [here]
         if exchange is not None:
@@ -82,7 +83,7 @@ def _here(layer: EmbeddingTable) -> tuple[int, int, int]:
     if layer.table is None:
         return -1, layer.capacity, 0
     buckets, _, _ = layer.table.tensors()
-    # A bucket has 5 int64 keys and 5 int32 rows; the row is -1 in a free slot. See ops.hash_table.
+    # A bucket has 5 int64 keys and 5 int32 rows; row -1 marks a free place. See ops.hash_table.
     rows = buckets[:SAMPLED_LINES, 5:].contiguous().view(torch.int32)[:, :5]
     full = (rows >= 0).all(1).double().mean()
     return len(layer.table), layer.capacity, int(full * 1_000_000)
