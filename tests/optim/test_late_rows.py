@@ -85,3 +85,12 @@ def test_a_new_key_after_a_dense_gradient_under_momentum(nesterov):
     assert same_bits(layer.table.keys(), torch.tensor([1, 7]))
     ours.catch_up(layer.weight)
     torch.testing.assert_close(layer.weight[:2], dense[:2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD catch_up"])
+def test_a_row_that_misses_more_steps_than_there_is_room_for_at_first(name):
+    twins = Twins(name)
+    twins.step(0)
+    for step in range(1, 70):  # at first there is room for 64 steps
+        twins.step(step, torch.tensor([0]))
+    twins.check_all()
