@@ -239,6 +239,15 @@ def test_detached_again():
     fuse_in_backward(optimizer, layer)
 
 
+def test_all_layers_of_a_model_are_detached():
+    model = Model()
+    tables, _ = sparsekit.split_embedding_variable_from_others(model)
+    optimizer = optim.SGD(tables)
+    fuse_in_backward(optimizer, model).remove()
+    model(keys_of(0)).sum().backward()
+    assert all(weight.grad is not None for weight in tables)
+
+
 def test_an_optimizer_that_is_dropped_is_detached():
     layer, optimizer, handle = attached()
     layer(torch.tensor([1, 2])).sum().backward()
