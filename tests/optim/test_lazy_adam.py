@@ -8,6 +8,7 @@ from conftest import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sparsekit
 from sparsekit.optim import LazyAdam
 
 from .cases import DIM, ROWS, STEPS, TOLERANCE, gradients, run, sparse, start
@@ -248,3 +249,15 @@ def test_bad_parameters(weight, grad, error, message):
     assert torch.equal(good, torch.ones(2, 2))
     assert torch.equal(weight, before)
     assert weight not in optimizer.state
+
+
+def test_a_new_key_after_a_dense_gradient_has_its_own_vector():
+    layer, other = (sparsekit.Embedding(20, 3, name="moved") for _ in range(2))
+    layer(torch.tensor([1]))
+    optimizer = LazyAdam(layer.parameters())
+    layer.weight.grad = torch.ones_like(layer.weight)  # moves rows that have no key, too
+    optimizer.step()
+    with torch.no_grad():
+        layer.weight[:1].mul_(2)  # from now on, the layer checks what else has been written
+    key = torch.tensor([7])
+    assert torch.equal(layer(key), other(key))
