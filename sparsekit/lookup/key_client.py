@@ -56,7 +56,7 @@ class KeyClient:
         self._like = weight.detach()
         self._sample_weights, self._features = sources.sample_weights, sources.features
         self._shapes, self.width = sources.shapes, sources.width
-        # The vectors of each table begin at a multiple of this number of elements.
+        # Alignment of each table's vectors, in elements.
         wide = ALIGNMENT // batch.wire_dtype.itemsize
         self._row_strides = [math.gcd(dim, wide) for dim in batch.dims]
 

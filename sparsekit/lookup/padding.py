@@ -15,7 +15,7 @@ def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
 def without_padding(bags: Bags, padding_key: int) -> Bags:
     """Return checked bags without the keys that are equal to padding_key."""
     keep = ~is_padding(bags.values, padding_key)
-    # Number of keys kept before each position; at the old offsets, these numbers are the new
+    # Number of keys kept before each position. Read at the old offsets, these numbers are the new
     # offsets.
     kept_before = offsets_of(keep.to(torch.int64))
     kept = keep.nonzero().view(-1)  # computed only once, since this waits for the device

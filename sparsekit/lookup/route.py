@@ -54,8 +54,8 @@ def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) ->
     Args:
         cache: keeps the plan from call to call.
         tables: tables of the layers, the same ones in the same order on every rank.
-        asked: a `Request` for each of the tables, or the error that reading the input has raised,
-            which all ranks then raise.
+        asked: a `Request` for each of the tables, or an error in the input, for all ranks to
+            raise.
     """
     # Refuse before any collective: exporting a model on one rank would hang.
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]

@@ -225,7 +225,7 @@ def _tables_under(optimizer: torch.optim.Optimizer) -> list[EmbeddingWeight]:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     if hasattr(optimizer, "initial_values"):
-        return None  # one of sparsekit's optimizers, which does all of this by itself
+        return None  # sparsekit's own optimizers do all of this by themselves
     by_name = "closure" in kwargs
     closure = kwargs["closure"] if by_name else args[1] if len(args) > 1 else None
     if not callable(closure):

@@ -1,4 +1,4 @@
-"""Options that the layers share: types, defaults and checks."""
+"""Declares the options that all layers share, with types and defaults, and checks them."""
 
 from __future__ import annotations
 
