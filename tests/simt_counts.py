@@ -7,8 +7,8 @@
 
 Ops of `sparsekit` run on the host runner, which lists their launches and the memory accesses of
 their kernels. Torch's ops are counted as they are dispatched: each one as a single kernel that
-moves its inputs and outputs. All tensors are on the CPU here, so ops on tensors that a layer on a
-GPU would keep on the CPU count as well. As by default on a GPU, ops do not read back whether they
+moves its inputs and outputs. All tensors are on the CPU here, so ops are counted even if a layer on
+a GPU would keep their tensors on the CPU. As by default on a GPU, ops do not read back whether they
 have met a bad row (`sparsekit.checked`).
 """
 

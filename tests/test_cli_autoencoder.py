@@ -147,7 +147,8 @@ def test_titles_of_movielens_are_of_its_films():
 )
 def test_files_that_are_no_use(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"format": RatingModel.FORMAT}, "ratings")  # what `train ratings --save` writes
+    # The format that `train ratings --save` writes.
+    torch.save({"format": RatingModel.FORMAT}, "ratings")
     torch.save({"format": "pt 2"}, "foreign")
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_traces_that_cannot_be_written(profile, error, said):
         profile_fit(training, None, ARGS)
     training.error = None
     training(None, None)
-    training(None, None)  # more steps than are profiled, and nothing ends training
+    training(None, None)  # takes more steps than are profiled; nothing ends training
 
 
 def test_a_trace_that_cannot_be_written_in_the_end(monkeypatch):

@@ -323,7 +323,7 @@ def test_a_step_by_ops_waits_for_nothing_and_is_captured_in_a_graph():
     keys.copy_(inputs[0][0])
     grad.copy_(inputs[0][1])
     with sparsekit.checked(False):
-        graph, pooled = captured(fused, keys, grad)  # takes the first step
+        graph, pooled = captured(fused, keys, grad)  # the capture takes the first step
         for i in range(1, 6):
             keys.copy_(inputs[i][0])
             grad.copy_(inputs[i][1])

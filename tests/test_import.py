@@ -1,4 +1,4 @@
-"""Importing the package is fast, and `python -O` does not change what it does."""
+"""Importing the package is fast, and `python -O` does not change the package's behaviour."""
 
 import ast
 import subprocess

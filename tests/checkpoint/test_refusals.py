@@ -119,7 +119,7 @@ def open_files():
 
 @time_limit
 def test_odd_checkpoints_are_loaded_and_resharded_or_refused(saved, tmp_path):
-    """A failure changes nothing and leaves no file; claimed sizes take no memory."""
+    """A failure changes nothing and leaves no file. Sizes that files claim take no memory."""
     results = dict.fromkeys(["load", "no load", "reshard", "no reshard"], 0)
     model, optimizers, note = None, [], Note(0)
     files, before = open_files(), forget_peak()

@@ -1,4 +1,4 @@
-"""Import of other libraries' tables: unusual but valid files, and damaged files."""
+"""Unusual but valid files of other libraries are imported; damaged files are refused."""
 
 import io
 import os

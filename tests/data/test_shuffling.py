@@ -30,7 +30,7 @@ def test_the_order_within_a_block_depends_on_epoch_and_seed(tmp_path, compress):
 
     assert len(set(map(tuple, orders(0) + orders(1)))) == 4
     if compress:
-        # Rows that are in memory together form a piece. Each piece has a different order.
+        # Rows that are in memory together form a piece. Each piece gets a different order.
         order, pieces = orders(0, 40)[0], []
         while order:
             size = next(

@@ -92,6 +92,6 @@ def test_two_layers_of_one_name_are_refused():
     a, b = (EmbeddingBag(9, dim, name="clicks") for dim in (4, 8))
     with pytest.raises(ValueError, match=r"layers\['x'\] and layers\['y'\] .* name='clicks'"):
         EmbeddingGroup({"x": a, "other": EmbeddingBag(9, 4), "y": b})
-    # One layer under two names is one table.
+    # One layer under two names is looked up as one table.
     out = EmbeddingGroup({"x": a, "y": a})({"x": IDS, "y": IDS})
     assert torch.equal(out["x"], out["y"])

@@ -68,7 +68,7 @@ def test_signatures_show_each_option_with_its_default(kind):
     assert TYPES.items() <= typing.get_type_hints(kind.__init__).items()
 
 
-# All defaults other than None.
+# The defaults of all options whose default is not None.
 DEFAULTS = {
     "use_hashtable": True, "key_dtype": torch.int64, "on_full": "error", "insert": True,
     "gradient_reduction": "mean", "strategy": "auto", "truncate": False, "dynamic_input": False,

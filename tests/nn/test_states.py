@@ -137,7 +137,7 @@ def test_own_writes_are_told_from_others():
         weight.add_(1)
     with own_writes([weight]), torch.no_grad():
         weight.add_(1)
-    assert weight.written()  # the write before is not forgotten
+    assert weight.written()  # the earlier write still counts
     weight.note_version()
     with torch.no_grad():
         weight.add_(1)

@@ -13,7 +13,7 @@ KEYS = ("unused", "b", "a", "c")
 ROWS = {"users": (40, 8), "clicks": (50, 4)}
 
 
-# These warnings come from torchrec.
+# Ignore warnings of torchrec's own code.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -29,7 +29,8 @@ CASES = {
     "partial row-wise adam": ("partial_row_wise_adam", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
     "lamb": ("lamb", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
 }
-# Rules whose last state has one value per row, and rules whose rows may count their own steps.
+# ROW_WISE: rules whose last state has one value per row. PER_ROW: rules whose rows may count their
+# own steps.
 ROW_WISE = ("row_wise_adagrad", "partial_row_wise_adam")
 PER_ROW = ("adam", "partial_row_wise_adam", "lamb")
 _MOMENTS = [("sgd", 0), ("adam", 0), ("partial_row_wise_adam", 0), ("lamb", 0)]
@@ -66,7 +67,7 @@ def table_of(case, num_rows, dim, dtype, together=True):
 
 
 def _neighbours(states):
-    """Copy states; states of the same width share memory, where a row's states are adjacent."""
+    """Copy states. In the copies, a row's states of the same width are adjacent in memory."""
     alike = [state for state in states if state.shape == states[0].shape]
     together = list(torch.stack(alike, 1).unbind(1)) if alike else []
     return [*together, *(state.clone() for state in states[len(alike) :])]

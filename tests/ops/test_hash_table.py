@@ -31,7 +31,7 @@ BUCKET = np.dtype([("keys", "<i8", SLOTS), ("rows", "<i4", SLOTS), ("spilled", "
 
 
 def home_bucket(key, num_buckets, seed):
-    """Compute the formulas of csrc/core/include/sparsekit/hash_table.h in Python."""
+    """Return the home bucket of a key, as csrc/core/include/sparsekit/hash_table.h defines it."""
     x = (key ^ seed) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64

@@ -207,7 +207,7 @@ def run(name, seed, operations=14):
     ways = ["module", "both", "checkpoint", "checkpoint both", *(["states alone"] if ours else [])]
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        # Both sides, their copies and recreated ones save through the same Checkpoints.
+        # Both sides, their copies and recreated sides save through the same Checkpoints.
         checkpoints = checkpoint.Checkpoints(folder / "all", keep=99, complete_every=3)
         for number in range(operations):
             place = rng.randrange(2)

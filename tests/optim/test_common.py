@@ -100,7 +100,7 @@ def test_steps_are_those_of_the_reference(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_repeated_rows_are_added_up_first(name, dtype):
-    # Small whole numbers, whose sums are exact in any order.
+    # Use small whole numbers, whose sums are exact in any order.
     results = []
     for coalesced in (False, True):
         weight = start(dtype)

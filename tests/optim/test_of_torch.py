@@ -47,7 +47,7 @@ def test_which_of_ours_to_use_where_a_closure_computes_the_gradients(name, by_na
         optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert torch.equal(layer(torch.arange(3)), before)
     assert torch.equal(dense, torch.ones(2, 2))
-    # Gradients of the previous step do not matter, and step returns the closure's loss.
+    # The gradients of the previous step do not matter, and `step` returns the loss of the closure.
     taken = layer.weight.grad if name == "SparseAdam" else dense.grad
     weight = layer.weight if name == "SparseAdam" else dense
 

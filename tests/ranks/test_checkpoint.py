@@ -1,4 +1,4 @@
-"""Checkpoints written on N ranks are loaded on M."""
+"""Checkpoints written on N ranks can be loaded on M ranks."""
 
 import itertools
 import os

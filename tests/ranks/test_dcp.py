@@ -1,4 +1,4 @@
-"""States that torch.distributed.checkpoint saves on N ranks are loaded on M."""
+"""States that torch.distributed.checkpoint saves on N ranks can be loaded on M ranks."""
 
 import itertools
 

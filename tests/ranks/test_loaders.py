@@ -84,7 +84,7 @@ def test_ranks_train_as_one(ranks, file, kind, accumulate, monkeypatch):
         torch.testing.assert_close(found[0], vectors, rtol=0, atol=2e-6)
         torch.testing.assert_close(found[1], dense, rtol=0, atol=2e-6)
         assert found[2] == pytest.approx(means, rel=1e-5)
-        # Each epoch prefetches all batches but the first.
+        # Every batch of an epoch but the first is prefetched.
         assert len(found[3]) == 3 * (len(shares) - 1)
 
 
@@ -154,7 +154,7 @@ def test_an_error_of_one_loader_is_an_error_on_all_ranks(two_ranks):
 
 
 def stop_early(rank):
-    """Early stopping follows the values of rank 0, although other ranks have different values."""
+    """Check that early stopping follows the values of rank 0 if ranks have different values."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO())

@@ -74,7 +74,7 @@ def equal_to_those_without(rank, wire_dtype, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_keys_without_a_handshake(ranks, ahead):
     wire_dtype = torch.bfloat16 if ahead else None
-    # Without a limit, a step has four collectives; with one, three once all ranks know the limit.
+    # Without a limit, a step has four collectives. With a limit that all ranks know, it has three.
     for collectives in ranks(equal_to_those_without, wire_dtype, ahead):
         assert collectives == [8, 7, 7, 7, 7, 7]
 

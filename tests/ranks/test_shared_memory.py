@@ -138,7 +138,7 @@ def test_a_collective_that_is_begun_early(any_ranks):
 
 
 def sent_at_once(rank):
-    """Check that a message that fits is available to other ranks as soon as begin returns."""
+    """Check that a message that fits into the memory reaches others as soon as begin returns."""
     transport = made()
     splits = [1000] * transport.world_size
     wait = transport.begin_all_to_all(torch.ones(sum(splits)), splits, splits)

@@ -94,7 +94,7 @@ def test_a_table_that_another_has_overwritten(two_ranks):
 
 
 def redundancy(rank):
-    # The import causes warnings about torch's own code.
+    # Import here: the import causes warnings about torch's own code.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     made = model(placement="modulo")  # one key for each rank

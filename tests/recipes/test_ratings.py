@@ -153,7 +153,7 @@ def test_tables_hold_the_raw_ids(model):
 def test_the_target_is_not_in_its_own_history(model):
     train = low_rank()[torch.arange(40)]
     item = train.items[-1:]
-    scores = model(train.users[-1:], item)  # this rating is in its user's history
+    scores = model(train.users[-1:], item)  # this rating is also in the history of its user
     scores.sum().backward()
     assert tables(model).rated.table.find(item).tolist() == [-1]
 
