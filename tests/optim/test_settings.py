@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit.optim import RMSProp, settings
+from sparsekit.optim import SGD, RMSProp, settings
 from sparsekit.optim.settings import allowed_values, given, one_of
 
 
@@ -83,3 +83,9 @@ def test_a_given_zero_is_not_the_default(zero):
     alpha, eps, initial = values.values()
     mean_square = alpha * initial + (1 - alpha) * 1e-10
     assert weight.item() == pytest.approx(-1e-5 / (mean_square + eps) ** 0.5)
+
+
+def test_steps_that_rows_catch_up_with_cannot_be_rounded_at_random():
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    with pytest.raises(ValueError, match=r"^SGD: stochastic_rounding does not go .*, got True$"):
+        SGD([weight], momentum=0.9, mode="catch_up", stochastic_rounding=True)
