@@ -113,9 +113,11 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward(
                             divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
-  // Return the numbers of rows on the host, where the caller needs them. The op has had to wait for
-  // them anyway.
-  Tensor num_rows = new_output(features, {static_cast<int64_t>(dims.size())}, ScalarType::Long);
+  // In host memory, where the caller needs the counts; the op has had to wait for them anyway. The
+  // runner's new_output would give a call that is only planned an address without memory.
+  const auto count = static_cast<int64_t>(dims.size());
+  Tensor num_rows = kOnDevice ? torch::stable::new_empty(features, {count}, ScalarType::Long)
+                              : new_output(features, {count}, ScalarType::Long);
   std::copy_n(gradients.counts.data(), dims.size(), mutable_data<int64_t>(num_rows));
   if (grads.empty()) return {sorted_rows, out, num_rows};
   given.dispatch_rows("grads", grads[0], [&](auto tag) {
