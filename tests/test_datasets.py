@@ -286,7 +286,7 @@ class Pip:
         with zipfile.ZipFile(wheel, "w", self.compression) as archive:
             archive.writestr(self.member, self.content)
         self.damage(wheel)
-        if tracemalloc.is_tracing():  # measure only what follows
+        if tracemalloc.is_tracing():  # measure the peak from here on
             tracemalloc.reset_peak()
         return subprocess.CompletedProcess(command, 0, "", "")
 

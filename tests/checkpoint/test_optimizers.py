@@ -198,7 +198,7 @@ def test_fresh_states_of_adagrad_are_the_saved_initial_value(tmp_path, kind):
     layer(torch.arange(3)).sum().backward()
     optimizer.step()
     checkpoint.save(layer, tmp_path / "a", optimizer)
-    loaded = kind(layer.parameters(), lr=0.1)  # takes on the saved settings
+    loaded = kind(layer.parameters(), lr=0.1)  # the load replaces these settings by the saved ones
     checkpoint.load(layer, tmp_path / "a", loaded)
     (sums,) = (each for each in loaded.state[layer.weight].values() if each.dim())
     assert sums[3:].unique().tolist() == [0.25]

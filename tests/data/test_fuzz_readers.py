@@ -204,7 +204,7 @@ def test_parquet(tmp_path):
     for settings in ({}, {"compression": "gzip"}, {"compression": "none", "use_dictionary": False}):
         parquet.write_table(pa.table(columns), path, row_group_size=7, **settings)
         wholes.append(path.read_bytes())
-    # Random bytes rarely hit a file's structure; tests/data/test_fuzz_parquet.py covers that.
+    # Random bytes rarely change a file's structure; tests/data/test_fuzz_parquet.py does.
     cases = CASES // 20
     for case in range(cases):
         draw = random.Random(case)

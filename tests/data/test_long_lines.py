@@ -27,7 +27,7 @@ def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_long_line_with_a_return_where_it_is_cut(tmp_path, compress):
-    # Cut right after "\r", the line would seem to have exactly the allowed size.
+    # If the line were cut right after "\r", it would seem to have exactly the allowed size.
     path = write(tmp_path / "x", "a,b\n1," + "y" * 97 + "\r" + "z" * 100_000 + "\n", compress)
     for block_bytes in (50, 104, 105, 106):
         settings = {"dense": ["a"], "max_line_bytes": 99, "block_bytes": block_bytes}

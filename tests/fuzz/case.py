@@ -85,7 +85,7 @@ class Case:
         return anything.to(dtype)
 
     def floats(self, *shape: int, dtype: torch.dtype, kind: str = "any") -> torch.Tensor:
-        """Draw normally distributed numbers or, so that all sums are exact, whole numbers."""
+        """Draw normally distributed numbers, or whole numbers if sums must be exact."""
         if kind == "whole":
             draws = torch.randint(-8, 9, shape, generator=self.generator)
         else:

@@ -25,7 +25,8 @@ from .streams import Noted, Stream, Streams, note_collectives
 # A collective on its own stream comes after earlier work of the current stream, and before later
 # work.
 BEGIN = ["current records", "own waits for current"]
-SEND = ["own sends", "own records", "own records"]  # one for the watching thread, one for the wait
+# Events: for the watching thread and for the wait.
+SEND = ["own sends", "own records", "own records"]
 WAIT = ["current waits for own"]
 COLLECTIVE = BEGIN + SEND + WAIT
 

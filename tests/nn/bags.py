@@ -122,7 +122,7 @@ def as_jagged(bags, weights):
 
 
 class KeyedJagged(Keyed):
-    """Stand-in for a KeyedJaggedTensor of all slots; bags lie slot by slot."""
+    """Stand-in for a KeyedJaggedTensor of all slots; bags are in the order of slots."""
 
     def __init__(self, bags, weights):
         samples = len(bags) // SLOTS

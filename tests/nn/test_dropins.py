@@ -191,7 +191,7 @@ def test_max_norm_of_new_ids():
     torch.testing.assert_close(layer(ids).norm(dim=1), torch.full((4,), 0.5))
     torch.testing.assert_close(layer.vectors(ids[:2]), torch.full((2, 4), 0.25))
     full = Embedding.from_pretrained(torch.ones(2, 4), max_norm=0.5).eval()
-    full(T([7, 0]))  # 7 has no row
+    full(T([7, 0]))  # key 7 has no row
     assert full.weight.norm(dim=1).tolist() == [pytest.approx(0.5), 2]
     assert (layer.eval()(T([7])) == 1).all()
     layer.max_norm = None

@@ -22,7 +22,7 @@ VALUES, OFFSETS, ONES = T([4, 5, 4, 90]), T([0, 2, 2, 4]), torch.ones(4)
 
 def strided_nested():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: nested tensors of the strided layout are old
+        warnings.simplefilter("ignore")  # torch warns that this layout is outdated
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(2)], layout=torch.strided)
 
 

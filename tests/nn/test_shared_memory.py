@@ -29,7 +29,8 @@ def in_another(layer, answers):
 def use(layer):
     """Use a layer in another process; return the vectors read and the errors raised."""
     calls = [
-        lambda: layer(torch.arange(60)),  # the same call as before a fork, with the plan kept
+        # The same call as before the fork, with the plan of that call.
+        lambda: layer(torch.arange(60)),
         lambda: layer.train()(torch.arange(60)),
         lambda: layer.assign(torch.tensor([70]), torch.ones(1, 2)),
         lambda: layer.table.find_or_insert(torch.tensor([80])),

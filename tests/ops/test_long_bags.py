@@ -27,7 +27,7 @@ def positive_weights(n, dtype=torch.float64):
     "lengths", [[257] * 9, [257, 0, 258] * 3, [513] * 4, [255, 256, 257, 511, 512, 513], [300] * 40]
 )
 def test_bags_just_over_a_part(device, lengths, combiner, weighted):
-    """Each bag has a small last part, so this number of entries gives the most parts."""
+    """Each bag has a small last part, so there are many parts for this number of entries."""
     rows, offsets = bags_of(lengths, 40)
     weights = positive_weights(len(rows)) if weighted else None
     check(randn(40, 5, dtype=torch.float64), rows, offsets, combiner, weights, device)

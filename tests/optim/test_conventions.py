@@ -263,7 +263,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
 
 
 def test_a_state_of_torch_before_its_first_step_with_momentum():
-    """torch's state then has no step count, and its momentum is None."""
+    """Before this step, torch's state has no step count, and its momentum is None."""
     weight, other = start(), start()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     resumed = optim.SGD([other], lr=0.1)

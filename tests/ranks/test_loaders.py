@@ -1,4 +1,4 @@
-"""The trainer with one data loader per rank, which reads that rank's samples."""
+"""The trainer works with one data loader per rank, which reads the samples of this rank."""
 
 import io
 

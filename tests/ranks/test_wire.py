@@ -77,7 +77,7 @@ def test_the_same_arrays_for_all():
 def test_a_layout_of_pieces():
     counts = np.array([[3, 0, 2], [1, 1, 0]])
     layout = Layout(counts, [6, 8, 20], ALIGNMENT, words=3)
-    # The words take 24 bytes, padded to 32 behind the head of 16.
+    # The words take 24 bytes. They are padded to 32 bytes and follow the head of 16 bytes.
     assert layout.sizes == [48 + 32 + 0 + 48, 48 + 16 + 16]
     assert layout.begins([0, 1000]).tolist() == [[48, 80, 80], [1048, 1064, 1080]]
     assert layout.ranges([0, 1000], slice(1, 3)) == [(80, 128), (1064, 1080)]

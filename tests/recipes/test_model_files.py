@@ -38,7 +38,7 @@ def test_a_rating_model_predicts_as_before(rated, tmp_path, capacity, expected):
 
 def test_rows_of_several_ranks_may_need_a_larger_table(rated, tmp_path):
     state = saved.read(tmp_path / "model", RatingModel.FORMAT)
-    state["settings"]["capacity"] = 3  # on each of two ranks
+    state["settings"]["capacity"] = 3  # capacity of each of two ranks
     torch.save(state, tmp_path / "model")
     loaded = RatingModel.load(tmp_path / "model")
     assert {layer.capacity for layer in loaded.embeddings.layers.values()} == {5}

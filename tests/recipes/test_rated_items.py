@@ -1,4 +1,4 @@
-"""Bags of the items that users have rated."""
+"""RatedItems returns the items that users have rated as bags."""
 
 import torch
 
