@@ -1,4 +1,4 @@
-"""The ``sparsekit`` command line: shared code, and commands that are not part of an application."""
+"""The ``sparsekit`` command line: shared code, and the commands outside `sparsekit.recipes`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments of the command line; None means ``sys.argv[1:]``.
 
     Returns:
-        The exit code: 0 for success; 1 when training has diverged or a rank has failed; 2 for an
+        The exit code: 0 for success; 1 if training has diverged or a rank has failed; 2 for an
         error that the user can fix; 130 after Ctrl-C.
     """
-    # Imported late, since the commands of applications import this package for its shared code.
+    # Import it late, since `dispatch` imports the recipes' commands, which import this package.
     from .dispatch import run
 
     return run(argv)

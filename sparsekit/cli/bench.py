@@ -1,4 +1,4 @@
-"""``sparsekit bench``: runs the benchmarks of a clone of the repository."""
+"""``sparsekit bench``: runs the benchmarks in a clone of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .common import UsageError
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command for the help only: the benchmarks parse the arguments of `run` themselves."""
+    """Add the command to the help; its arguments are parsed by the benchmarks themselves."""
     commands.add_parser(
         "bench",
         help="time the kernels against roofs and peers, in a clone of the repository; what follows "
@@ -22,7 +22,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the benchmarks, which are next to the package in a clone, or in the current folder."""
+    """Run the benchmarks, which must be next to the package or in the current folder."""
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "bench_hash_table.py").exists():
             # Append it: if it were first, ranks that are started would import the clone's package

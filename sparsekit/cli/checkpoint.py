@@ -1,4 +1,4 @@
-"""``sparsekit checkpoint``: inspects, verifies, compares and converts files of checkpoints."""
+"""``sparsekit checkpoint``: inspects, verifies, compares and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _verifying(work: Callable[[OnProgress], T], *paths: str) -> T:
-    """Call a function that verifies these checkpoints first, and show its progress."""
+    """Call a function that begins by verifying these checkpoints, and show its progress."""
     folders = [chain(resolved(path)) for path in paths]
     total = sum(
         file.bytes for links in folders for _, manifest in links for file in manifest.files.values()

@@ -1,4 +1,4 @@
-"""Options of commands that save checkpoints, and resume from them when started again."""
+"""Options for commands that save checkpoints and can resume from them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .._arguments import Parser
 from ..checkpoint import CheckpointError, Checkpoints, latest
 from .common import UsageError, count, rank
 
-# Name of the file, in the folder of checkpoints, that lists the options of the run.
+# Name of the file in the checkpoint folder that lists the options of the run.
 RUN = "run.json"
-# Options that may change when a run is resumed.
+# Options that may be changed when a run is resumed.
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
-    "config", "settings",  # their settings are compared one by one, under names with a dot
+    "config", "settings",  # their settings are compared one by one, by full names
 }  # fmt: skip
-# Options that name data files: `data` for models that load the files into memory, the others for
-# models that stream them.
+# Options that name data files: ``data`` for models that load the file into memory, the others for
+# models that stream the files.
 _DATA = ("data", "data.train", "data.validation", "data.test")
-# Files of more than _WHOLE_BYTES are compared by their first and last _END_BYTES only.
+# Of files larger than _WHOLE_BYTES, only the first and last _END_BYTES are compared.
 _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 
 def add_options(parser: Parser | argparse.ArgumentParser) -> None:
-    """Add the options for checkpoints to a parser."""
+    """Add the checkpoint options to a parser."""
     parser.add_argument(
         "--checkpoint",
         metavar="FOLDER",
@@ -48,7 +48,7 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Check the checkpoints' folder before training, and write the options of the run into it.
+    """Check the checkpoint folder before training, and write the options of the run into it.
 
     Raises:
         UsageError: the folder belongs to another run, or cannot be written.
@@ -117,7 +117,7 @@ def _size_and_crc(path: str) -> list[int]:
 
 def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) -> None:
     if not (folder / RUN).exists():
-        return  # made by a script, which writes no options
+        return  # the folder was created by a script, which stores no options
     before = json.loads((folder / RUN).read_text())
     for path, was in before.pop("contents", {}).items():
         if contents.get(path, was) != was:

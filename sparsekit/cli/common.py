@@ -1,4 +1,4 @@
-"""Functions that the commands share."""
+"""Functions shared by the commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..train.config import ConfigError
 
 
 class UsageError(Exception):
-    """A mistake that the user can fix; shown without a traceback."""
+    """An error that the user can fix; it is printed without a traceback."""
 
 
 EXPECTED = (
@@ -41,7 +41,7 @@ def discard_output() -> None:
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], float]:
-    """Return a function that parses an int or float in [least, most], for argparse."""
+    """Return a function for argparse that parses an int or float in [least, most]."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -49,7 +49,7 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
         return value
 
-    parse.__name__ = kind.__name__  # argparse quotes the name: "invalid int value"
+    parse.__name__ = kind.__name__  # argparse shows this name: "invalid int value"
     return parse
 
 
@@ -86,14 +86,14 @@ def check_apart(option: str, file: str | None, other_option: str, other: str | N
 
 
 def why(error: OSError, path: str) -> str:
-    """Describe why a file could not be read; suggest an existing file of a similar name."""
+    """Describe why a file could not be read; suggest an existing file with a similar name."""
     hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
     return f"{error.strerror or error}{hint}"
 
 
 @contextlib.contextmanager
 def writing(option: str, file: str | None) -> Iterator[None]:
-    """Raise an OSError from writing a file in this context, if there is one, as a UsageError."""
+    """Convert an OSError raised in this context to a UsageError about writing the file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``sparsekit data``: generates files to experiment with."""
+"""``sparsekit data``: generates data files for experiments."""
 
 from __future__ import annotations
 

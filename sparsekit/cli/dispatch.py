@@ -1,4 +1,4 @@
-"""Runs a command, and reports an error as one line and an exit code."""
+"""Runs a command, and reports errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(argv: Sequence[str] | None) -> int:
         print(f"sparsekit: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The process that reads our output, for instance `head`, has exited.
+        # The process that was reading our output, for instance `head`, has exited.
         discard_output()
         return 141
     except KeyboardInterrupt:
@@ -44,7 +44,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def make_parser() -> Parser:
-    """Make the command line's parser, with all commands."""
+    """Make the parser of the command line, with all commands."""
     parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""Profiles the first steps of a training command instead of running all of them."""
+"""Profiles the first steps of a training command, then stops it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..train.profile import Profile, profiled
 from .common import UsageError, rank, writing
 
-WARM_UP = 3  # number of steps before the profile, in which memory is allocated and ranks connect
+WARM_UP = 3  # steps before the profile, in which memory is allocated and ranks connect
 
 
 class _Enough(Exception):
-    """Stops training once all requested steps have been profiled."""
+    """Raised to stop training after all requested steps have been profiled."""
 
 
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
     """Call fit, stop it after a warm-up and ``args.steps`` more steps, and print their profile.
 
-    A step ends when the optimizer has stepped; with several optimizers, when the first one has.
+    A step ends with the optimizer's step; with several optimizers, with the step of the first one.
 
     Raises:
-        UsageError: training ends before the last of these steps, or ``args.trace`` cannot be
+        UsageError: training ended before enough steps were profiled, or ``args.trace`` cannot be
             written.
     """
     profile, steps = Profile(), 0

@@ -130,7 +130,7 @@ def _split(names: str | None) -> list[str]:
 
 
 def _columns(reader: Reader, batch: Batch, lists: Collection[str]) -> dict[str, Any]:
-    """Return name -> Arrow array, of each column to write."""
+    """Return the Arrow array of each column to write, by name."""
     import pyarrow
 
     label = reader.columns.label

@@ -1,4 +1,4 @@
-"""``sparsekit plot``: draws a training run as a picture."""
+"""``sparsekit plot``: plots a training run."""
 
 from __future__ import annotations
 

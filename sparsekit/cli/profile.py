@@ -1,4 +1,4 @@
-"""``sparsekit profile``: shows where training spends time, and how many bytes ranks exchange."""
+"""``sparsekit profile``: shows how training spends its time, and the bytes ranks exchange."""
 
 from __future__ import annotations
 

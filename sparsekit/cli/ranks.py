@@ -1,4 +1,4 @@
-"""Adds the options for the number of ranks, and runs a command on that many ranks."""
+"""Adds options for the number of ranks and threads, and runs commands on several ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     if args.ranks == 1:
         return _fit(fit, data, args)
     try:
-        # Pickle the data here: torch would put tensors into shared memory, which may be too small.
+        # Pickle the data first: torch would put tensors into shared memory, which may be too small.
         run_on_ranks(args.ranks, run_as_rank, args, load, fit, pickle.dumps(data))
     except RankError as error:
         if error.kind in {kind.__name__ for kind in EXPECTED}:
@@ -89,13 +89,13 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
             raise BrokenPipeError from None
         raise
     finally:
-        # A terminated rank may have left its progress bar on the screen.
+        # Clear a progress bar that a terminated rank may have left on the screen.
         Progress("", 0, sys.stdout).clear()
     return 0
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Return the logs for a trainer: on rank 0, the file in the folder ``--log-to``."""
+    """Return the logs for a trainer. Rank 0 has one, in the folder ``--log-to``."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)
@@ -105,7 +105,7 @@ def logs(args: argparse.Namespace) -> list[Log]:
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:
-    """Connect to the other ranks, load the data unless it is given, and call fit."""
+    """Connect to the other ranks, load the data unless it is given, and call ``fit``."""
     start_rank()
     _join()
     loaded = _load_once(args, load) if data is None else pickle.loads(data)
@@ -114,7 +114,7 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
     except BrokenPipeError:
         discard_output()
         raise
-    # Wait, since a rank that exits early would cut off messages that other ranks still read.
+    # Wait for all ranks: one that exits early would break connections that others still use.
     dist.barrier()
     # Not reached after an error: the launcher must see that error before other ranks lose
     # connection.
@@ -123,7 +123,7 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
 
 
 def _fit(fit: Fit, data: Any, args: argparse.Namespace) -> int:
-    """Call fit, or for `sparsekit profile` only profile its first steps."""
+    """Call ``fit``; for `sparsekit profile`, profile only its first steps."""
     set_threads(args.threads)
     return profile_fit(fit, data, args) if hasattr(args, "trace") else fit(data, args)
 
@@ -139,7 +139,7 @@ def _join() -> None:
 
 def _load_once(args: argparse.Namespace, load: Load) -> Any:
     """Load the data on rank 0, which may download it, and send it to the other ranks."""
-    loaded: list[Any] = [False, None]  # whether loading succeeded, and the data, which may be None
+    loaded: list[Any] = [False, None]  # whether loading succeeded, and the data
     error: Exception | None = None
     if rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""``sparsekit scaling``: measures how much faster a model trains on more ranks of this machine."""
+"""``sparsekit scaling``: measures the speed-up of training by more ranks on this machine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return worlds
 
 
-_numbers.__name__ = "numbers"  # argparse quotes the name: "invalid numbers value"
+_numbers.__name__ = "numbers"  # argparse shows this name: "invalid numbers value"
 
 
 def _scaling(args: argparse.Namespace) -> int:
@@ -99,9 +99,9 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _forecast(measured: dict[int, float]) -> dict[int, tuple[float, float]]:
-    """Print and return number of ranks -> lowest and highest predicted speed-up.
+    """Print and return the lowest and highest predicted speed-up, by number of ranks.
 
-    Predictions are based on the runs in which each thread had a core.
+    The predictions use only runs in which each thread had its own core.
     """
     largest = max(measured, default=1)
     if largest == 1:

@@ -30,13 +30,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def add_models(models: argparse._SubParsersAction[TrainingParser]) -> None:
-    """Add the command of each model."""
+    """Add one command per model."""
     for each in (ratings, wide, clicks, autoencoder, deepconn):
         each.add(models)
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
-    """Insert the default model at the front of the arguments if they name no model."""
+    """Insert the default model before the arguments if they do not name a model."""
     if arguments and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help")):
         return list(arguments)
     return [DEFAULT_MODEL, *arguments]

@@ -1,4 +1,4 @@
-"""Options, settings and the Trainer that all training commands share."""
+"""Options, settings and the Trainer shared by all training commands."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..train.config import ConfigError, read_yaml, to_yaml
 from . import checkpoints, ranks
 from .common import UsageError, count, number, why, writing
 
-# Options that are not settings: they give the source of settings or change the command's action.
+# Options that are not settings: they say where settings come from, or what the command does.
 _NO_SETTINGS = {"help", "config", "set", "show-config", "resume"}
 
 
 class TrainingParser(Parser):
-    """Parser of a training command, whose flags can also be set in a YAML file or by ``--set``.
+    """Parser of a training command; its flags can also be set by a YAML file or by ``--set``.
 
-    Settings from the file and from ``--set`` are turned into flags, so only flags are checked.
+    Settings from the file and from ``--set`` are converted to flags, so only flags need checks.
     """
 
     flags_are_settings = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does; flags and ``--set`` override the settings of the YAML file."""
+        """Parse like argparse; flags and ``--set`` override the settings in the YAML file."""
         if not self.flags_are_settings:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args(self._as_flags(args), namespace)
-        if found.config is not None:  # abbreviations of --set could also mean --seed
+        if found.config is not None:  # `_as_flags` knows only the full name
             self.error("--config cannot be abbreviated")
         if found.show_config:
             values = {name: getattr(found, each.dest, None) for name, each in self._flags().items()}
@@ -45,7 +45,7 @@ class TrainingParser(Parser):
         return found, unknown
 
     def _flags(self) -> dict[str, argparse.Action]:
-        # The first action is --help.
+        # Skip the first action, --help.
         named = {action.option_strings[0][2:]: action for action in self._actions[1:]}
         return {name: action for name, action in named.items() if name not in _NO_SETTINGS}
 
@@ -76,7 +76,7 @@ class TrainingParser(Parser):
         return of_file + given
 
     def _flag(self, where: str, name: Any, value: Any) -> list[str]:
-        """Return a setting as arguments of the command line; empty for a switch that is off."""
+        """Convert a setting to command-line arguments; none for a switch that is off."""
         flags = self._flags()
         flag = str(name).replace("_", "-")
         action = flags.get(flag) or self._option_string_actions.get(f"--{flag}")
@@ -100,16 +100,16 @@ def add(
     data: str,
     save: str | None = None,
 ) -> TrainingParser:
-    """Add a command that trains on one file, with --data, --save and the options for settings.
+    """Add a command that trains on one file: with --data, --save and the options for settings.
 
     Args:
         models: subparsers to which to add the command.
         name: name of the command.
         run: function to call with the parsed arguments.
         help: one line for the list of models.
-        description: first paragraph of the command's own help.
-        data: help for --data.
-        save: help for --save; None for a command without this option.
+        description: first paragraph of the command's help.
+        data: help text of --data.
+        save: help text of --save; None for a command without this option.
     """
     parser = models.add_parser(
         name,
@@ -143,13 +143,13 @@ def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | None = 2) -> None:
-    """Add the options that all models share; `seed` is the help for ``--seed``.
+    """Add the options common to all models; ``seed`` is the help text of ``--seed``.
 
-    ``num_ranks`` is the default of ``args.ranks``, and may be None.
+    ``num_ranks`` is the default value of ``args.ranks``, or None.
     """
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
     parser.add_argument(
-        "--log-to",  # torchrun would read --log as an abbreviation of its own options
+        "--log-to",  # not --log, which torchrun would take for one of its own options
         dest="log",
         metavar="FOLDER",
         help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
@@ -161,7 +161,7 @@ def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | Non
 def add_batch_size(
     parser: argparse.ArgumentParser, samples: str, default: Any, shown: str = ""
 ) -> None:
-    """Add the option for the batch size; `shown`, if given, describes the default in the help."""
+    """Add the option for the batch size; ``shown`` describes the default in the help."""
     parser.add_argument(
         "--global-batch-size",
         "--batch-size",
@@ -175,7 +175,7 @@ def add_batch_size(
 
 @contextlib.contextmanager
 def reading(option: str, file: str | None) -> Iterator[None]:
-    """Raise an OSError from reading a file in this context as a UsageError."""
+    """Convert an OSError raised in this context to a UsageError about reading the file."""
     try:
         yield
     except OSError as error:
@@ -189,7 +189,7 @@ def make_trainer(
     optimizers: Sequence[torch.optim.Optimizer],
     **others: Any,
 ) -> Trainer:
-    """Make a `Trainer` that logs and saves as the options say; pass it all other arguments."""
+    """Make a `Trainer` that logs and saves as the options say; it gets all other arguments."""
     others = {"stream": sys.stdout, "logs": ranks.logs(args), **others}
     return Trainer(model, losses, optimizers, seed=args.seed, **checkpoints.options(args), **others)
 
@@ -197,7 +197,7 @@ def make_trainer(
 def falling(
     optimizers: Iterable[torch.optim.Optimizer], steps: int
 ) -> list[torch.optim.lr_scheduler.LRScheduler]:
-    """Return schedulers that lower learning rates linearly to zero over this number of steps."""
+    """Return schedulers that decrease the learning rates linearly to zero over ``steps``."""
     return [
         torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
         for optimizer in optimizers

@@ -1,4 +1,4 @@
-"""Applications, one folder for each, with its models, baselines and commands.
+"""Applications. Each folder contains one, with its models, baselines and commands.
 
-Users import the models from `sparsekit.models`.
+To use the models, import them from `sparsekit.models`.
 """

@@ -1,4 +1,4 @@
-"""Converts numbers to categories."""
+"""Converts numbers to categories by cutting their range into buckets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MISSING = (None, "", "?")
 class QuantileBuckets:
     """Maps the numbers of a column to buckets, which can be hashed like categories.
 
-    Bucket i of a column has the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing number
-    is in bucket -1. A number that was not in the data from which the edges were chosen shares a
-    bucket with its neighbours; hashed as text, it would be a category of its own.
+    Bucket i of a column contains the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing
+    number is in bucket -1. A number that was not in the data from which the edges were chosen gets
+    the bucket of its neighbors. (Hashed as text, it would be an unknown category.)
 
     Args:
-        edges: name of each numeric column -> its edges, finite and in ascending order.
+        edges: the edges of each numeric column, by name; finite and in ascending order.
 
     Raises:
         ValueError: edges are not finite or not in ascending order.
@@ -35,15 +35,16 @@ class QuantileBuckets:
 
     @classmethod
     def fit(cls, columns: Any, names: Iterable[str], count: int = 32) -> QuantileBuckets:
-        """Choose edges from the numbers of rows, which must not be rows to be predicted.
+        """Choose edges from the numbers in training rows.
 
-        A column of at most `count` distinct numbers gets a bucket for each. In other columns, a
-        number that makes up at least ``1 / count`` of the rows gets a bucket of its own, such as
-        the zeros of an amount that few people have; the rest are cut into `count` parts of nearly
-        equal size. This makes at most ``3 * count`` buckets.
+        If a column has at most `count` distinct numbers, each number gets a bucket. Otherwise, a
+        number that makes up at least ``1 / count`` of the rows gets a bucket of its own: zero, for
+        example, if most amounts are zero. The other numbers are divided into `count` parts of
+        nearly equal size. This makes at most ``3 * count`` buckets. The rows must not contain rows
+        to be predicted.
 
         Args:
-            columns: name -> n numbers, or strings of numbers; see `__call__`.
+            columns: n numbers, or strings of numbers, per column; see `__call__`.
             names: names of the numeric columns.
             count: number of parts, >= 1.
 
@@ -56,11 +57,11 @@ class QuantileBuckets:
         """Return the bucket of each number in each column.
 
         Args:
-            columns: name -> n values for each name in `edges`: an array or a tensor of numbers, or
-                a sequence of numbers and strings. NaN, None, ``""`` and ``"?"`` are missing.
+            columns: n values for each name in `edges`: an array or tensor of numbers, or a sequence
+                of numbers and strings. NaN, None, ``""`` and ``"?"`` are missing numbers.
 
         Returns:
-            Name -> buckets, int64 ``[n]`` in [-1, len(edges)].
+            The buckets by column name, int64 ``[n]`` in [-1, len(edges)].
 
         Raises:
             ValueError: a value is not a number; the message gives its position.
@@ -77,7 +78,7 @@ def _numbers(name: str, column: Any) -> np.ndarray:
     """Convert a column to float64 [n], with NaN for missing numbers."""
     if isinstance(column, torch.Tensor):
         column = column.cpu().numpy()
-    # A null becomes NaN in an Arrow column of numbers, and None in a column of strings.
+    # This converts nulls to NaN in an Arrow column of numbers, and to None in one of strings.
     values = np.asarray(column) if hasattr(column, "to_pylist") else column
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return values.astype(np.float64)
@@ -100,7 +101,7 @@ def _edges(numbers: np.ndarray, count: int) -> np.ndarray:
     frequent = times * count >= len(numbers)
     rest = numbers[~np.isin(numbers, values[frequent])]
     quantiles = rest[np.arange(1, count) * len(rest) // count] if len(rest) else rest
-    # A frequent value begins a bucket, and so does the value after it.
+    # Begin a bucket at each frequent value, and another one at the next value.
     following = values[1:][frequent[:-1]]
     edges = np.unique(np.concatenate([quantiles, values[frequent], following]))
     return edges[edges > values[0]]

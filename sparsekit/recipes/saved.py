@@ -1,4 +1,4 @@
-"""Saves a trained model as one file, and loads it on any number of ranks."""
+"""Saves a trained model to one file, and loads it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Model = TypeVar("_Model", bound="SavedModel")
 
 
 class SavedModel(torch.nn.Module):
-    """Base class of models that are saved as one file, whatever the number of ranks."""
+    """Base class of models that are saved to one file, whatever the number of ranks."""
 
     FORMAT: ClassVar[str]
     """Format name in the file."""
@@ -28,7 +28,7 @@ class SavedModel(torch.nn.Module):
         memory for all tables.
 
         Raises:
-            OSError: on rank 0, the file cannot be written; an existing file is left unchanged.
+            OSError: (on rank 0) the file cannot be written; an existing file is left unchanged.
         """
         saved = {"format": self.FORMAT, **self.content()}
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -46,7 +46,7 @@ class SavedModel(torch.nn.Module):
         return cls.restored(read(path, cls.FORMAT))
 
     def content(self) -> dict[str, Any]:
-        """Return all that `restored` needs, on rank 0; a collective."""
+        """Return everything that `restored` needs, on rank 0; a collective."""
         raise NotImplementedError
 
     @classmethod
@@ -87,7 +87,7 @@ def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:  # an unpickler may raise any error for other files
+    except Exception:  # for other files, unpickling may raise any error
         saved = None
     found = saved.get("format") if isinstance(saved, dict) else None
     if isinstance(found, str) and found.startswith("sparsekit ") and found not in expected:

@@ -1,1 +1,1 @@
-"""Recommends items to users from their earlier ratings."""
+"""Recommends items to users, based on their earlier ratings."""

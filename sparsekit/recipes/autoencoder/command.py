@@ -31,12 +31,12 @@ from .recommend import MOVIELENS
 from .recommendations import Recommendations, popular, recommend
 
 K = 10
-# Defaults of the command and the model were chosen on the latest fifth of each user's training
+# The defaults of the command and the model were chosen on the latest fifth of each user's training
 # ratings.
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64
 DEFAULT_DIM = 64
-# As in the original, where an epoch is one full batch.
+# As in the original, where an epoch is a single batch of all users.
 ORIGINAL_EPOCHS = 400
 ORIGINAL_SHOWN = 50
 ORIGINAL_CELLS = 2**31
@@ -142,7 +142,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         (torch.arange(users),),
         epochs=epochs,
         global_batch_size=batch_size,
-        # Test metrics are only reported, not used to choose anything.
+        # Test metrics are only reported; nothing is chosen by them.
         evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
         resume=args.resume,
     )
@@ -156,7 +156,7 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
         model,
         lambda _, batch: (model.losses(batch[0]), 0.0),
         model.optimizers(),
-        stream=io.StringIO(),  # discarded: too many epochs to print a line for each
+        stream=io.StringIO(),  # hide the progress: there are too many epochs to print them all
     )
     epochs = args.epochs or ORIGINAL_EPOCHS
     data, batch_size = (torch.arange(users),), args.batch_size or users

@@ -19,13 +19,14 @@ HIDDEN = (10, 5, 10)
 class DenseAutoencoder(SavedModel):
     """An autoencoder with layers n-10-5-10-n, on rows of the dense matrix of users by items.
 
-    All activations are sigmoids, weights and biases start from N(0, 1), and the loss is the squared
-    error over all cells, rated or not, of ratings scaled to [0, 1]. The lowest rating therefore
-    equals a missing one, and every rank holds the weights of all items; `Autoencoder` has
-    neither problem. This model is for comparison. Source: https://github.com/vitobellini/tfautorec.
+    All activations are sigmoids. Weights and biases are drawn from N(0, 1). The loss is the mean
+    squared error over all cells, rated or not, of ratings scaled to [0, 1]. This has two
+    disadvantages: the lowest rating equals a missing one, and every rank holds the weights of all
+    items. `Autoencoder` has neither; this model is for comparison. Source:
+    https://github.com/vitobellini/tfautorec.
 
     Args:
-        history: ratings by all users, which are input and target of the training.
+        history: ratings by all users, which are both input and target in training.
         seed: seed of the initial weights.
         source: name of the data, saved with the model.
 
@@ -43,11 +44,11 @@ class DenseAutoencoder(SavedModel):
         self.register_buffer("_cells", history.scaled(), persistent=False)
         count = len(history.items)
         sizes = [count, *HIDDEN, count]
-        # Make the generator on the CPU, even if torch's default device is another.
+        # Make the generator on the CPU, even if torch's default device is another one.
         generator = torch.Generator("cpu").manual_seed(seed)
 
         def draw(*shape: int) -> torch.nn.Parameter:
-            # As in the original: float64, shape [in, out], and all weights drawn before all biases.
+            # As in the original: draw float64 in shape [in, out], all weights before all biases.
             start = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
             return torch.nn.Parameter(start.to(history.ratings))
 
@@ -59,11 +60,11 @@ class DenseAutoencoder(SavedModel):
         return self.score(self.encode(rows), self.vectors(0, len(self.history.items)))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden layer of users with a 1 in front, ``[n, 11]``."""
+        """Return a 1 and the last hidden layer for each user, ``[n, 11]``."""
         return self._encode(self._matrix(rows))
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return bias and output weights of items ``[begin, end)``, ``[m, 11]``."""
+        """Return the biases and output weights of items ``[begin, end)``, ``[m, 11]``."""
         bias, weight = self.biases[-1], self.weights[-1]
         return torch.cat([bias[None, begin:end], weight[:, begin:end]]).T
 
@@ -78,11 +79,11 @@ class DenseAutoencoder(SavedModel):
         return torch.nn.functional.mse_loss(found, matrix, reduction="none").mean(1)
 
     def optimizers(self, lr: float = 0.03) -> list[torch.optim.Optimizer]:
-        """Return RMSProp as in TensorFlow: decay 0.9, accumulator from 1, eps 1e-10 in the root."""
+        """Return TensorFlow's RMSProp: decay 0.9, initial accumulator 1, eps 1e-10 in the root."""
         return [RMSProp(self.parameters(), lr=lr, form="tensorflow")]
 
     def content(self) -> dict[str, Any]:
-        """Return the weights, the history and the name of the data, to be saved."""
+        """Return the weights, the history and the name of the data, for `save`."""
         return {"source": self.source, "model": self.state_dict()}
 
     @classmethod
@@ -103,7 +104,7 @@ class DenseAutoencoder(SavedModel):
         return torch.nn.functional.pad(hidden, (1, 0), value=1.0)
 
     def _matrix(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return scaled ratings ``[n, items]``, 0 where a user has not rated an item."""
+        """Return the scaled ratings ``[n, items]``: 0 if a user has not rated an item."""
         entries, _, row = self.history(rows)
         matrix = self._cells.new_zeros(len(rows), len(self.history.items))
         matrix[row, self.history.columns[entries]] = self._cells[entries]

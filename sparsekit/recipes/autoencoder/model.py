@@ -25,26 +25,26 @@ class Autoencoder(SavedModel):
         h = \tanh(W_1 \tanh(\sum_{j \in N} w_j e_j / |w| + b_0) + b_1), \quad
         s_i = h \cdot v_i + c_i
 
-    N is the set of items that the user has rated, :math:`w_j` in [0.2, 1] the ratings, :math:`e_j`
-    the vector of an item as input, and :math:`v_i, c_i` vector and bias of an item to be scored.
-    Vectors are looked up by the items' ids, so each item takes memory on one rank only, and no
-    ``[users, items]`` matrix is made.
+    N is the set of items that the user has rated, and the :math:`w_j` in [0.2, 1] are the ratings.
+    :math:`e_j` is the vector of an item as input; :math:`v_i` and :math:`c_i` are the vector and
+    the bias of an item to be scored. Vectors are looked up by the items' ids, so each item takes
+    memory on only one rank, and no ``[users, items]`` matrix is created.
 
     The loss of a user is the cross entropy between a softmax over scores and the rated items,
     weighted by :math:`w`. It is masked: the softmax covers only the rated items and `negatives`
-    random others, which are drawn once per step for all its users. A missing rating is thus weak
-    evidence: it only says that the user prefers other items. In training a random part of the bag
-    is dropped; otherwise h could learn to pass its input through. Draws depend on the step and the
-    entry, never on the rank. Sources: Liang et al., "Variational autoencoders for collaborative
+    random other items, which are drawn once per step for all users. Thus a missing rating is weak
+    evidence: it only means that the user prefers other items. In training, a random part of the bag
+    is dropped; otherwise h could learn to copy its input. Random draws depend on the step and the
+    entry, but not on the rank. Sources: Liang et al., "Variational autoencoders for collaborative
     filtering", WWW 2018, for Mult-DAE, and Jean et al., ACL 2015, for the sampled softmax.
 
     Args:
-        history: ratings by all users, which are input and target of the training.
+        history: ratings by all users, which are both input and target in training.
         dim: number of elements of h, e and v, >= 1.
         layers: number of dense layers (W, b), >= 0.
         dropout: fraction of the bag that is dropped in training, in [0, 1).
-        negatives: number of items to draw for each step, >= 1; duplicates count once.
-        seed: seed of the initial vectors and of all draws.
+        negatives: number of items to draw in each step, >= 1; duplicates count once.
+        seed: seed of the initial vectors and of all random draws.
         source: name of the data, saved with the model.
 
     Raises:
@@ -88,10 +88,10 @@ class Autoencoder(SavedModel):
         self.history = history
         self.dropout = dropout
         self.negatives = negatives
-        # Number of draws so far. It is a buffer, so that a resumed run does not repeat draws.
+        # Number of draws so far, as a buffer, so that a resumed run does not repeat draws.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_weights", history.weights(), persistent=False)
-        # Make the generator on the CPU, even if torch's default device is another.
+        # Make the generator on the CPU, even if torch's default device is another one.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
         self._noise = seeds[0]
@@ -101,7 +101,7 @@ class Autoencoder(SavedModel):
                 "rated": DistributedEmbedding(
                     "sqrtn", capacity, dim, 1, seed=seeds[1], name="rated"
                 ),
-                # The first element is the bias, so that one lookup returns bias and vector.
+                # The first element of a row is the bias, so one lookup returns bias and vector.
                 "scored": DistributedEmbedding(
                     "sum", capacity, 1 + dim, 1, seed=seeds[2], name="scored"
                 ),
@@ -117,15 +117,15 @@ class Autoencoder(SavedModel):
         return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return biases and vectors of items ``[begin, end)``, ``[m, 1 + dim]``; a collective."""
+        """Return biases and vectors ``[m, 1 + dim]`` of items ``[begin, end)``; a collective."""
         return self._table("scored").vectors(self.history.items[begin:end])
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Compute scores s ``[n, m]`` from the results of `encode` and `vectors`."""
+        """Compute the scores s ``[n, m]`` from the results of `encode` and `vectors`."""
         return codes @ vectors.T
 
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute the masked loss of each user, ``[n]``, with new random draws in each call.
+        """Compute the masked loss of each user, ``[n]``; each call makes new random draws.
 
         A collective: each rank passes its part of a batch, which may be empty.
         """
@@ -141,7 +141,7 @@ class Autoencoder(SavedModel):
         of_rated, of_others = vectors.split([len(keys), len(others)])
         rated = (codes[row] * of_rated).sum(1)  # [entries]
         unrated = self.score(codes, of_others)  # [n, others]
-        # A drawn item stands for 1 / chance items, where chance is its probability of being drawn.
+        # An item is drawn with probability `chance`, so a drawn item represents 1 / chance items.
         chance = 1 - (1 - 1 / len(history.items)) ** self.negatives
         unrated = unrated - math.log(chance)
         place = torch.searchsorted(others, columns).clamp(max=len(others) - 1)
@@ -156,7 +156,7 @@ class Autoencoder(SavedModel):
         return [LazyAdam(sparse, lr=lr), torch.optim.Adam(dense, lr=lr)]
 
     def content(self) -> dict[str, Any]:
-        """Return the model's arguments, weights and history, to be saved."""
+        """Return the model's arguments, weights and history, for `save`."""
         return {
             "settings": self._settings,
             "steps": int(self.steps),
@@ -183,7 +183,7 @@ class Autoencoder(SavedModel):
     def _look_up(
         self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor, scored: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up the codes (1, h) of bags, and biases and vectors of the items to be scored."""
+        """Look up the codes (1, h) of bags, and the biases and vectors of items to be scored."""
         one_each = torch.arange(len(scored) + 1, device=scored.device)
         bags = {"rated": (keys, offsets), "scored": (scored, one_each)}
         found = self.embeddings(bags, {"rated": weights})
@@ -193,9 +193,9 @@ class Autoencoder(SavedModel):
         return torch.nn.functional.pad(codes, (1, 0), value=1.0), found["scored"][:, 0]
 
     def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a bool mask of entries to keep in their bags, and sorted columns of negatives."""
-        # Use hashes instead of a generator: they are the same on all ranks, whatever a rank's
-        # share of a batch.
+        """Draw a bool mask of the entries to keep in bags, and the sorted columns of negatives."""
+        # Use hashes instead of a generator. Hashes are the same on all ranks, whatever the ranks'
+        # shares of a batch are.
         seed = (self._noise + 2 * int(self.steps)) % 2**63
         self.steps += 1
         kept = ops.hash_integers(entries, seed) >= int((self.dropout - 0.5) * 2**64)
@@ -207,7 +207,7 @@ class Autoencoder(SavedModel):
 def _share(items: int) -> int:
     """Return the table capacity that each rank needs for its part of the items.
 
-    A hash spreads the items over the ranks. The result is six standard deviations above the mean;
+    Items are assigned to ranks by a hash. The result is six standard deviations above the mean, so
     the probability that a rank gets more items is about 10^-9.
     """
     mean = items / (dist.get_world_size() if dist.is_initialized() else 1)
@@ -228,7 +228,7 @@ def _sum(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _logsumexp(ragged: torch.Tensor, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return the logsumexp of each row over block ``[n, m]`` and ragged ``[e]`` together."""
+    """Return each row's logsumexp over its elements of block ``[n, m]`` and of ragged ``[e]``."""
     top = block.detach().amax(1).scatter_reduce(0, row, ragged.detach(), "amax")
     total = (block - top[:, None]).exp().sum(1)
     return total.index_add(0, row, (ragged - top[row]).exp()).log() + top

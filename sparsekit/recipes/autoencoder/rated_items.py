@@ -8,12 +8,12 @@ import torch
 
 from ...datasets import Ratings
 
-# Weight of the lowest rating. The highest rating has weight 1, a missing rating 0.
+# Weight of the lowest rating. The highest rating has weight 1, and a missing one has weight 0.
 LEAST_WEIGHT = 0.2
 
 
 class RatedItems(torch.nn.Module):
-    """The items that each user has rated, with the ratings; every rank holds all users.
+    """Holds the items that each user has rated, with the ratings; every rank holds all users.
 
     Users and items are indexed in ascending order of ids. If a user has rated an item several
     times, the latest rating counts.
@@ -34,7 +34,7 @@ class RatedItems(torch.nn.Module):
         items, column = train.items.unique(return_inverse=True)
         cells, cell = (row * len(items) + column).unique(return_inverse=True)
         by_time = train.timestamps.argsort(stable=True)
-        # Index of each cell's latest rating; with plain indexing, any rating of a cell might win.
+        # Find the index of each cell's latest rating; assignment by index could keep any rating.
         latest = torch.zeros_like(cells)
         place = torch.arange(len(by_time), device=cell.device)
         latest.scatter_reduce_(0, cell[by_time], place, "amax")
@@ -53,8 +53,8 @@ class RatedItems(torch.nn.Module):
 
         Returns:
             ``(entries, offsets, bag)``, all int64. ``entries [e]`` are indices into `columns` and
-            `ratings`; ``entries[offsets[i]:offsets[i + 1]]`` belong to rows[i]. ``bag [e]`` is the
-            index i for each entry.
+            `ratings`. Those in ``entries[offsets[i]:offsets[i + 1]]`` belong to the user rows[i];
+            their elements of ``bag [e]`` are i.
         """
         starts = self.starts[rows]
         counts = self.starts[rows + 1] - starts
@@ -64,9 +64,9 @@ class RatedItems(torch.nn.Module):
         return place + (starts - offsets[:-1])[bag], offsets, bag
 
     def scaled(self) -> torch.Tensor:
-        """Return all ratings, scaled linearly so that the range is [0, 1], float32 ``[n]``.
+        """Return all ratings, scaled linearly to the range [0, 1], float32 ``[n]``.
 
-        If all ratings are equal, the results are 1.
+        If all ratings are equal, all results are 1.
         """
         low, high = self.ratings.aminmax()
         if low == high:
@@ -74,12 +74,12 @@ class RatedItems(torch.nn.Module):
         return (self.ratings - low) / (high - low)
 
     def weights(self) -> torch.Tensor:
-        """Return all ratings scaled to [0.2, 1], float32 ``[n]``; 0 is for missing ratings."""
+        """Return all ratings scaled to [0.2, 1], float32 ``[n]``; 0 would be a missing rating."""
         return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
 
     @classmethod
     def restored(cls, state: Mapping[str, torch.Tensor]) -> RatedItems:
-        """Rebuild the object from its ``state_dict``."""
+        """Rebuild an object from its ``state_dict``."""
         one = torch.zeros(1)
         history = cls(Ratings(one.long(), one.long(), one, one))
         for name in history.state_dict():

@@ -20,7 +20,7 @@ from ...cli.common import (
 from ...datasets import DatasetUnavailableError, movielens_100k_titles
 from .recommendations import Recommendations, load_recommender, recommend
 
-# Value of `source` in models that were trained on MovieLens-100K.
+# Value of ``source`` in models that were trained on MovieLens-100K.
 MOVIELENS = "MovieLens-100K"
 
 
@@ -66,7 +66,7 @@ def _recommend(args: argparse.Namespace) -> int:
     print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
     if args.show:
         titles: dict[int, str] = {}
-        with contextlib.suppress(DatasetUnavailableError):  # then the titles are left out
+        with contextlib.suppress(DatasetUnavailableError):  # in this case, omit the titles
             titles = movielens_100k_titles() if model.source == MOVIELENS else {}
         _show(best, args.show, titles)
     return 0

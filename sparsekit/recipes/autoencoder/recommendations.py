@@ -1,4 +1,4 @@
-"""Recommends to each user the best items that the user has not rated."""
+"""Recommends to each user the items with the highest scores that the user has not rated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .dense_model import DenseAutoencoder
 from .model import Autoencoder
 from .rated_items import RatedItems
 
-# Largest numbers of users and items to score at a time.
+# Maximum numbers of users and of items to score at a time.
 USERS = 256
 ITEMS = 4096
 
@@ -35,8 +35,8 @@ class Recommendations:
     Attributes:
         users: ids of the users, int64 ``[u]``, in ascending order.
         items: ids of the items, int64 ``[u, k]``.
-        scores: floating ``[u, k]``, in descending order; -inf where fewer than k items are left to
-            recommend.
+        scores: floating-point ``[u, k]``, in descending order; -inf if fewer than k items are left
+            to recommend to a user.
     """
 
     users: torch.Tensor
@@ -47,7 +47,7 @@ class Recommendations:
         return int(self.scores.isfinite().sum())
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
-        """Yield user, item and score, ordered by user, then by descending score."""
+        """Yield user, item and score of each recommendation, by user, then by descending score."""
         columns = self.users.tolist(), self.items.tolist(), self.scores.tolist()
         for user, items, scores in zip(*columns, strict=True):
             for item, score in zip(items, scores, strict=True):
@@ -55,7 +55,7 @@ class Recommendations:
                     yield user, item, score
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write lines of user, item and score, separated by tabs, without a header.
+        """Write a line per recommendation: user, item and score, separated by tabs; no header.
 
         Raises:
             OSError: the file cannot be written; an existing file is left unchanged.
@@ -69,9 +69,9 @@ class Recommendations:
 
         Returns:
             ``(hits, relevant)`` for `sparsekit.train.metrics.precision_at_k`. ``hits``, bool ``[u,
-            k]``, is true if the user has rated the item in test. ``relevant``, int64 ``[u]``, is
-            the number of distinct items that the user has rated in test, including items without
-            an earlier rating.
+            k]``, says whether the user has rated the item in ``test``. ``relevant``, int64 ``[u]``,
+            is the number of distinct items that the user has rated in ``test``, including items
+            that nobody has rated before.
         """
         row = torch.searchsorted(self.users, test.users).clamp(max=len(self.users) - 1)
         known = self.users[row] == test.users
@@ -88,11 +88,11 @@ class Recommendations:
 
 @torch.no_grad()
 def recommend(model: Recommender, k: int = 10) -> Recommendations:
-    """Find the k items that the model scores highest for each user of its history.
+    """Find the k items with the highest scores for each user in the model's history.
 
-    Candidates are the items of the history that the user has not rated. At most 256 x 4096 scores
-    are in memory at a time. A collective: each rank computes a part of the users, and all ranks
-    return the whole result.
+    Candidates are the items in the history that the user has not rated. At most 256 x 4096 scores
+    are in memory at a time. A collective: each rank computes the results of some users, and all
+    ranks return the whole result.
 
     Raises:
         TypeError, ValueError: k is not an int in [1, 2^20].
@@ -103,7 +103,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
         rank, ranks = dist.get_rank(), dist.get_world_size()
     device = model.history.users.device
     mine = torch.arange(users, device=device).tensor_split(ranks)[rank]
-    # All ranks have the same number of parts, since all must make the same number of lookups.
+    # Cut into the same number of parts on all ranks, which must make equal numbers of lookups.
     parts = mine.tensor_split(math.ceil(math.ceil(users / ranks) / USERS))
     training = model.training
     model.train(False)
@@ -124,7 +124,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
 def popular(history: RatedItems, k: int = 10) -> Recommendations:
     """Recommend the items with the most ratings, as a baseline; ties go to the lowest id."""
     counts = torch.bincount(history.columns, minlength=len(history.items))
-    # Score items by their position in this order, so that no two scores are equal.
+    # Score items by their position in the order, so that no two scores are equal.
     order = counts.argsort(descending=True, stable=True)
     scores = torch.empty(len(order), dtype=torch.float64, device=order.device)
     scores[order] = -torch.arange(len(order), dtype=torch.float64, device=order.device)
@@ -158,11 +158,11 @@ def _best(
     k: int,
     scorer: Callable[[int, int], Callable[[int], torch.Tensor]],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return columns and scores, ``[n, k]`` each, for each part of the users; score by pieces.
+    """Return each part's best columns and their scores, ``[n, k]`` each; compute it in pieces.
 
     Args:
-        history: the ratings; items that a user has rated are left out.
-        parts: indices of users, int64 ``[n]`` in each part.
+        history: the ratings; items that a user has rated are excluded.
+        parts: parts of the users, each as indices int64 ``[n]``.
         k: number of items for each user.
         scorer: ``scorer(begin, end)(i)`` returns the scores ``[n, end - begin]`` of parts[i].
     """
@@ -180,7 +180,7 @@ def _best(
             scores = _without_rated(history, rows, scores_of(i), begin, end)
             columns = torch.arange(begin, end, device=device).expand_as(scores)
             columns = torch.cat([best[i][0], columns], 1)
-            # Stable, so that ties go to the lowest id, whatever the pieces are.
+            # The sort is stable, so that ties go to the lowest id, whatever the pieces are.
             scores, place = torch.sort(
                 torch.cat([best[i][1], scores], 1), dim=1, descending=True, stable=True
             )
@@ -191,7 +191,7 @@ def _best(
 def _without_rated(
     history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """Set scores ``[n, end - begin]`` of items that the user has rated to -inf."""
+    """Set the scores ``[n, end - begin]`` of items that the user has rated to -inf."""
     entries, _, row = history(rows)
     column = history.columns[entries]
     here = (begin <= column) & (column < end)

@@ -1,1 +1,1 @@
-"""Predicts clicks with DLRM and DeepFM, on files of any size."""
+"""Predicts clicks with DLRM and DeepFM from files of any size."""

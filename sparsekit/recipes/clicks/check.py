@@ -10,18 +10,18 @@ from .config import RunConfig
 
 
 def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
-    """Read the first batch of each reader, and make readers treat invalid labels as malformed.
+    """Read the first batch of each reader, and make readers refuse rows with invalid labels.
 
     Args:
         config: settings of the run.
-        readers: readers by name: train, validation or test, as in the section `data` of config.
+        readers: readers by name: train, validation or test, as in the section ``data`` of config.
 
     Raises:
-        UsageError: files have no rows, or validation files cannot decide when to stop.
+        UsageError: files have no rows, or early stopping is impossible with the validation files.
         DataFormatError: a row is malformed.
     """
     for name, reader in readers.items():
-        # A loss also accepts labels between 0 and 1; an AUC does not.
+        # In training, labels between 0 and 1 are valid, too. An AUC needs labels 0 or 1.
         reader.limit_labels(0, 1, between=name == "train")
         if next(iter(reader), None) is None:
             raise UsageError(f"data.{name}: no rows in {', '.join(getattr(config.data, name))}")

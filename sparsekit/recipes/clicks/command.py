@@ -1,4 +1,4 @@
-"""``sparsekit train dlrm`` and ``deepfm``: trains on files of clicks or the Adult census data."""
+"""``sparsekit train dlrm`` and ``deepfm``: trains on files of clicks or on the Adult data."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) 
 def _write_adult(
     data: tuple[Adult, Adult], config: RunConfig, folder: Path
 ) -> tuple[RunConfig, QuantileBuckets]:
-    """Write the census to CSV files, to be read like files of a user."""
+    """Write the census data to CSV files, so that it is read like a user's files."""
     train, test = data
     parts = {"train": train, "test": test}
     if config.trainer.patience is not None:
@@ -172,7 +172,7 @@ def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Read
 def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
     losses = torch.nn.functional.binary_cross_entropy_with_logits(
         scores(model, batch).float(),
-        cast(torch.Tensor, batch.label),  # readers of the run always have labels
+        cast(torch.Tensor, batch.label),  # never None in a training run
         reduction="none",
     )
     return losses, 0.0
@@ -252,7 +252,7 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
 
 
 def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, float]:
-    """Compute metrics for each reader; each rank predicts its share of each batch."""
+    """Compute metrics for each reader; ranks share the predictions of each batch."""
     metrics = {}
     for name, reader in tested.items():
         found = [(scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]
@@ -271,7 +271,7 @@ def _report(trainer: Trainer) -> None:
     last = trainer.history[-1]
     seconds = sum(epoch.seconds for epoch in trainer.history)
     rows = ", ".join(f"{n} {f['rows']:,.0f}" for n, f in last.tables.items() if "rows" in f)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # from KiB, on Linux, to MiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # converts Linux's KiB to MiB
     print(
         f"\n{len(trainer.history)} epochs in {seconds:.1f} s, the last at "
         f"{last.samples_per_second:,.0f} samples/s; peak memory {peak:,.0f} MiB on rank 0"

@@ -15,7 +15,7 @@ OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": Row
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Data files and how to read them; without files, the Adult census data is used."""
+    """Data files, and how to read them. Without files, the Adult census data is used."""
 
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
@@ -50,12 +50,12 @@ class DeepFMConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of the optimizers: the tables' optimizer, by name, and Adam for the dense part."""
+    """Settings of the tables' optimizer, chosen by name, and of Adam for the dense part."""
 
     name: str = "lazy_adam"
     lr: float = 0.002
     dense_lr: float = 0.001
-    lr_scale: float = 1.0  # factor for lr and dense_lr, for larger batches
+    lr_scale: float = 1.0  # multiplies lr and dense_lr, for larger batches
     warmup_steps: int = 0
 
 
@@ -69,7 +69,7 @@ class TrainerConfig:
     accumulate: int = 1
     clip_norm: float | None = None
     bfloat16: bool = False
-    patience: int | None = None  # number of epochs to wait for a better validation AUC
+    patience: int | None = None  # number of epochs without a better validation AUC, then stop
     log_every: int = 20  # an epoch of the Adult census data has 39 steps
     tensorboard: bool = False
 

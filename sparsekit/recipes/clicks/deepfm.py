@@ -1,4 +1,4 @@
-"""DeepFM: a factorisation machine and a stack of dense layers on the same vectors."""
+"""DeepFM: a factorization machine and a stack of dense layers that use the same vectors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class DeepFM(torch.nn.Module):
             + \tfrac{1}{2} \sum_k \left[ (\sum_f v_{fk})^2 - \sum_f v_{fk}^2 \right]
             + \mathrm{deep}(x, v)
 
-    x are the numbers; w_f and v_f are the weight and the vector of feature f, summed over the keys
-    of the bag. One lookup returns w_f and v_f: w_f is the first element of a row. Source: Guo et
-    al., "DeepFM", IJCAI 2017.
+    x are the numbers; w_f and v_f are the weight and the vector of feature f, each summed over the
+    keys of a bag. One lookup returns both: w_f is the first element of a row. Source: Guo et al.,
+    "DeepFM", IJCAI 2017.
 
     Args:
-        features: names of the categorical features; batches may have more.
-        dense: number of dense inputs of a sample.
+        features: names of the categorical features; batches may contain others.
+        dense: number of dense inputs per sample.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
         dim: number of elements of a vector v.
         deep: widths of the stack's layers, except the last, which is 1.

@@ -1,4 +1,4 @@
-"""Parts that the click models share: tables for named features, stacks of layers."""
+"""Parts shared by the click models: tables for named features, and stacks of layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def tables(
         features: names of the features, in the order of the output.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
         dim: number of elements of a vector.
-        seed: seed of the initial vectors, uniform in +-0.01: DLRM's +-(1 / rows) ** 0.5 for 10,000
-            rows.
+        seed: seed of the initial vectors. They are uniform in +-0.01, which is DLRM's
+            +-(1 / rows) ** 0.5 for 10,000 rows.
     """
     # Make the generator on the CPU, even if torch's default device is another.
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -41,9 +41,9 @@ def tables(
 
 
 def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool) -> torch.nn.Module:
-    """Make a stack of linear layers with ReLU in between; widths lists the layers' sizes.
+    """Make a stack of linear layers of these widths, with ReLU between them.
 
-    Weights are drawn from N(0, 2 / (inputs + outputs)), biases are zero.
+    Weights are drawn from N(0, 2 / (inputs + outputs)); biases are zero.
 
     Raises:
         ValueError: a width is below 1.
@@ -60,6 +60,6 @@ def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool)
 
 
 def draw(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill a weight with normal numbers, drawn on the CPU so that all devices get the same."""
+    """Fill a weight with normal numbers, drawn on the CPU so that all devices get equal ones."""
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)

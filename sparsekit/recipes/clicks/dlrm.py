@@ -1,4 +1,4 @@
-"""DLRM with the cross network of DCN-V2, a click model."""
+"""DLRM, a click model, with the cross network of DCN-V2."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .dense import draw, stack, tables
 class LowRankCross(torch.nn.Module):
     r"""Cross network of low rank: :math:`x_{l+1} = x_0 \odot (U_l V_l x_l + b_l) + x_l`.
 
-    Source: Wang et al., "DCN V2", WWW 2021, section 3.2, low rank.
+    Source: Wang et al., "DCN V2", WWW 2021, section 3.2, the low-rank version.
 
     Args:
         width: number of columns of x.
         layers: number of layers.
         rank: number of rows of V.
-        generator: generator for the initial weights, which are from N(0, 2 / (width + rank)).
+        generator: generator of the initial weights, which are drawn from N(0, 2 / (width + rank)).
     """
 
     def __init__(self, width: int, layers: int, rank: int, generator: torch.Generator) -> None:
@@ -46,15 +46,15 @@ class LowRankCross(torch.nn.Module):
 
 
 class DLRM(torch.nn.Module):
-    """DLRM-DCNv2, as in MLPerf: predicts the probability of a click from numbers and bags of keys.
+    """DLRM-DCNv2 as in MLPerf: predicts the probability of a click from numbers and bags of keys.
 
-    The bottom stack turns the numbers into a vector of dim elements, the cross network combines it
-    with a vector of each feature, and the top stack computes the score. A key's vector is made when
-    the key is first seen in training; keys need no vocabulary.
+    The bottom stack converts the numbers to a vector of dim elements. The cross network combines it
+    with one vector per feature, and the top stack computes the score. A key's vector is created
+    when the key first occurs in training, so no vocabulary of keys is needed.
 
     Args:
-        features: names of the categorical features; batches may have more.
-        dense: number of dense inputs of a sample.
+        features: names of the categorical features; batches may contain others.
+        dense: number of dense inputs per sample.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
         dim: number of elements of a vector.
         bottom: widths of the bottom stack's layers, except the last, which is dim.

@@ -1,4 +1,4 @@
-"""Saves a trained click model in a folder, with all that is needed to predict on new files."""
+"""Saves a trained click model in a folder, with everything needed to predict on new files."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .dlrm import DLRM
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 FORMAT = "sparsekit clicks 1"
 _MODEL = "model"
-# Name of the file, in the model's folder, with the entries below. It must not be run.json: in a
-# folder of checkpoints, that file has the options of the run.
+# Name of the file in the model's folder that has the entries below. It must not be run.json: in a
+# checkpoint folder, run.json has the options of the run.
 NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
 
 def scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Compute the scores ``[n]`` of a batch; their sigmoid is the probability of a click."""
-    # Take the logarithm, since numbers are counts and amounts, some of them in the millions.
+    # Take the logarithm, since the numbers are counts and amounts, which may be in the millions.
     return model(batch.dense.clamp(min=0).log1p(), batch.sparse)
 
 
 def check_new(args: argparse.Namespace) -> None:
-    """Raise UsageError before the work begins unless ``--save`` names a folder for a new model."""
+    """Raise UsageError before the work begins if ``--save`` cannot be created as a new folder."""
     folder = args.run_folder
     check_folder(folder, folder=True)
     if folder is None:
@@ -60,15 +60,15 @@ def save(
     columns: Columns,
     buckets: QuantileBuckets | None,
 ) -> None:
-    """Write the model, and a note on how to read files for it; a collective.
+    """Write the model, and a note that says how to read files for it; a collective.
 
     Args:
-        args: arguments of the command: model, seed and ``--save``.
+        args: arguments of the command, including model, seed and ``--save``.
         model: the trained model.
         config: settings of the run.
         columns: columns on which the model was trained.
-        buckets: buckets from which the columns "NAME bucket" are computed, since the files do not
-            have these columns; or None.
+        buckets: buckets by which the columns "NAME bucket" are computed, which a user's files do
+            not have; or None.
     """
     folder = Path(args.run_folder)
     run = {
@@ -85,7 +85,7 @@ def save(
         with writing("--save", args.run_folder):
             folder.mkdir(exist_ok=True)
             (folder / NOTE).write_text(json.dumps(run, indent=1) + "\n")
-    checkpoint.save(model, folder / _MODEL)  # last and atomic: without it there is no model
+    checkpoint.save(model, folder / _MODEL)  # last: an incomplete folder has no model
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -109,13 +109,13 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
-    """Load the model, in evaluation mode; a collective.
+    """Load the model and set it to evaluation mode; a collective.
 
     Raises:
         CheckpointError: the model is damaged.
     """
-    # Capacity for all rows on each rank: with fewer ranks than in training, each rank owns more
-    # rows. Prediction adds no rows.
+    # Give each rank enough capacity for all rows, since with fewer ranks than in training, each
+    # rank owns more rows. Prediction adds no rows.
     tables = read_manifest(_model(folder)).tables.values()
     rows = {table.layer: max(1, table.size) for table in tables}
     kind, _ = MODELS[run["model"]]
@@ -127,19 +127,19 @@ def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
 
 
 def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader:
-    """Make a reader as for training, but without labels and in the order of the files."""
+    """Make a reader as in training, but without labels and without shuffling."""
     sparse = {name: Keys(**keys) for name, keys in run["sparse"].items()}
     how: dict[str, Any] = {"dense": run["dense"], "sparse": sparse}
     form = FORMATS[run["format"]]
     if form.open is not None:
         return form.reader(files, batch_size, **how)
-    # The format's own reader would require labels.
+    # Use a general reader, since the format's own reader requires labels.
     names = ["label", *run["dense"], *sparse]
     return CsvReader(files, batch_size, columns=names, quote=None, delimiter="\t", **how)
 
 
 def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
-    """Copy a CSV file, and add the columns of buckets on which the model was trained.
+    """Copy a CSV file, and add the bucket columns on which the model was trained.
 
     Raises:
         DataFormatError, ValueError: a column is missing, or a row is malformed.

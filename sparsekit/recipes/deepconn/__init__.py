@@ -1,1 +1,1 @@
-"""Predicts ratings from reviews."""
+"""Predicts ratings from the texts of reviews."""

@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn``: predicts ratings from text, on one rank or with layers on two."""
+"""``sparsekit train deepconn``: predicts ratings from text; layers may be on two ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         (data.train.users, data.train.items, data.train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only reported, not used to choose anything.
+        # Test metrics are only reported; nothing is chosen by them.
         evaluate=lambda _: {"test RMSE": math.sqrt(_test_mse(model, data))},
         resume=args.resume,
     )
@@ -153,8 +153,8 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
     """Train a model whose layers are on two ranks, with the same batches as `Trainer`.
 
-    `Trainer` gives each rank a part of a batch, and averages the gradients of layers that all ranks
-    have. Here both ranks get the whole batch, and each has its own layers.
+    With `Trainer`, all ranks have the same layers, each rank gets a part of a batch, and gradients
+    are averaged. Here each rank has different layers, and both get the whole batch.
     """
     optimizer = model.optimizer(args.lr)
     generator = torch.Generator("cpu").manual_seed(args.seed)
@@ -183,7 +183,7 @@ def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 
 @torch.no_grad()
 def _test_mse(model: DeepCoNN, data: Data) -> float:
-    """Return the MSE of the test part; with placement single, ranks share the predictions."""
+    """Return the MSE on the test part; with placement single, ranks share the work."""
     model.eval()
     squares = 0.0
     parts = world_size() if model.placement == "single" else 1

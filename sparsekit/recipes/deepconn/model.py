@@ -13,36 +13,37 @@ from ...optim import Adam
 
 PLACEMENTS = ("single", "split", "alternating")
 TOWERS = ("user", "item")
-WIDTH, POOL = 3, 2  # sizes in words: of filters, of pooling windows
+WIDTH, POOL = 3, 2  # sizes in words of filters and of pooling windows
 
 
 class DeepCoNN(torch.nn.Module):
     r"""A model with two text towers; a rating is the dot product of the towers' vectors.
 
     Source: Zheng, Noroozi and Yu, "Joint Deep Modeling of Users and Items Using Reviews for
-    Recommendation", WSDM 2017. A tower is words ``[n, length]`` -> vectors of words -> convolution
-    over 3 words, tanh -> maximum of 2 neighbours -> dense, relu: ``[n, hidden]``. Both towers use
-    the same table of words. Word 0 is padding: its vector is always zeros.
+    Recommendation", WSDM 2017. A tower maps words ``[n, length]`` to ``[n, hidden]``: it looks up
+    the words' vectors, applies a convolution over 3 words and tanh, takes the maximum of each 2
+    neighbors, and applies a dense layer with ReLU. Both towers use the same table of words. Word 0
+    is padding: its vector is always zero.
 
     Args:
         words: number of words, including padding; see `sparsekit.datasets.reviews.Vocabulary`.
-        length: number of words of a document, at least 4.
+        length: number of words in a document, at least 4.
         dim: number of elements of a word's vector.
         filters: number of filters of the convolution.
         hidden: number of elements of a document's vector.
-        placement: how layers are placed on ranks.
+        placement: how the layers are distributed over ranks.
 
-            - ``"single"``: all layers on each rank. With several ranks, each has a part of the
+            - ``"single"``: each rank has all layers. With several ranks, each has a part of the
               batch and of the table, as in other models.
-            - ``"split"``: one tower on each of two ranks, which share the table of words and
+            - ``"split"``: each of two ranks has one tower. The ranks share the table of words and
               exchange the vectors of documents.
-            - ``"alternating"``: every second layer of each tower is on the other rank.
+            - ``"alternating"``: every second layer of each tower is on the other of two ranks.
 
         seed: seed of the initial weights, which are the same for any placement.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or placement is split or alternating and
-            there are not 2 ranks.
+        TypeError, ValueError: an argument is invalid; or placement is split or alternating, but
+            the number of ranks is not 2.
 
     Example:
         >>> model = DeepCoNN(words=100, length=8)
@@ -77,13 +78,13 @@ class DeepCoNN(torch.nn.Module):
             padding_idx=0,
             use_hashtable=False,
             embedding_initializer=Uniform(-0.5, 0.5),
-            # With placement single, each rank has a part of the batch and averages over that part.
+            # With placement single, each rank computes the mean loss over its part of the batch.
             gradient_reduction="mean" if placement == "single" else "sum",
             seed=seed,
             name="words",
         )
         self.flat = filters * (length - WIDTH + 1 - POOL + 1)
-        # Every rank draws the weights of all layers, so that they do not depend on the placement.
+        # Draw the weights of all layers on every rank, so that they do not depend on the placement.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             convolutions = {tower: torch.nn.Conv1d(dim, filters, WIDTH) for tower in TOWERS}
@@ -126,8 +127,8 @@ class DeepCoNN(torch.nn.Module):
             features = self._features(other, self._swap(vectors, "words"))
             features = self._swap(features, "features")
         document = self._dense(own, features)
-        # Both ranks compute the same loss, and each computes the gradient of its own document's
-        # vector, so no gradient has to be sent.
+        # Both ranks compute the same loss. Each one computes the gradient of its own document's
+        # vector, so no gradients are sent.
         return (document * self._swap(document.detach(), "documents")).sum(1)
 
     def losses(

@@ -1,1 +1,1 @@
-"""Predicts how users rate items, and compares the predictions with two baselines."""
+"""Predicts users' ratings of items, and compares the predictions with two baselines."""

@@ -1,4 +1,4 @@
-"""Baselines that a rating model has to beat."""
+"""Baselines for rating models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ...datasets import Ratings
 
-# Candidates for the damping; on MovieLens-100K the best values lie well inside this range.
+# Candidates for the damping. On MovieLens-100K, the best values are well within this range.
 DAMPINGS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 SWEEPS = 30
 
 
 def rmse(predictions: torch.Tensor, ratings: torch.Tensor) -> float:
-    """Return the root mean squared error between two tensors ``[n]``, computed in float64."""
+    """Compute the root mean squared error between two tensors ``[n]`` in float64."""
     return (predictions.double() - ratings.double()).square().mean().sqrt().item()
 
 
@@ -28,7 +28,7 @@ class BiasBaseline:
         low, high: range of the training ratings, to which predictions are clamped.
         user_ids, item_ids: int64 ``[u]`` and ``[i]``, sorted and distinct.
         user_bias, item_bias: float64 ``[u]`` and ``[i]``.
-        damping: damping of users and damping of items used to fit the biases.
+        damping: damping of the users' biases and of the items' biases in the fit.
     """
 
     mean: float
@@ -54,13 +54,13 @@ def _find(ids: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor) -> torc
 def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None) -> BiasBaseline:
     """Fit the biases by least squares with a penalty, ``damping * bias^2`` for each bias.
 
-    Each bias is then the mean of its residuals and ``damping`` additional zeros.
+    As a result, each bias is the mean of its residuals and ``damping`` additional zeros.
 
     Args:
         train: the training ratings, at least one.
-        damping: damping of users and damping of items. With None, the pair is chosen that gives
-            the lowest error on the latest fifth of each user's ratings in train, after a fit on
-            the rest; the biases are then fitted on all of train.
+        damping: damping of the users' biases and of the items' biases. With None, the best pair is
+            chosen: biases are fitted on the earlier four fifths of each user's ratings, and the
+            error is measured on the latest fifth. Then the biases are fitted on all ratings.
     """
     if damping is None:
         damping = _choose_damping(train)
@@ -70,7 +70,7 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
     residuals = ratings - ratings.mean()
     user_bias = ratings.new_zeros(len(user_ids))  # float64 like ratings, on the same device
     item_bias = ratings.new_zeros(len(item_ids))
-    # Each half sweep is exact for one side given the other; this converges to the minimum.
+    # Fit the users' biases exactly, given the items' biases, and the reverse, until they converge.
     for _ in range(SWEEPS):
         sums = torch.zeros_like(item_bias).index_add_(0, item, residuals - user_bias[user])
         item_bias = sums / (item_count + damping[1])

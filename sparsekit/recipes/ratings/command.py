@@ -18,7 +18,7 @@ from .baselines import fit_bias_baseline, rmse
 from .model import RatingModel
 
 # The number of epochs, the model's size and the learning rates were chosen on the latest fifth of
-# each user's training ratings, not on the test part.
+# each user's training ratings. The test part was not used.
 DEFAULT_EPOCHS = 20
 DENSE_LR = 1e-3
 TEST_FRACTION = 0.2
@@ -69,7 +69,7 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
     init(wire_dtype=torch.bfloat16 if args.wire_dtype == "bfloat16" else None)
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
-    except RuntimeError as error:  # torch's allocator raises it when memory runs out
+    except RuntimeError as error:  # torch's allocator raises RuntimeError when memory runs out
         raise UsageError(
             f"no memory for tables of {args.capacity:,} rows of dim {args.dim}: use a smaller "
             f"--capacity or --dim"
@@ -121,7 +121,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         (train.users, train.items, train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only reported, not used to choose anything.
+        # Test metrics are only reported; nothing is chosen by them.
         evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
         resume=args.resume,
     )
@@ -129,7 +129,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
 
 
 def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
-    """Return the test RMSE; ranks share the work, as all must make the same number of lookups."""
+    """Compute the test RMSE. Ranks share the work, and all make the same number of lookups."""
     squares = 0.0
     columns = (test.users, test.items, test.ratings)
     for batch in zip(*(column.split(EVALUATION_BATCH) for column in columns), strict=True):

@@ -13,20 +13,20 @@ from ...tables.hash_table import HashTable
 from .. import saved
 from ..saved import SavedModel
 
-# Initial biases and vectors are small, so that the first predictions are near the mean.
+# Small initial biases and vectors, so that the first predictions are close to the mean.
 INITIAL = Uniform(-0.05, 0.05)
-# Chosen on the latest fifth of each user's training ratings in MovieLens-100K.
+# These were chosen on the latest fifth of each user's training ratings in MovieLens-100K.
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01
 
 
 class UserHistory(torch.nn.Module):
-    """The latest items that each user has rated, as bags for an embedding layer.
+    """Holds the latest items that each user has rated, as bags for an embedding layer.
 
     Args:
         train: the known ratings; must not contain ratings to be predicted.
-        max_items: largest number of items in a bag.
+        max_items: maximum number of items in a bag.
     """
 
     users: torch.Tensor  # int64 [u], sorted, distinct
@@ -50,7 +50,7 @@ class UserHistory(torch.nn.Module):
         Args:
             users: ids of users, int64 ``[n]``. An unknown user has an empty bag.
             without: for each bag, the item whose rating is to be predicted, int64 ``[n]``. In
-                training this item is in the history, and would give away that the user has rated
+                training, this item is in the history, which would reveal that the user has rated
                 it.
 
         Returns:
@@ -67,21 +67,21 @@ class UserHistory(torch.nn.Module):
 
 
 class RatingModel(SavedModel):
-    r"""SVD++: matrix factorisation with biases and the user's history.
+    r"""SVD++: matrix factorization with biases and the user's history.
 
     .. math::
         r_{ui} = \mu + b_u + b_i + q_i \cdot (p_u + W |N|^{-1/2} \sum_{j \in N} y_j)
 
-    N is the history of u without i; mu and W are the dense part. Source: Koren, "Factorization
-    meets the neighborhood", KDD 2008, where W is the identity.
+    N is the history of u without i. The dense part consists of mu and W. Source: Koren,
+    "Factorization meets the neighborhood", KDD 2008, where W is the identity.
 
-    Hash tables take the raw ids, which need not be counted or renumbered beforehand.
+    The keys of the hash tables are the raw ids, which need not be counted or renumbered first.
 
     Args:
         train: training ratings, which determine the history, the mean and the range of ratings.
         dim: number of elements of p, q and y.
         capacity: number of rows of each table on each rank.
-        history_size: largest number of items in a history.
+        history_size: maximum number of items in a history.
         seed: seed of the initial vectors.
     """
 
@@ -134,29 +134,29 @@ class RatingModel(SavedModel):
         self.low, self.high = (bound.item() for bound in train.ratings.aminmax())
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Predict ratings, float32 ``[n]``, for pairs of ids; clamp them to the range in train."""
+        """Predict ratings, float32 ``[n]``, for pairs of ids, clamped to the range in training."""
         return self._score(users, items)[0].clamp(self.low, self.high)
 
     def losses(
         self, users: torch.Tensor, items: torch.Tensor, ratings: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the squared errors and penalties to be minimised in training.
+        """Compute the squared errors and penalties to be minimized in training.
 
         Returns:
             ``(squared errors [n], penalties [n])``. A sample's penalty is the sum of squares of the
-            vectors that it looked up, times the constants above, so a vector is regularised in
+            vectors that it looked up, times the constants above. Thus a vector is regularized in
             proportion to its use.
         """
         scores, penalty = self._score(users, items)
         return (scores - ratings).square(), penalty
 
     def table_sizes(self) -> dict[str, int]:
-        """Return name -> number of rows in use on this rank, of each table."""
+        """Return the number of rows in use on this rank in each table, by name."""
         tables = {name: layer.table for name, layer in self.embeddings.layers.items()}
         return {name: len(table) for name, table in tables.items() if isinstance(table, HashTable)}
 
     def content(self) -> dict[str, Any]:
-        """Return the model's arguments and weights, without the training ratings, to be saved."""
+        """Return the model's arguments and weights, without the training ratings, for `save`."""
         tables = {name: saved.all_items(self._layer(name)) for name in self.embeddings.layers}
         return {
             "settings": self._settings,

@@ -19,14 +19,14 @@ from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from .model import LOSSES, OPTIMIZERS, WideModel, select_rows
 
-# If the split depended on --seed, settings would be tested on data used to choose them.
+# The split must not depend on --seed: settings would be tested on data used to choose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-# Loss, number of epochs, batch size, buckets and lengths were chosen on a fifth of the train part,
-# not on the test part.
+# Loss, number of epochs, batch size, buckets and lengths were chosen on a fifth of the training
+# part. The test part was not used.
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
 NUMBER_BUCKETS = 32
-# Far more than the number of values of any column (at most 42), so that few values collide.
+# Far more than the distinct values of any column (at most 42), so that few values collide.
 FEATURE_LENGTH = 1000
 EVALUATION_BATCH = 8192
 
@@ -65,7 +65,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def load_people(args: argparse.Namespace) -> tuple[Adult, Adult]:
-    """Read the people in ``--data``, or the Adult data, and split them into train and test part."""
+    """Read ``--data`` or the Adult data, and split it into a training part and a test part."""
     with training.reading("--data", args.data):
         people = adult(args.data)
     train, test = people.split(TEST_FRACTION, SPLIT_SEED)
@@ -106,7 +106,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         (torch.arange(len(train)), train.labels),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only reported, not used to choose anything.
+        # Test metrics are only reported; nothing is chosen by them.
         evaluate=lambda _: _evaluate(model, of_test, test.labels),
         resume=args.resume,
     )
@@ -120,7 +120,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
 
 
 def _evaluate(model: WideModel, matrix: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Return test metrics; ranks share the work, as all must make the same number of lookups."""
+    """Compute test metrics. Ranks share the work, and all make the same number of lookups."""
     parts = torch.arange(len(labels)).split(EVALUATION_BATCH)
     mine = [part.tensor_split(world_size())[rank()] for part in parts]
     found = [model.probabilities(select_rows(matrix, part)) for part in mine]

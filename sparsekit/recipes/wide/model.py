@@ -1,4 +1,4 @@
-"""A wide network, whose input is a huge sparse matrix of hashed features."""
+"""A wide network: its input is a huge sparse matrix of hashed features."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ OPTIMIZERS = ("adam", "ftrl")
 
 
 class WideModel(SavedModel):
-    r"""Two linear layers on hashed categories: ``[n, width]`` -> ``int(width ** 0.3)`` -> 1.
+    r"""Two linear layers on hashed categories, of width ``int(width ** 0.3)`` and 1.
 
-    The first layer is the table of a `DistributedEmbedding`: the columns of a row's nonzeros are
-    the keys of a bag, and the entries are their weights. So no dense ``[n, width]`` matrix is ever
-    made. With several ranks, column c is on rank ``c % world_size``.
+    The input is a sparse matrix ``[n, width]``. The first layer is a `DistributedEmbedding`: the
+    columns of a row's nonzero entries are the keys of a bag, and the entries are their weights.
+    Thus no dense ``[n, width]`` matrix is created. With several ranks, column c is on rank
+    ``c % world_size``.
 
     Args:
         encoder: defines the features, and the columns of their values.
-        buckets: buckets of the numeric features; the index of a value's bucket is hashed instead
-            of the value. None hashes all features as categories.
+        buckets: buckets of the numeric features. The index of a value's bucket is hashed instead
+            of the value. With None, all features are hashed as categories.
         loss: ``"bce"``, the binary cross entropy of the score's sigmoid, or ``"mse"``, the squared
             error of the score itself.
         seed: seed of the initial weights.
 
     Raises:
-        ValueError: loss is unknown, or buckets has features that encoder lacks.
+        ValueError: ``loss`` is unknown, or ``buckets`` has features that ``encoder`` lacks.
 
     Example:
         >>> model = WideModel(SplitHashEncoder({"city": 1000, "day": 7}))
@@ -89,8 +90,8 @@ class WideModel(SavedModel):
         """Encode rows of raw values as a torch CSR matrix, float32 ``[n, width]``.
 
         Args:
-            columns: name -> n values of each feature, in the form that `SplitHashEncoder.encode`
-                takes, or `QuantileBuckets` for a numeric feature.
+            columns: n values of each feature, by name, as for `SplitHashEncoder.encode` or, for a
+                numeric feature, as for `QuantileBuckets`.
         """
         return self.encoder.encode(ChainMap(self.buckets(columns), columns))
 
@@ -108,23 +109,24 @@ class WideModel(SavedModel):
         )
 
     def probabilities(self, matrix: Any) -> torch.Tensor:
-        """Return probabilities of label 1, float32 ``[n]``; for mse, clamped scores."""
+        """Return the probabilities of label 1, float32 ``[n]``; for mse, the clamped scores."""
         scores = self(matrix)
         return scores.clamp(0, 1) if self.loss == "mse" else scores.sigmoid()
 
     def optimizer(self, name: str = "adam", batch_size: int = 1) -> torch.optim.Optimizer:
         """Make the optimizer: `Adam` with lr 0.002, or `Ftrl` with lr 0.2 and l1 = l2 = 1.0.
 
-        Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These values suit
-        gradients of the sum over a batch. The loss is the mean, so l1 and l2 are divided by
-        batch_size, and the accumulator by the square of batch_size; this gives the same weights.
+        The values of l1, l2 and Ftrl's initial accumulator, 0.1, suit gradients of the sum over a
+        batch. The loss is the mean over a batch, so l1 and l2 are divided by batch_size, and the
+        accumulator by the square of batch_size. This gives the same weights.
 
-        Only the table has penalties. With penalties on the head as well, small batches could make
-        all weights of table and head zero in the first steps, where all gradients are zero, too.
+        Only the table has penalties. If the head also had them, small batches could set all weights
+        of the table and the head to zero in the first steps. Then all gradients are zero, too, and
+        the model stops learning.
 
         Args:
             name: ``"adam"`` or ``"ftrl"``.
-            batch_size: number of samples in a step, of all ranks together.
+            batch_size: total number of samples in a step, on all ranks.
 
         Raises:
             TypeError, ValueError: name is unknown, or batch_size is not an integer >= 1.
@@ -140,12 +142,12 @@ class WideModel(SavedModel):
         return Ftrl(groups, lr=0.2, initial_accumulator_value=0.1 / n**2)
 
     def weights(self) -> torch.Tensor:
-        """Return the first layer's weights for all columns, ``[width, dim]``; a collective."""
+        """Return the weights of the first layer for all columns, ``[width, dim]``; a collective."""
         columns = torch.arange(self.encoder.width, device=self.head.weight.device)
         return self.embedding.vectors(columns)
 
     def content(self) -> dict[str, Any]:
-        """Return the model's arguments and weights, and its encoder, to be saved."""
+        """Return the model's arguments, weights and encoder, for `save`."""
         encoder = self.encoder
         return {
             "lengths": encoder.feature_lengths,
@@ -168,8 +170,8 @@ class WideModel(SavedModel):
 
         Args:
             path: path of the file.
-            feature_lengths: lengths that the model must have, since with other lengths the weights
-                would belong to other columns; None to accept any lengths.
+            feature_lengths: lengths that the saved model must have; None accepts any lengths. With
+                other lengths, the weights would belong to other columns.
 
         Raises:
             ValueError: the file does not contain such a model, or its features differ from
@@ -182,7 +184,7 @@ class WideModel(SavedModel):
         encoder = SplitHashEncoder(state["lengths"], **state["encoder"])
         model = cls(encoder, QuantileBuckets(state["edges"]), loss=state["loss"])
         keys, vectors = state["table"]
-        # The ranks' tables are rounded up to equal sizes, so there may be more rows than columns.
+        # Drop extra rows: the ranks' tables have equal sizes, so their sum may exceed the width.
         columns = keys < encoder.width
         model.embedding.assign(keys[columns], vectors[columns])
         model.head.load_state_dict(state["head"])
@@ -190,7 +192,7 @@ class WideModel(SavedModel):
 
 
 def select_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Select rows, int64 ``[k]``, of a torch CSR matrix; they may repeat and be in any order.
+    """Select rows of a torch CSR matrix by indices, int64 ``[k]``, which may repeat.
 
     torch has no function that selects CSR rows and returns a sparse result.
     """
