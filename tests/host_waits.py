@@ -109,7 +109,7 @@ class _Functions(TorchFunctionMode):
         to_host = name == "cpu" or "cpu" in [a for a in asked if isinstance(a, str)]
         to_device = any(isinstance(a, torch.device) for a in asked)
         result = func(*args, **kwargs)
-        if not isinstance(args[0], torch.Tensor):  # a module
+        if not isinstance(args[0], torch.Tensor):  # the argument is a module
             return result
         if of_device and to_host:
             self._waits["to the host"] += 1

@@ -256,7 +256,7 @@ def seen(monkeypatch, tmp_path):
         watch(checkpoint_command, name)
     watch(data_command, "write_criteo_sample")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))
-    monkeypatch.setattr(settings, "wire_dtype", None)  # so that it is restored
+    monkeypatch.setattr(settings, "wire_dtype", None)  # so that the test's end restores the setting
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():  # undoes the filter that `train wide` adds
         yield found

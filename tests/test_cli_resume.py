@@ -153,7 +153,7 @@ def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert f"{data}: has changed since the run in --checkpoint {tmp_path / 'a'} was" in said.err
-    assert "started; put it back" in said.err  # with the size unchanged
+    assert "started; put it back" in said.err  # although the file's size is unchanged
     assert said.err.count("\n") == 1
     data.write_text(text)
     assert cli.main(run) == 0

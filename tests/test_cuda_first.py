@@ -89,7 +89,7 @@ def test_outputs_belong_to_the_current_stream():
 @gpu
 def test_an_output_that_does_not_fit():
     table = torch.ones(1, 1 << 16, device="cuda")
-    rows = torch.zeros(1 << 24, dtype=torch.int64, device="cuda")  # 4 TiB
+    rows = torch.zeros(1 << 24, dtype=torch.int64, device="cuda")  # the result would take 4 TiB
     with pytest.raises(RuntimeError, match="out of memory"):
         ops.gather_rows(table, rows)
     assert ops.gather_rows(table, rows[:3]).shape == (3, 1 << 16)

@@ -175,7 +175,7 @@ def odd_npz(path, chance):
     methods = [zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
     method = chance.choice(methods) if kind == "method" else zipfile.ZIP_DEFLATED
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # two members may have the same name
+        warnings.simplefilter("ignore")  # zipfile warns if two members have the same name
         npz_of(path, headers, contents, method, version)
     if kind == "archive":
         path.write_bytes(damaged(path.read_bytes(), chance))

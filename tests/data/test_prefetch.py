@@ -77,7 +77,7 @@ def test_a_thread_that_cannot_be_started_is_named(monkeypatch):
 
 
 def test_leaving_early_ends_the_thread():
-    for item in Prefetcher(iter(int, 1)):  # endless
+    for item in Prefetcher(iter(int, 1)):  # an endless source
         assert item == 0
         assert threads()[0].daemon  # a source that waits must not keep Python from ending
         break

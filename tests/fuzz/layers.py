@@ -227,7 +227,8 @@ def _input(case: Case, layer, unseen: bool = False) -> Input:
     if samples == 0:  # torch has no jagged tensor without rows
         usable = ["values_offsets", "coo", "csr", "dense"]
     if weights is not None:
-        usable = [f for f in usable if f != "uncoalesced_coo"]  # keeps its weights in another order
+        # This form keeps its weights in a different order.
+        usable = [f for f in usable if f != "uncoalesced_coo"]
     form = case.any_of(*usable)
     case.note(form=form, bags=bags, weights=weights)
     with warnings.catch_warnings():

@@ -100,7 +100,7 @@ def test_a_copy_goes_on_as_the_original(way):
     twin = COPIES[way](layer)
     assert len(sparsekit.split_embedding_variable_from_others(twin)[0]) == 1
 
-    keys = [-9, 77, 4, INT64_MAX]  # seen and unseen
+    keys = [-9, 77, 4, INT64_MAX]  # seen and unseen keys
     for training in (False, True):
         layer.train(training)
         twin.train(training)
@@ -126,7 +126,7 @@ def test_converted_layer(convert):
     layer, expected = single(dtype=torch.float32), single(dtype=torch.float32)
     vectors(layer, [1, 2])
     convert(layer)
-    keys = [2, 5, 1]  # known, new, known
+    keys = [2, 5, 1]  # a known, a new and a known key
     found = vectors(layer, keys)
     assert found.dtype == layer.weight.dtype
     assert torch.equal(found, vectors(expected, keys).to(found.dtype))

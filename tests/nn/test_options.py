@@ -175,7 +175,7 @@ def test_layers_derived_from_ours_have_signatures_of_their_own():
 def test_the_seed_of_init_is_for_layers_without_a_seed_of_their_own(monkeypatch):
     given = {"name": "n"}, {"name": "n", "seed": 5}
     before = [int(Embedding(9, 4, **options).seed) for options in given]
-    monkeypatch.setattr(settings, "seed", settings.seed)  # so that it is restored
+    monkeypatch.setattr(settings, "seed", settings.seed)  # so that the test's end restores the seed
     sparsekit.init(seed=7)
     after = [int(Embedding(9, 4, **options).seed) for options in given]
     assert before[0] != after[0]

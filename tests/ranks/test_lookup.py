@@ -92,7 +92,7 @@ def check_dense(rank, dynamic):
     keys = keys.reshape(-1)[: 8 - 4 * rank] if dynamic else keys
     out = layer(keys)
     out.sum().backward()
-    layer.combiner = None  # whole_table reads it
+    layer.combiner = None  # whole_table reads this attribute
     whole = whole_table(layer)
     rows = whole.table.find(keys.reshape(-1))
     expected = reference.gather_rows(whole.weight, rows).view(*keys.shape, 3)

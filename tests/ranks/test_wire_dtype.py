@@ -258,7 +258,7 @@ def defaults(rank):
     with by_default(BFLOAT16):
         assert pooling("a").dtype_on_wire == BFLOAT16
         assert pooling("b", wire_dtype=torch.float32).dtype_on_wire == torch.float32
-        sparsekit.init(timeout=60)  # init without wire_dtype keeps it
+        sparsekit.init(timeout=60)  # init without wire_dtype keeps the dtype
         assert pooling("c").wire_dtype == BFLOAT16
         # A layer keeps the settings that it was made with.
         made = pooling("d")

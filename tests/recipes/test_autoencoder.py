@@ -87,7 +87,7 @@ def test_a_rated_item_counts_once_in_the_loss_although_it_is_drawn(history):
 def test_a_drawn_item_stands_for_those_that_were_not_drawn(history):
     model, rows = Autoencoder(history, dim=2, dropout=0.0, negatives=3), torch.arange(6)
     drawn = model._draw(torch.arange(24))[1]
-    model.steps.zero_()  # draw the same again
+    model.steps.zero_()  # draws the same items again
     found = model.losses(rows)
     scores = model.score(model.encode(rows), model.vectors(0, 11))
     entries, _, row = history(rows)

@@ -269,7 +269,7 @@ def test_other_folders_hold_no_model(tmp_path, note):
     message = f"^{tmp_path}: no folder that `sparsekit train dlrm --save` or deepfm's has written$"
     (tmp_path / "model.json").write_text(json.dumps(NOTE))
     with pytest.raises(UsageError, match=message):
-        trained.read(str(tmp_path))  # without the model itself
+        trained.read(str(tmp_path))  # the folder lacks the model itself
     (tmp_path / "model").mkdir()
     assert trained.read(str(tmp_path)) == NOTE
     (tmp_path / "model.json").write_text(note)

@@ -24,7 +24,7 @@ def test_a_file_gets_a_line_every_half_minute(clock):
     stream = io.StringIO()
     asked = []
     with progress.Progress("epoch 1/3", 2000, stream) as bar:
-        for _ in range(100):  # advances 100 s
+        for _ in range(100):  # advances the clock by 100 s
             clock.now += 1
             bar.update(10, lambda: asked.append(1) or 0.25)
         bar.finish(" loss 0.2000")

@@ -483,7 +483,7 @@ def test_a_reader_may_have_an_empty_state():
     place.batches = 4
     place.check(FitData(data, None, None, 1))
     place.find(generator, FitData(data, None, None, 1), None)
-    place.reach(None)  # the reader is there already
+    place.reach(None)  # the reader is already at this position
     assert data.loaded == [{"step": 4}] * 2
     for other, named in ((batches(SAMPLES), "list"), (tensors(), "a tuple")):
         with pytest.raises(ResumeError, match=f"run on a reader, and now there is {named}$"):
