@@ -1,4 +1,4 @@
-"""The command line: runs the benchmarks, compares two runs, makes tables and plots."""
+"""The command line of the benchmarks: runs them, compares runs, and makes tables and plots."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ from .gpu import Gpu
 
 Benchmarks = dict[str, Callable[[Any], Iterator[Comparison]]]
 
-# Benchmarks of each suite by their names on the command line.
+# The benchmarks of each suite, by their names on the command line.
 SUITES: dict[str, Benchmarks] = {
     "cpu": {
         "hash_table": bench_hash_table.run,
@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
     """Run `python -m benchmarks`; returns the exit status.
 
     Returns:
-        0; 1 if a benchmark failed, or if `compare` finds something slower; 2 for a file that
-        cannot be read.
+        0 for success; 1 if a benchmark failed, or `compare` found a slowdown; 2 if a file cannot be
+        read.
     """
     options = _parser(prog).parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""bucketize, compared with a stable argsort of the owners and counts."""
+"""Compares bucketize with a stable argsort of the owners, followed by a count."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from .gpu import Gpu
 
 
 def owners_sorted(keys: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the permutation alone, which is most of the work."""
+    """Return only the permutation, which takes most of the time."""
     return (keys % world_size).argsort(stable=True)
 
 

@@ -1,4 +1,4 @@
-"""Reading Criteo's format into keys, compared with pyarrow.csv and pandas; and training on it."""
+"""Compares reading Criteo's format with pyarrow.csv and pandas, and times training on it."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time reading a file of 5 million rows, and training on one of a tenth of that."""
+    """Time reading a file of 5 million rows, and training on a file of 500,000 rows."""
     with tempfile.TemporaryDirectory() as folder:
         rows = cpu.size(5_000_000, 500)
         path = Path(folder) / "day_0"
@@ -85,7 +85,7 @@ def _pandas(path: Path) -> None:
 
 
 def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
-    """Time an epoch of a small DLRM, and the part of it spent waiting for batches."""
+    """Time an epoch of a small DLRM, and its waits for batches."""
     dim, batch = cpu.size(16, 4), cpu.size(2048, 16)
     torch.manual_seed(0)
     reader = CriteoReader(path, batch, shuffle=True)

@@ -1,4 +1,4 @@
-"""embedding_bag forward, compared with F.embedding_bag and FBGEMM's TBE."""
+"""Compares the forward of embedding_bag with F.embedding_bag and FBGEMM's TBE."""
 
 from collections.abc import Iterator
 from functools import partial

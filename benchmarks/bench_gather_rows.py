@@ -1,4 +1,4 @@
-"""gather_rows, compared with index_select, on a GPU; on the CPU it is part of other benchmarks."""
+"""Compares gather_rows with index_select on a GPU; on the CPU, other benchmarks cover it."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -271,7 +271,7 @@ def _step(layer: torch.nn.Module, keys: torch.Tensor, optimizer: torch.optim.Opt
 
 
 def _fill(layer: sparsekit.DistributedEmbedding, ids: int) -> None:
-    """Insert the keys 0, 1, ..., so that no step has to."""
+    """Insert the keys 0, 1, ..., so that the timed steps insert none."""
     assert layer.table is not None
     layer.table.find_or_insert(torch.arange(ids))
     layer.weight.data.uniform_(-0.05, 0.05)

@@ -55,7 +55,7 @@ def _find(cpu: Cpu, full: int, line: str) -> Iterator[Comparison]:
 
 
 def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
-    """Time inserts into prepared tables, with room for all keys and all pages touched."""
+    """Time inserts into tables that have capacity for all keys and whose memory is touched."""
     table = sparsekit.HashTable(n)
     inputs = [random_keys(n, seed) for seed in range(2)]
 
@@ -83,7 +83,7 @@ def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time find and find_or_insert in a table of 64M places: each key reads one line."""
+    """Time find and find_or_insert in a table with 64M places; each key reads one bucket."""
     slots = gpu.fit(gpu.size(64 << 20, 500), bytes_each=64)
     for load in (0.6, 0.75, 0.9):
         table = sparsekit.HashTable(int(slots * load), device=gpu.device, load_factor=load)

@@ -1,4 +1,4 @@
-"""init_rows_, compared with torch's random numbers, which do not depend on keys, on a GPU."""
+"""Compares init_rows_ on a GPU with torch's random numbers, which do not depend on keys."""
 
 from collections.abc import Iterator
 from functools import partial

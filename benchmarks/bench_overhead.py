@@ -1,4 +1,4 @@
-"""Overhead of a call with almost no work, compared with torch's clone."""
+"""Compares the overhead of calls that do almost no work with torch's clone."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""unsorted_segment_sum, compared with zeros + index_add_."""
+"""Compares unsorted_segment_sum with zeros and index_add_."""
 
 from collections.abc import Iterator
 from functools import partial

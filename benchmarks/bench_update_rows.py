@@ -1,4 +1,4 @@
-"""One step of each optimizer, compared with torch's, on coalesced gradients."""
+"""Compares one step of each optimizer with torch's, on coalesced gradients."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""hashing.xxh64, compared with a Python loop over the package xxhash."""
+"""Compares hashing.xxh64 with a Python loop over the package xxhash."""
 
 import random
 import sys

@@ -20,7 +20,7 @@ import torch
 import sparsekit
 
 ROOT = Path(__file__).resolve().parents[1]
-# Packages that may also be measured; their versions are part of the description.
+# Packages that may be measured, too; the machine's description has their versions.
 PACKAGES = ("numpy", "pandas", "libboost-headers", "fbgemm-gpu-cpu", "torchrec", "xxhash")
 
 
@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Return how many times as fast ours is as the roof or the peer."""
+        """Return the speed of ours divided by that of the roof or the peer."""
         return self.against_ms / self.ms
 
     @property
@@ -153,7 +153,7 @@ def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @cache
 def machine() -> dict[str, object]:
-    """Describe the machine and the software, without which no result can be read."""
+    """Describe the machine and the software, without which results mean little."""
     packages: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -175,7 +175,7 @@ def machine() -> dict[str, object]:
 
 
 def last_cache_bytes() -> int:
-    """Return the size of the last cache level, 32 MiB if the system does not tell it."""
+    """Return the size of the last-level cache, or 32 MiB if the system does not report it."""
     sizes = [_read(str(p)) for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")]
     kib = [int(size[:-1]) for size in sizes if size.endswith("K")]
     return max(kib, default=32 << 10) << 10
@@ -194,7 +194,7 @@ def _read(path: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this clone, marked if files differ from it."""
+    """Return the commit of this clone, with a mark if files have been changed."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--match="]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -31,7 +31,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Calls that do the same on different inputs; `setup` runs before each and is not counted."""
+    """Calls that do the same on different inputs; `setup` runs, untimed, before each call."""
 
     calls: Sequence[Call]
     setup: Call | None = None
@@ -62,7 +62,7 @@ class Cpu:
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
-        """Return how many inputs of this size together exceed the cache."""
+        """Return the number of inputs of this size that together exceed the cache."""
         return max(2, min(most, -(-self.cache_bytes // max(1, num_bytes))))
 
     def has(self, against: str, reason: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""A step of one table by ops that leave every size on the device, so that the host never waits.
+"""A step of one table by ops that keep every size on the device, so the host never waits.
 
 This sketches a future fused mode of layers: from keys to pooled vectors, and from their gradient to
 updated rows. Each tensor has as many rows as there may be distinct keys; rows past the true number

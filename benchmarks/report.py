@@ -14,7 +14,7 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 class ReportError(Exception):
-    """Error for a file that is not a result of `run`, or not a suitable one."""
+    """Raised for a file that is not a suitable result of `run`."""
 
 
 def read(path: Path) -> Run:

@@ -78,7 +78,7 @@ def target_of(targets: dict[tuple[str, str], float], line: str, against: str) ->
     """Return the target of a line against a roof or a peer, or None without one.
 
     Raises:
-        KeyError: no target has this line, so it is misspelt.
+        KeyError: no target has this line, so it is misspelled.
     """
     if line and not any(name == line for name, _ in targets):
         raise KeyError(f"there is no target for {line!r}")

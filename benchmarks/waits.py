@@ -1,4 +1,4 @@
-"""How often the host waits for the device: each wait ends with an idle GPU.
+"""Counts how often the host waits for the device, since each wait leaves the GPU idle.
 
 torch counts its own waits while torch.cuda.set_sync_debug_mode is on; ops of sparsekit wait without
 torch and count for themselves.
@@ -35,7 +35,7 @@ def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
     """Run a call and count its waits.
 
     Args:
-        call: run once; run it before as well, since a first call waits more often.
+        call: called once here. Call it before, too, since a first call waits more often.
         library: library that counts the waits; the host runner's does so without a device.
     """
     own = ctypes.CDLL(str(library)).sparsekit_num_waits

@@ -6,7 +6,7 @@ from model import Clicks, data, loss_of
 
 import sparsekit
 
-accelerator = Accelerator(cpu=True)  # comes first, so that the model's tables know the ranks
+accelerator = Accelerator(cpu=True)  # must come first: the model's tables ask it for the ranks
 torch.manual_seed(0)
 model = Clicks()
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)

@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import sparsekit
 
-dist.init_process_group()  # comes first, so that the model's tables know the ranks
+dist.init_process_group()  # must come first: the model's tables ask it for the ranks
 torch.manual_seed(0)
-model = DistributedDataParallel(Clicks())  # leaves the sharded tables alone
+model = DistributedDataParallel(Clicks())  # ignores the tables, which are sharded
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 batches = DataLoader(data(), batch_size=32, sampler=DistributedSampler(data()))
 for epoch in range(5):
@@ -19,9 +19,9 @@ for epoch in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         loss.backward()
-        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # over the rows of all ranks
+        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # norm over all ranks' rows
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"loss {loss.item():.4f}")
-# A state holds the rows of one rank, so each rank saves its own.
+# A state_dict holds the rows of one rank, so each rank saves its own file.
 dist.destroy_process_group()

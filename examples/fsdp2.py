@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import sparsekit
 
-dist.init_process_group()  # comes first, so that the model's tables know the ranks
+dist.init_process_group()  # must come first: the model's tables ask it for the ranks
 torch.manual_seed(0)
 model = Clicks()
-tables = set(sparsekit.distributed.ignored_parameters(model).values())  # already sharded
+tables = set(sparsekit.distributed.ignored_parameters(model).values())  # sharded already
 fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=tables)
-# Takes DTensors as well as tables.
+# This optimizer accepts both DTensors and tables.
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 batches = DataLoader(data(), batch_size=32, sampler=DistributedSampler(data()))
 for epoch in range(5):
@@ -23,7 +23,7 @@ for epoch in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         loss.backward()
-        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # over shards and tables together
+        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # one norm over shards and tables
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"loss {loss.item():.4f}")

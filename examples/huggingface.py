@@ -13,7 +13,7 @@ class WithLoss(Clicks):
         return {"loss": loss_of(logits, clicked), "logits": logits}
 
 
-# The arguments initialise torch.distributed, so they come before the model, whose tables must know
+# The arguments initialize torch.distributed. They come before the model, since its tables must know
 # the ranks.
 args = TrainingArguments(
     "unused", use_cpu=True, per_device_train_batch_size=32, num_train_epochs=5, report_to=[],
@@ -27,10 +27,10 @@ optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 rows = [dict(zip(("user", "tags", "clicked"), row, strict=True)) for row in data()]
 trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, schedule))
-# Torch's own function refuses tables.
+# Replace torch's function, which refuses tables.
 trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_
 trainer.train()
 with torch.no_grad():
-    loss = model.eval()(*data().tensors)["loss"].item()  # on all ranks: each has a part of the rows
+    loss = model.eval()(*data().tensors)["loss"].item()  # all ranks must take part
 if trainer.is_world_process_zero():
     print(f"loss {loss:.4f}")

@@ -10,7 +10,7 @@ import sparsekit
 
 
 class Module(lightning.LightningModule):
-    """A module that makes its model once the ranks are known."""
+    """A module that creates its model after the ranks are known."""
 
     def configure_model(self) -> None:  # __init__ runs before the ranks exist
         self.model = getattr(self, "model", None) or Clicks()
@@ -24,12 +24,12 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sparsekit.optim.LazyAdam(self.parameters(), lr=0.02)
 
-    def configure_gradient_clipping(self, optimizer, *_, **__) -> None:  # torch cannot clip tables
+    def configure_gradient_clipping(self, optimizer, *_, **__) -> None:  # torch's refuses tables
         sparsekit.optim.clip_grad_norm_(self.parameters(), 1.0)
 
 
 ranks = int(os.environ.get("WORLD_SIZE", 1))
-# Lightning's checkpoints would hold only rank 0's part of a table: docs/trainers.md.
+# Lightning's checkpoints would contain only rank 0's part of a table; see docs/trainers.md.
 trainer = lightning.Trainer(
     accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=5, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -25,7 +25,7 @@ loss_of = torch.nn.functional.binary_cross_entropy_with_logits
 
 
 def data(samples: int = 512) -> torch.utils.data.TensorDataset:
-    """Return users and tags far apart in 64 bits, and clicks that depend on the user."""
+    """Return ids of users and tags, spread over 64 bits, and clicks that depend on the user."""
     random = torch.Generator().manual_seed(0)
     user = torch.randint(0, 50, (samples,), generator=random)
     tags = torch.randint(-(2**62), 2**62, (20,), generator=random)

@@ -1,4 +1,4 @@
-"""Raw 64-bit ids in two tables, on one rank (`python examples/quickstart.py`) or on several.
+"""Two tables of raw 64-bit ids, on one rank (`python examples/quickstart.py`) or on several.
 
 torchrun --nproc-per-node 2 examples/quickstart.py
 """
@@ -15,7 +15,7 @@ if "RANK" in os.environ:  # under torchrun; must come before the layers
 
 
 class Clicks(torch.nn.Module):
-    """Model of whether a user clicks an item, given the user, the item and those seen before."""
+    """Predicts whether a user clicks an item, from the user, the item and items seen before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Clicks(torch.nn.Module):
             name: sparsekit.DistributedEmbedding("mean", 10_000, 16, slot_num=1, name=name)
             for name in ("user", "item")
         }
-        # Two features look items up in the same table.
+        # Two features use the same table of items.
         features = {"user": "user", "item": "item", "seen": "item"}
         self.embeddings = sparsekit.EmbeddingGroup(layers, features, output="concatenated")
         self.dense = torch.nn.Sequential(

@@ -25,7 +25,7 @@ model = DLRM([f"C{i}" for i in range(1, 27)], 13, rows=20_000, bottom=[64], top=
 sparse, dense = sparsekit.split_embedding_variable_from_others(model)
 optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.002)]
 with tempfile.TemporaryDirectory() as folder:
-    # Generates a file; each rank reads its share.
+    # Generate a file, of which each rank reads a share.
     write_criteo_sample(f"{folder}/day_0", rows=20_000)
     trainer = Trainer(
         model,

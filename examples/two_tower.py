@@ -1,4 +1,4 @@
-"""Retrieval with a tower for users and one for items, on raw ids; on one rank or under torchrun."""
+"""Retrieval with a tower for users and one for items, on one rank or under torchrun."""
 
 import os
 

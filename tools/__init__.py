@@ -1,1 +1,1 @@
-"""Programs that developers run by hand or through make; they are not in the package."""
+"""Programs that developers run by hand or through make; they are not part of the package."""

@@ -1,8 +1,8 @@
-"""Work of a GPU in a training step: `python -m tools.cuda_counts [--write]`.
+"""Counts the work of a GPU in a training step: `python -m tools.cuda_counts [--write]`.
 
-Launches, memsets, waits, atomics and bytes of each op, counted while the kernels run on the host
-(tests/simt_counts.py). --write puts the tables into docs/gpu-status.md; a test compares the
-launches and waits there with the counts.
+Launches, memsets, waits, atomics and bytes of each op are counted while the kernels run on the CPU
+(tests/simt_counts.py). --write writes the tables into docs/gpu-status.md. A test compares the
+launches and waits in that document with new counts.
 """
 
 import argparse
@@ -24,22 +24,22 @@ from deferred_errors import deferred_errors  # noqa: E402
 from simt_counts import Count, Counts, counted  # noqa: E402
 
 TABLES = 26
-# EXACT columns are equal in every count; those BY_CHANCE depend on seeds of hashes and on the
+# EXACT columns are the same in every run. BY_CHANCE columns depend on seeds of hashes and on the
 # interleaving of threads.
 EXACT = ("calls", "kernels", "memsets", "scans, sorts", "torch", "waits", "copies in")
 BY_CHANCE = ("atomics", "KB accessed", "KB moved")
 
 
 class Step:
-    """A countable training step with LazyAdam and given gradients.
+    """A training step with LazyAdam and given gradients, whose work can be counted.
 
     Args:
-        tables: 1 for a layer by itself, more for an EmbeddingGroup.
+        tables: 1 for a single layer, more for an EmbeddingGroup.
         fused: True if backward updates the rows.
-        batch: number of bags of a table.
-        nnz: number of keys of a bag.
-        dim: size of a vector.
-        keys: number of different keys.
+        batch: number of bags per table.
+        nnz: number of keys per bag.
+        dim: number of elements in a vector.
+        keys: number of distinct keys.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Step:
         self.optimizer.zero_grad()
 
     def count(self) -> Counts:
-        """Return the counts of a second step, which has states already and some new keys."""
+        """Return the counts of a second step: states exist already, and some keys are new."""
         waits: list[int] = []
         with deferred_errors(on_wait=lambda: waits.append(1)):
             with counted():
@@ -109,14 +109,14 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Round to two digits, since the rest depends on chance; returns nothing for 0."""
+    """Round to two digits, since the others depend on chance; return "" for 0."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Return lines for our ops, for torch's together, and for all; optionally for kernels."""
+    """Return a table of our ops, of totals for torch's ops and for all, and perhaps of kernels."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}

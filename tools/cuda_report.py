@@ -1,7 +1,7 @@
-"""Registers, occupancy and spills of every kernel: `python -m tools.cuda_report [--all]`.
+"""Prints registers, occupancy and spills of all kernels: `python -m tools.cuda_report [--all]`.
 
-Reads the output of ptxas for the newest build with CUDA, which tools/keep_ptxas_log.py stored
-beside the objects. --all adds the kernels of CUB, which are not ours to tune.
+Reads the output of ptxas for the newest build with CUDA, which tools/keep_ptxas_log.py has stored
+next to the object files. --all adds the kernels of CUB, which we do not tune.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Kernel:
 
     @property
     def spills(self) -> bool:
-        """Return whether the kernel keeps anything in local memory, which is off the chip."""
+        """Return whether the kernel uses local memory, which is not on the chip."""
         return bool(self.stack or self.spill_stores or self.spill_loads)
 
 
@@ -75,7 +75,7 @@ def parse(source: str, text: str) -> list[Kernel]:
         if not (entry and registers and frames):
             raise ValueError(f"{source}: this is no output of ptxas that is understood:\n{part}")
         shared = _SHARED.search(part)
-        # A function that was not inlined has its own frame in its kernel's part.
+        # Add the frames of functions that were not inlined; ptxas lists them with their kernel.
         stack, stores, loads = (sum(numbers) for numbers in zip(*frames, strict=True))
         kernels.append(
             Kernel(
@@ -117,7 +117,7 @@ def declared_kernels() -> set[str]:
 
 
 def demangle(symbols: Iterable[str]) -> dict[str, str]:
-    """Return symbol -> readable name, without our namespaces and without parameters."""
+    """Return the readable name of each symbol, without our namespaces and without parameters."""
     symbols = list(symbols)
     done = subprocess.run(
         ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True

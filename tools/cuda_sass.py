@@ -1,8 +1,8 @@
-"""Machine instructions that show how a kernel uses memory: `python -m tools.cuda_sass [NAME ...]`.
+"""Counts the memory instructions of each kernel: `python -m tools.cuda_sass [NAME ...]`.
 
-Counts, per kernel on one chip, loads and stores of global memory by width, atomics, shuffles,
-votes, barriers and local memory. It counts instructions in the code, not executions; an unrolled
-loop contains its loads several times. NAME selects kernels whose name contains it.
+For one chip, counts loads and stores of global memory by width, atomics, shuffles, votes, barriers
+and accesses to local memory. It counts instructions in the code, not executions: an unrolled loop
+contains its loads several times. NAME selects kernels whose names contain it.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def simplify(instruction: str) -> str:
 
 
 def count(text: str) -> dict[str, Counter[str]]:
-    """Return symbol -> number of instructions of each listed kind."""
+    """Return the number of instructions of each listed kind, by symbol."""
     parts = _FUNCTION.split(text)[1:]
     counts: dict[str, Counter[str]] = {}
     for symbol, code in zip(parts[::2], parts[1::2], strict=True):
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.library.name} has no machine code for {options.arch}.")
         return 1
     names = {symbol: name for symbol, name in demangle(counts).items() if is_ours(name)}
-    # A kernel in a header is in the library once for each source that includes it.
+    # The library has one copy of a header's kernel per source that includes the header; print one.
     seen = set()
     local = 0
     for symbol, name in sorted(names.items(), key=lambda item: item[1]):

@@ -1,7 +1,7 @@
 """A launcher of nvcc that stores ptxas's report on each kernel in a file beside the object.
 
-CMakeLists.txt puts it before the compiler. Thus `make cuda-report` reads the build's reports
-instead of compiling again, and a build prints only other lines, such as warnings and errors.
+CMakeLists.txt inserts it before the compiler's command. Thus `make cuda-report` can read the
+reports without compiling again, and a build prints only other lines, such as warnings and errors.
 """
 
 import subprocess

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 
 def missing(module: str, package: str = "") -> str | None:
-    """Return why a peer cannot be measured and what helps; None if it can."""
+    """Return why a peer cannot be measured, and how to install it; None if it can."""
     if find_spec(module) is not None:
         return None
     name = package or module

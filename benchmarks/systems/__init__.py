@@ -1,1 +1,1 @@
-"""Long checks of whole systems: each prints its figures, and exits with 1 if a line fails."""
+"""Long checks of whole systems. Each prints its results, and exits with 1 if a check fails."""

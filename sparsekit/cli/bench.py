@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the benchmarks, which must be next to the package or in the current folder."""
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "bench_hash_table.py").exists():
-            # Append it: if it were first, ranks that are started would import the clone's package
+            # Append the folder. If it came first, new ranks would import the package from the clone
             # instead of this one.
             sys.path.append(str(folder))
             benchmarks = importlib.import_module("benchmarks.__main__")

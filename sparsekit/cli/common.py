@@ -104,7 +104,7 @@ def writing(option: str, file: str | None) -> Iterator[None]:
 
 def set_threads(threads: int | None) -> None:
     """Set the number of torch's threads; None means OMP_NUM_THREADS if it is set, else 1."""
-    # A second thread gains little at the batch sizes of the commands, and costs much where cores
+    # At the batch sizes of the commands, a second thread helps little, and costs much if cores
     # are shared, for instance with other ranks: torch's threads wait for one another by spinning.
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = 1

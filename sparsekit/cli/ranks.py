@@ -116,8 +116,8 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
         raise
     # Wait for all ranks: one that exits early would break connections that others still use.
     dist.barrier()
-    # Not reached after an error: the launcher must see that error before other ranks lose
-    # connection.
+    # This is not reached after an error: the launcher must see the error before other ranks
+    # lose their connections.
     dist.destroy_process_group()
     return status
 

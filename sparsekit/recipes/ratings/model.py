@@ -119,7 +119,7 @@ class RatingModel(SavedModel):
                 name=name,
             )
 
-        # The first element of the vector of a user or item is the bias, so that one lookup returns
+        # The first element of a user's or item's row is the bias, so that one lookup returns both
         # bias and vector.
         layers = [
             layer("user", seeds[0], 1 + dim),
