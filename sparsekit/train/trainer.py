@@ -30,51 +30,54 @@ from .telemetry import Telemetry
 
 
 class Trainer:
-    """Trains a model, epoch by epoch.
+    """Trains a model epoch by epoch.
 
-    The same seed, data and model give the same bits: the trainer shuffles samples by its own
-    generator, so other random draws do not change their order.
+    The same seed, data and model give the same bits. The trainer shuffles samples with its own
+    generator, so other random draws do not affect their order.
 
-    With torch.distributed, each rank makes a trainer and calls `fit` with the same arguments. Each
-    rank passes tensors in full, and their batches are split over the ranks; a loader reads the
-    samples of its own rank. A rank may have no samples of a batch. The gradient is computed over
-    the whole batch, so the weights are the same as on one rank, up to rounding.
+    With torch.distributed, each rank creates a trainer and calls `fit` with the same arguments. If
+    the data is tensors, each rank passes all samples, and the batches are split over the ranks. A
+    loader yields only the samples of its own rank. A rank may have no samples in a batch. The
+    gradient is computed over the whole batch, so the weights are the same as on one rank, up to
+    rounding.
 
-    On several ranks, a model with a method ``prefetch(batch)`` gets the next batch between forward
-    and backward, so that an `EmbeddingGroup` can begin to send its keys.
+    On several ranks, the trainer passes the next batch to the model's method ``prefetch(batch)``,
+    if any, between forward and backward. An `EmbeddingGroup` can then begin to send its keys.
 
     Args:
         model: the model to train, unwrapped: on several ranks the trainer wraps its dense part in
             DistributedDataParallel. Each rank has its own buffers.
-        loss_fn: ``loss_fn(model, batch) -> (losses, penalty)``: one loss for each sample, shape
-            ``[samples of batch]``, and a penalty that is added to their mean in training, such as a
-            regulariser: either one for each sample, which is averaged, or a number that does not
-            depend on the batch (0.0 for none).
-        optimizers: optimizers that are all stepped after each batch; sparse and dense parameters
-            need separate optimizers.
+        loss_fn: ``loss_fn(model, batch)`` returns ``(losses, penalty)``. ``losses`` has one loss
+            per sample, shape ``[samples of batch]``. In training, the penalty, such as a
+            regularizer, is added to their mean. It is either one number per sample, to be averaged,
+            or a single number that does not depend on the batch (0.0 for none).
+        optimizers: optimizers, all of which are stepped after each batch; sparse and dense
+            parameters need separate optimizers.
         schedulers: learning rate schedulers, stepped after each step; see `linear_warmup`.
-        seed: seed of the order of samples, if the data is tensors.
+        seed: seed for shuffling the samples, if the data is tensors.
         stream: stream to which rank 0 writes progress; None means ``sys.stderr``.
-        accumulate: number of batches whose gradients are accumulated into one step.
-        clip_norm: largest norm of the gradient over all weights, sparse and dense together; a
-            larger gradient is scaled down to it. None for no limit.
-        autocast: dtype of the dense part's forward, ``torch.bfloat16``; None for the model's own.
+        accumulate: number of batches whose gradients are accumulated for one step.
+        clip_norm: maximum norm of the gradient over all weights, sparse and dense together. A
+            larger gradient is scaled down to this norm. None means no limit.
+        autocast: ``torch.bfloat16`` to run the dense part's forward in this dtype; None for the
+            model's own dtype.
         logs: logs to which rank 0 writes records of steps and epochs; see `JsonLines`.
         log_every: number of steps between two records. Each record also checks that the loss is
             finite, so the CPU waits for the GPU.
-        checkpoints: folder of checkpoints, to which the model, optimizers, schedulers and the
-            position in the data are saved after each epoch, in the background;
-            ``fit(resume=True)`` resumes from the latest one.
-        checkpoint_every: number of steps between two checkpoints within an epoch; None for none.
+        checkpoints: folder of checkpoints. After each epoch, the model, optimizers, schedulers and
+            the position in the data are saved to it in the background. ``fit(resume=True)`` resumes
+            from the latest checkpoint.
+        checkpoint_every: number of steps between two checkpoints within an epoch; None saves
+            checkpoints only after epochs.
 
     Attributes:
-        history: the epochs finished in all calls of fit.
+        history: the finished epochs of all calls of `fit`.
         steps: number of updates made so far.
-        interrupted: whether Ctrl-C ended the last call of fit.
+        interrupted: whether Ctrl-C ended the last call of `fit`.
 
     Raises:
         ValueError: a number is out of range; checkpoint_every is given without checkpoints; or, on
-            several ranks, a layer normalises over the batch, as each rank has only a part of it.
+            several ranks, a layer normalizes over the batch, of which each rank has only a part.
     """
 
     def __init__(
@@ -116,14 +119,14 @@ class Trainer:
         self.steps = 0
         self.interrupted = False
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        # The exchange with the other ranks, once fit is called.
+        # The connection to the other ranks; set by `fit`.
         self._exchange: Exchange | None = None
         self._step = Step(model, self.optimizers, self.schedulers, clip_norm, autocast)
         self._telemetry = Telemetry(model)
         self._spinning = Spinning()
-        self._samples = self._updates = 0  # numbers of samples and updates in an epoch, once known
-        self._place: Position | None = None  # within an epoch: to save, or loaded
-        self._resumed: FitData | None = None  # while loading: data that the checkpoint must fit
+        self._samples = self._updates = 0  # per epoch; 0 until known
+        self._place: Position | None = None  # within an epoch: to be saved, or loaded
+        self._resumed: FitData | None = None  # while loading: the data to compare with
 
     @property
     def _rank(self) -> int:
@@ -146,48 +149,47 @@ class Trainer:
     ) -> list[Epoch]:
         """Train the model on data.
 
-        On one rank, Ctrl-C ends training: the epochs finished so far are returned and
-        ``interrupted`` is set. The model may then be some batches beyond the last epoch.
+        On one rank, Ctrl-C ends training: `fit` returns the finished epochs and sets
+        ``interrupted``. The model may then have been trained on some batches of the next epoch.
 
         Args:
-            data: a tuple of tensors of equal length n: an epoch has each row once, in a new random
-                order, and a batch is a tuple of their rows. Or an iterable of an epoch's batches,
-                such as a reader of `sparsekit.data` or a DataLoader; each batch is a `Batch`, a
-                tensor, or a tuple, list or dict that begins with one. It is read in another thread,
-                and on several ranks gives each its own samples, in the same number of batches. A
-                `Batch` or tensor is moved to the model's device; contents of a tuple, list or dict
-                stay where they are.
+            data: a tuple of tensors of equal length, or a loader. With tensors, an epoch has each
+                row once, in random order, and a batch is a tuple of rows of all tensors. A loader
+                is an iterable over the batches of an epoch, such as a reader of `sparsekit.data` or
+                a DataLoader. Its batches are a `Batch`, a tensor, or a tuple, list or dict that
+                begins with one of these. The loader is read in another thread. On several ranks, it
+                must yield each rank's own samples, in equal numbers of batches. A `Batch` or tensor
+                is moved to the model's device; tensors in a tuple, list or dict are not moved.
             epochs: number of epochs, >= 0.
-            batch_size: number of samples of each rank in a batch of tensors, as in a reader or a
-                DataLoader; the last batch of an epoch may be smaller. None for a loader, which has
-                its own batch size.
-            global_batch_size: number of samples of all ranks together, instead of batch_size, so
-                that batches do not depend on the number of ranks.
+            batch_size: number of samples per rank in a batch, if the data is tensors. The last
+                batch of an epoch may be smaller. None for a loader, which has its own batch size.
+            global_batch_size: total number of samples in a batch on all ranks, instead of
+                batch_size; batches then do not depend on the number of ranks.
             evaluate: called on every rank after each epoch, with the model in evaluation mode and
-                without gradients; its result is kept, and printed by rank 0.
-            stop: early stopping, based on rank 0's value of a metric from evaluate.
-            resume: whether to continue from the latest of the trainer's checkpoints, if there is
-                one. Then ``epochs`` includes the epochs already trained, so that a restarted script
-                ends where it would have ended. The data must be the checkpoint's, and in mid-epoch
-                its batches too: tensors are compared by size and checksum, readers by their state,
-                other loaders by size. In mid-epoch on another number of ranks, a loader restarts
-                its epoch, and tensors continue if global_batch_size is the same.
+                without gradients. Its result is stored in ``history``, and printed by rank 0.
+            stop: early stopping, based on rank 0's value of a metric from ``evaluate``.
+            resume: whether to continue from the trainer's latest checkpoint, if there is one. Then
+                ``epochs`` includes the epochs already trained, so that a restarted script ends at
+                the same epoch. The data must be the same as before and, in the middle of an epoch,
+                also the batches. Tensors are compared by size and checksum, readers by their state,
+                other loaders by size. If the number of ranks has changed in the middle of an epoch,
+                a loader restarts the epoch; tensors continue if global_batch_size is the same.
 
         Returns:
-            ``history``, the epochs of all calls of fit.
+            ``history``: the finished epochs of all calls of `fit`.
 
         Raises:
             TypeError: a batch has a form not listed above.
-            ValueError: data is empty or of unequal lengths, a number is out of range, or stop's
-                metric does not exist.
-            ResumeError: data or schedulers differ from the checkpoint's; nothing is loaded.
-            DataFormatError: an epoch has no samples: a file is empty, or the epoch before has used
-                up a generator.
+            ValueError: tensors are empty or have unequal lengths, a number is out of range, or the
+                metric of ``stop`` does not exist.
+            ResumeError: data or schedulers differ from those of the checkpoint; nothing is loaded.
+            DataFormatError: an epoch has no samples: a file is empty, or the data is a generator,
+                which the previous epoch has exhausted.
             RuntimeError: ranks would train differently.
             CheckpointError: a checkpoint cannot be written or read, or the folder has checkpoints
-                of another run, from which this one does not resume.
-            DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
-                logs or the end of the epoch, on all ranks.
+                of a run that this call does not resume.
+            DivergedError: the loss of a step is infinite or NaN. Raised on all ranks, with the next
+                record of the logs or at the end of the epoch.
         """
         fit, device = self._agree(data, epochs, batch_size, global_batch_size)
         if resume:
@@ -224,7 +226,7 @@ class Trainer:
         return self.history
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of training without model and optimizers; call it between steps."""
+        """Return the state of training, without model and optimizers. Call it between steps."""
         return {
             "steps": self.steps,
             "history": [asdict(epoch) for epoch in self.history],
@@ -234,10 +236,10 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state, from which the next call of fit continues.
+        """Load a state from which the next call of `fit` continues.
 
         Raises:
-            ResumeError: the state has a different number of schedulers.
+            ResumeError: the state was saved with a different number of schedulers.
         """
         place = None if state["place"] is None else Position(**state["place"])
         if place is not None and self._resumed is not None:
@@ -308,7 +310,7 @@ class Trainer:
         """Return the position at which the next epoch begins or continues."""
         if not fit.of_tensors:
             set_epoch(fit.data, len(self.history))
-        place, self._place = self._place, None  # not kept if the epoch is left early
+        place, self._place = self._place, None  # dropped if the epoch is left early
         if place is None:
             return self._first_place(fit)
         place.find(self._generator, fit, self.stream if self._rank == 0 else io.StringIO())
@@ -331,7 +333,7 @@ class Trainer:
         device: torch.device,
     ) -> None:
         self.model.train()
-        self._telemetry.bytes_sent(self._exchange)  # leave out bytes sent by evaluation
+        self._telemetry.bytes_sent(self._exchange)  # do not count bytes sent by evaluation
         group = None if self._exchange is None else self._exchange.group
         losses = Losses(device, group, self._updates)
         stream = self.stream if self._rank == 0 else io.StringIO()
@@ -361,7 +363,7 @@ class Trainer:
         progress: Progress,
         title: str,
     ) -> None:
-        """Run all remaining steps of an epoch."""
+        """Run the remaining steps of an epoch."""
         if place.batches:
             place.reach(shares)
             losses.restore(place.losses)
@@ -369,7 +371,7 @@ class Trainer:
         for batches, following in steps_of(shares, self.accumulate):
             every = self.checkpoint_every
             saves = every is not None and (self.steps + 1) % every == 0 and following is not None
-            # Nothing may be on its way to other ranks between a step and its checkpoint.
+            # Do not prefetch before a checkpoint: no data may be in transit while it is saved.
             loss = self._step.update(self.loss_fn, batches, None if saves else following)
             losses.add(loss, sum(share.rows for share in batches))
             self.steps += 1
