@@ -55,29 +55,6 @@ def test_a_state_of_the_optimizer_alone(name):
     twins.check_all()
 
 
-def test_a_copy_of_the_optimizer_after_an_interrupted_sweep(monkeypatch):
-    weight = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = optim.Adam([weight], mode="sweep")
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    weight.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (3, 2))
-
-    def interrupted(parameter, rows=None, catch_up=optimizer.catch_up):
-        if rows is None:
-            raise KeyboardInterrupt
-        catch_up(parameter, rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "catch_up", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert optimizer.state[weight]["row_step"].tolist() == [2, 1, 1]
-    copied = copy.deepcopy(optimizer)
-    (of_copy,) = copied.param_groups[0]["params"]
-    assert copied.state[of_copy]["row_step"].tolist() == [2, 2, 2]
-    assert same_bits(of_copy, weight)
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_new_key_after_a_dense_gradient_under_momentum(nesterov):
     def layer_of():
