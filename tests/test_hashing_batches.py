@@ -86,7 +86,7 @@ def test_values_of_every_kind_in_one_batch():
 
 
 def test_texts_that_fill_all_room():
-    """Texts may be as long in UTF-8 as a batch's buffer."""
+    """Non-ASCII texts may fill the buffer that holds their UTF-8 until they are hashed."""
     check(["é" * 31 + "a"] * 600)
     check(["😀" * 15 + "é" + "a"] * 600)
     check([text for _ in range(300) for text in ("é" * 31, "日" * 4096, "é" * 32)])

@@ -101,7 +101,7 @@ class Checkpoints:
         All saves copy the tables into the same block of memory, which `close` frees.
         """
         background = Background(self._writing(step, module, optimizer, state), self._copies)
-        # Set it before it begins: after an interrupt, the thread may still be running.
+        # Store the save before it begins, so that `wait` finds it even if `begin` is interrupted.
         self._background = background
         background.begin()
         return background

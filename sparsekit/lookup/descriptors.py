@@ -106,7 +106,7 @@ def _features(
 
 
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
-    """Return the rows of ``features`` for a request; `out` is None if the output is shared."""
+    """Return a request's rows of ``features``; `out` is None if all requests share one output."""
     dim = request.table.embedding_vec_size
     combiners = [GROUP_COMBINERS[combiner] for combiner in request.combiners]
     how = request.max_nnz, out or 0

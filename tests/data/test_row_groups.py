@@ -18,7 +18,7 @@ from pyarrow import parquet  # noqa: E402
 
 
 class Counts:
-    """Counts of calls to pyarrow: footers parsed, files opened, and row groups of each read."""
+    """Counts the footers that pyarrow parses and the files it opens; lists the groups it reads."""
 
     def __init__(self):
         self.parsed = self.opened = 0

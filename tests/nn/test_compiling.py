@@ -66,7 +66,7 @@ def compiled_graphs(graphs, layers):
 
 
 def test_graphs_do_not_grow_with_layers_or_batches(graphs):
-    """Each part between layers compiles once for the first batch size and once for any size."""
+    """Each part of a model between layers compiles twice: for the first size, then for all."""
     few = compiled_graphs(graphs, 1)
     # Every graph break reports sparsekit's own reason.
     assert counters["graph_break"]

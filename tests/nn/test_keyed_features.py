@@ -214,7 +214,7 @@ def test_a_dict_of_features(device):
     keyed = random_keyed(KEYS, BATCH, 3, device, weighted=True)
     inputs = {name: keyed.of(name)[0] for name in FEATURES}
     weights = {name: keyed.of(name)[1] for name in FEATURES}
-    # Give one feature as another form of bags, and one as a separate KeyedJaggedTensor.
+    # Give one feature as a nested tensor, and one as a separate KeyedJaggedTensor.
     inputs["own"] = torch.nested.nested_tensor_from_jagged(*inputs["own"])
     inputs["rows"] = Keyed(["rows"], *inputs["rows"], weights.pop("rows"))
     out = EmbeddingGroup(together, FEATURES)(inputs, weights)

@@ -342,7 +342,7 @@ def test_a_row_out_of_range_of_a_table_without_columns(device, combiner):
     assert ops.embedding_bag(weight, rows - 2, offsets, combiner).shape == (2, 0)
 
 
-# Arguments of the backward ops: gradients of two bags of three rows; the table is 4 x 2.
+# Arguments of the backward ops: two bags with one and two rows of a 4 x 2 table.
 BACKWARD = {
     "grad": torch.ones(2, 2),
     "weight": torch.ones(4, 2),
