@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from deferred_errors import deferred_errors, library
+from deferred_errors import Copy, deferred_errors, library
 from simt import SimtMode
 
 import sparsekit
@@ -290,6 +290,22 @@ def test_a_device_that_lags_behind_delays_an_error_by_no_more():
         with pytest.raises(IndexError, match=r"users: .*keys"):
             layer(keys(1))
         assert waits.count == 1
+
+
+def test_an_interrupted_wait_loses_no_error(monkeypatch):
+    layer = table(use_hashtable=False)
+
+    def interrupted(copy):
+        raise KeyboardInterrupt
+
+    with Waits(never):
+        key_out_of_range(layer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Copy, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sparsekit.raise_errors()
+        with pytest.raises(IndexError, match=r"users: .*keys"):
+            sparsekit.raise_errors()
 
 
 def test_the_oldest_error_is_raised_first_and_the_next_one_by_the_next_call():

@@ -56,7 +56,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     if len(batches) == 1:
         call = TableOps(batches[0], requests, None)
         return _result([call], call.run())
-    if not errors_are_deferred(batches[0].tensors().weights[0].device):
+    if not errors_are_deferred(batches[0].buffers[0]["seed"].device):
         # Check all requests first, so that no call inserts keys before another call is refused.
         for request in requests:
             request.check()

@@ -162,7 +162,7 @@ class Reports:
         """
         with self._lock:
             while self._sent and (len(self._sent) >= MOST_REPORTS or self._sent[0].copy.is_made()):
-                self._sent.popleft().read()
+                self._read_oldest()
 
     def drain(self) -> None:
         """Wait for all reports, and read them.
@@ -172,7 +172,15 @@ class Reports:
         """
         with self._lock:
             while self._sent:
-                self._sent.popleft().read()
+                self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        # Remove a report only once it has been read: an interrupted wait must lose no error.
+        self._sent[0].copy.wait()
+        try:
+            self._sent[0].read()
+        finally:
+            self._sent.popleft()
 
 
 def entries_by_table(
