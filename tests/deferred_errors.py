@@ -16,6 +16,7 @@ import simt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from sparsekit import _reports
 from sparsekit.tables import reports
 
 
@@ -35,7 +36,7 @@ _thread = _Thread()
 
 
 class Copy:
-    """Stand-in for `reports.HostCopy`."""
+    """Stand-in for `_reports.HostCopy`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with _disable_current_modes():
@@ -56,7 +57,7 @@ class Copy:
         return self._words
 
 
-class _ReportsOfThread(dict[torch.device, reports.Reports]):
+class _ReportsOfThread(dict[torch.device, _reports.Reports]):
     """Reports of the calling thread, used instead of the reports of each device."""
 
     def get(self, device: torch.device, default: Any = None) -> Any:
@@ -97,10 +98,11 @@ class _Patch:
             if self._users > 1:
                 return
             self._patch = pytest.MonkeyPatch()
-            reports.DEFERRING_DEVICES.add("cpu")
-            self._patch.setattr(reports, "_reports", _ReportsOfThread())
-            self._patch.setattr(reports, "device_library", library)
-            self._patch.setattr(reports, "HostCopy", Copy)
+            _reports.DEFERRING_DEVICES.add("cpu")
+            self._patch.setattr(_reports, "_reports", _ReportsOfThread())
+            for module in (_reports, reports):
+                self._patch.setattr(module, "device_library", library)
+            self._patch.setattr(_reports, "HostCopy", Copy)
             self._checked = library().sparsekit_set_checked(0)
 
     def __exit__(self, *error: object) -> None:
@@ -110,7 +112,7 @@ class _Patch:
                 _forget_errors()
                 library().sparsekit_set_checked(self._checked)
                 self._patch.undo()
-                reports.DEFERRING_DEVICES.remove("cpu")
+                _reports.DEFERRING_DEVICES.remove("cpu")
 
 
 _patch = _Patch()

@@ -12,9 +12,9 @@ from simt import SimtMode
 
 import sparsekit
 from sparsekit import checkpoint
+from sparsekit._reports import MOST_REPORTS
 from sparsekit.optim import LazyAdam, fuse_in_backward
 from sparsekit.tables.hash_table import RowBound
-from sparsekit.tables.reports import MOST_REPORTS
 from sparsekit.train import Trainer
 
 ROWS = 50

@@ -11,10 +11,11 @@ from weakref import ref
 
 import torch
 
+from .._reports import errors_are_deferred
 from ..distributed.exchange import Exchange
 from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.reports import Inserting, errors_are_deferred
+from ..tables.reports import Inserting
 from .request import check_weight
 
 # Maximum number of input forms to cache; the batch size is part of a form.

@@ -9,9 +9,9 @@ from typing import Any, cast, overload
 
 import torch
 
+from .._reports import errors_are_deferred
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.reports import errors_are_deferred
 from .inputs import Bags, check_bags, check_device, is_jagged, read_bags
 from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within

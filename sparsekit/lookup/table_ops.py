@@ -11,14 +11,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .. import ops
+from .._reports import DEFERRING_DEVICES, Reports, errors_are_deferred, reports_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.reports import (
-    DEFERRING_DEVICES,
     Report,
-    Reports,
     entries_by_table,
-    errors_are_deferred,
-    reports_of,
 )
 from ..tables.weight import count_own_writes, update_of_all
 from .descriptors import Descriptors, describe

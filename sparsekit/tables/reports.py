@@ -11,46 +11,19 @@ if too many are on their way.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from .._load import device_library
+from .._reports import Reports, devices_in_use, reports_of
 from ..errors import TableFullError
 from .hash_table import HashTable, RowBound
-
-# Types of devices on which lookups do not wait for their errors.
-DEFERRING_DEVICES = {"cuda"}
 
 # Words of a table in a report: rows in use before the lookup, new keys that did not fit (negative
 # for a damaged table), rows in use after the lookup.
 _STATUS_WORDS = 3
-
-# Largest number of reports on their way to the host. A lookup that would exceed it waits for the
-# oldest report, so the error of a lookup is raised at most this number of lookups later.
-MOST_REPORTS = 8
-
-
-class HostCopy:
-    """A copy of a device's tensor in page-locked host memory, made in stream order."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        self._copy.copy_(tensor, non_blocking=True)
-        self._made = torch.cuda.Event()
-        self._made.record(torch.cuda.current_stream(tensor.device))
-
-    def is_made(self) -> bool:
-        """Return whether the copy has been made."""
-        return self._made.query()
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the copy, and return it."""
-        self._made.synchronize()
-        return self._copy
 
 
 class Inserting(NamedTuple):
@@ -110,14 +83,12 @@ class Report:
         """
         if self._in_graph:
             return  # a replay would repeat the copy; errors stay on the device
-        self.copy = HostCopy(self.words)
-        reports.add(self)
+        reports.send(self.words, self.read)
         if not self._fits:
             reports.drain()
 
-    def read(self) -> None:
-        """Wait for the copy, learn the number of rows in use, and raise the error in the report."""
-        words = self.copy.wait()
+    def read(self, words: torch.Tensor) -> None:
+        """Learn the number of rows in use, and raise the error in the report."""
         num_errors = device_library().sparsekit_num_errors()
         status = words[num_errors:].view(-1, _STATUS_WORDS).tolist()
         error: Exception | None = None
@@ -142,47 +113,6 @@ class Report:
             raise beside
 
 
-class Reports:
-    """The reports of a device that the host has not read yet, oldest first."""
-
-    def __init__(self) -> None:
-        self._sent: deque[Report] = deque()
-        self._lock = threading.RLock()
-
-    def add(self, report: Report) -> None:
-        """Add a report whose copy has been started."""
-        with self._lock:
-            self._sent.append(report)
-
-    def poll(self) -> None:
-        """Read the reports that have arrived; wait only for one that is MOST_REPORTS lookups old.
-
-        Raises:
-            IndexError, ValueError, TableFullError: the error of an earlier lookup.
-        """
-        with self._lock:
-            while self._sent and (len(self._sent) >= MOST_REPORTS or self._sent[0].copy.is_made()):
-                self._read_oldest()
-
-    def drain(self) -> None:
-        """Wait for all reports, and read them.
-
-        Raises:
-            IndexError, ValueError, TableFullError: as `poll`; the other reports are left for later.
-        """
-        with self._lock:
-            while self._sent:
-                self._read_oldest()
-
-    def _read_oldest(self) -> None:
-        # Remove a report only once it has been read: an interrupted wait must lose no error.
-        self._sent[0].copy.wait()
-        try:
-            self._sent[0].read()
-        finally:
-            self._sent.popleft()
-
-
 def entries_by_table(
     limits: Sequence[tuple[int, int, int]], keys: Sequence[torch.Tensor], num_tables: int
 ) -> list[int]:
@@ -198,34 +128,6 @@ def entries_by_table(
     for t, source, most in limits:
         entries[t] += min(most, lengths[source])
     return entries
-
-
-_reports: dict[torch.device, Reports] = {}
-
-
-def reports_of(device: torch.device) -> Reports | None:
-    """Return the reports of a device; None if ops on it raise their errors themselves.
-
-    Ops raise their errors themselves on the CPU, and on any device while checks are on; see
-    `sparsekit.checked`.
-
-    Raises:
-        IndexError, ValueError, TableFullError: checks are on, and an earlier lookup has failed.
-    """
-    if device.type not in DEFERRING_DEVICES:
-        return None
-    reports = _reports.get(device)
-    if reports is None:
-        reports = _reports.setdefault(device, Reports())
-    if device_library().sparsekit_checks_on():
-        reports.drain()
-        return None
-    return reports
-
-
-def errors_are_deferred(device: torch.device) -> bool:
-    """Return whether lookups on a device do not wait for their errors."""
-    return reports_of(device) is not None
 
 
 def raise_errors(device: torch.device | str | None = None) -> None:
@@ -249,7 +151,7 @@ def raise_errors(device: torch.device | str | None = None) -> None:
     Example:
         >>> sparsekit.raise_errors()
     """
-    devices = list(_reports)
+    devices = devices_in_use()
     if device is not None:
         wanted = torch.device(device)
         of_type = [used for used in devices if used.type == wanted.type]

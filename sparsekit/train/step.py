@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from .._reports import errors_are_deferred
 from ..distributed import Exchange, wrap_ddp
 from ..distributed.averaging import averaging_of
 from ..distributed.exchange import attempt
 from ..optim import clip_grad_norm_, split_embedding_variable_from_others
-from ..tables.reports import errors_are_deferred, raise_errors
+from ..tables.reports import raise_errors
 from .feed import Share
 
 LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]

@@ -1,0 +1,121 @@
+"""Reports of a device, which the host reads later, without waiting.
+
+A report is words on the device whose copy to the host has been started. On a device whose errors
+are deferred, the host looks at the reports that have arrived, and raises their errors, whenever it
+starts other work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ._load import device_library
+
+# Types of devices on which ops do not wait for their errors.
+DEFERRING_DEVICES = {"cuda"}
+
+# Largest number of reports on their way to the host. A lookup that would exceed it waits for the
+# oldest report, so the error of a lookup is raised at most this number of lookups later.
+MOST_REPORTS = 8
+
+
+class HostCopy:
+    """A copy of a device's tensor in page-locked host memory, made in stream order."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._made = torch.cuda.Event()
+        self._made.record(torch.cuda.current_stream(tensor.device))
+
+    def is_made(self) -> bool:
+        """Return whether the copy has been made."""
+        return self._made.query()
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the copy, and return it."""
+        self._made.synchronize()
+        return self._copy
+
+
+# Reads the words of a report, and raises the error in them.
+Read = Callable[[torch.Tensor], None]
+
+
+class Reports:
+    """The reports of a device that the host has not read yet, oldest first."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[HostCopy, Read]] = deque()
+        self._lock = threading.RLock()
+
+    def send(self, words: torch.Tensor, read: Read) -> None:
+        """Start the copy of a report to the host, which will pass it to `read`."""
+        with self._lock:
+            self._sent.append((HostCopy(words), read))
+
+    def poll(self) -> None:
+        """Read the reports that have arrived; wait only for one that is MOST_REPORTS lookups old.
+
+        Raises:
+            IndexError, ValueError, TableFullError: the error of an earlier lookup.
+        """
+        with self._lock:
+            while self._sent and (len(self._sent) >= MOST_REPORTS or self._sent[0][0].is_made()):
+                self._read_oldest()
+
+    def drain(self) -> None:
+        """Wait for all reports, and read them.
+
+        Raises:
+            IndexError, ValueError, TableFullError: as `poll`; the other reports are left for later.
+        """
+        with self._lock:
+            while self._sent:
+                self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        # Remove a report only once it has been read: an interrupted wait must lose no error.
+        copy, read = self._sent[0]
+        words = copy.wait()
+        try:
+            read(words)
+        finally:
+            self._sent.popleft()
+
+
+_reports: dict[torch.device, Reports] = {}
+
+
+def reports_of(device: torch.device) -> Reports | None:
+    """Return the reports of a device; None if ops on it raise their errors themselves.
+
+    Ops raise their errors themselves on the CPU, and on any device while checks are on; see
+    `sparsekit.checked`.
+
+    Raises:
+        IndexError, ValueError, TableFullError: checks are on, and an earlier lookup has failed.
+    """
+    if device.type not in DEFERRING_DEVICES:
+        return None
+    reports = _reports.get(device)
+    if reports is None:
+        reports = _reports.setdefault(device, Reports())
+    if device_library().sparsekit_checks_on():
+        reports.drain()
+        return None
+    return reports
+
+
+def errors_are_deferred(device: torch.device) -> bool:
+    """Return whether ops on a device do not wait for their errors."""
+    return device.type in DEFERRING_DEVICES and not device_library().sparsekit_checks_on()
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the devices that have had reports."""
+    return list(_reports)
