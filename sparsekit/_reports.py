@@ -18,9 +18,9 @@ from ._load import device_library
 # Types of devices on which ops do not wait for their errors.
 DEFERRING_DEVICES = {"cuda"}
 
-# Largest number of reports on their way to the host. A lookup that would exceed it waits for the
-# oldest report, so the error of a lookup is raised at most this number of lookups later.
-MOST_REPORTS = 8
+# Largest age of a report in lookups. A lookup waits for the reports of this age, so an error is
+# raised at most this number of lookups later.
+MOST_LOOKUPS = 8
 
 
 class HostCopy:
@@ -50,22 +50,28 @@ class Reports:
     """The reports of a device that the host has not read yet, oldest first."""
 
     def __init__(self) -> None:
-        self._sent: deque[tuple[HostCopy, Read]] = deque()
+        # Each with the number of lookups that had begun when it was sent.
+        self._sent: deque[tuple[int, HostCopy, Read]] = deque()
+        self._lookups = 0
         self._lock = threading.RLock()
 
     def send(self, words: torch.Tensor, read: Read) -> None:
         """Start the copy of a report to the host, which will pass it to `read`."""
         with self._lock:
-            self._sent.append((HostCopy(words), read))
+            self._sent.append((self._lookups, HostCopy(words), read))
 
     def poll(self) -> None:
-        """Read the reports that have arrived; wait only for one that is MOST_REPORTS lookups old.
+        """Begin a lookup: read the reports that have arrived, and those of MOST_LOOKUPS before.
 
         Raises:
-            IndexError, ValueError, TableFullError: the error of an earlier lookup.
+            IndexError, RuntimeError, ValueError, TableFullError: the error of an earlier lookup.
         """
         with self._lock:
-            while self._sent and (len(self._sent) >= MOST_REPORTS or self._sent[0][0].is_made()):
+            self._lookups += 1
+            while self._sent:
+                begun, copy, _ = self._sent[0]
+                if self._lookups - begun < MOST_LOOKUPS and not copy.is_made():
+                    break
                 self._read_oldest()
 
     def drain(self) -> None:
@@ -80,7 +86,7 @@ class Reports:
 
     def _read_oldest(self) -> None:
         # Remove a report only once it has been read: an interrupted wait must lose no error.
-        copy, read = self._sent[0]
+        _, copy, read = self._sent[0]
         words = copy.wait()
         try:
             read(words)

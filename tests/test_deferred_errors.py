@@ -12,7 +12,7 @@ from simt import SimtMode
 
 import sparsekit
 from sparsekit import checkpoint
-from sparsekit._reports import MOST_REPORTS
+from sparsekit._reports import MOST_LOOKUPS
 from sparsekit.optim import LazyAdam, fuse_in_backward
 from sparsekit.tables.hash_table import RowBound
 from sparsekit.train import Trainer
@@ -269,7 +269,7 @@ def test_an_error_arrives_within_a_few_lookups(fault, seed):
             one(few(one))
         before = layer.weight.detach().clone()
         make(layer)
-        errors = (error_of(draw.choice([layer, other])) for _ in range(MOST_REPORTS))
+        errors = (error_of(draw.choice([layer, other])) for _ in range(MOST_LOOKUPS))
         error = next(filter(None, errors), "none")
         assert error.startswith("users: ")
         assert argument in error
@@ -284,7 +284,7 @@ def test_a_device_that_lags_behind_delays_an_error_by_no_more():
     layer = table(use_hashtable=False)
     with Waits(never) as waits:
         key_out_of_range(layer)
-        for _ in range(MOST_REPORTS - 1):
+        for _ in range(MOST_LOOKUPS - 1):
             layer(keys(1))
         assert waits.count == 0
         with pytest.raises(IndexError, match=r"users: .*keys"):

@@ -10,9 +10,11 @@ reads it from the buffer that it wrote to.
 """
 
 import contextlib
+import functools
 import itertools
 import pickle
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +24,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .reports import INTERRUPTED, RemoteError, brief, of_rank, where_they_differ
+from .._reports import reports_of
+from .reports import INTERRUPTED, RemoteError, brief, check_late, of_rank, where_they_differ
 from .streams import own_stream
 from .transport import TorchTransport, Transport
-from .wire import ALIGNMENT, Parts, part_bytes, read_heads, write_heads
+from .wire import ALIGNMENT, Parts, heads_of, part_bytes, write_heads
 
 # Size of the handshake block in words, and number of words in it before the counts of tables: the
 # hash of the plan, 1 for an error, and three numbers from the caller. Counts that do not fit in the
@@ -129,16 +132,15 @@ class Exchange:
         code, ranks = _code(plan), self.world_size
         facts = (0, 0, 0) if offer is None else offer.facts
         block = torch.zeros(ranks, _BLOCK, dtype=torch.int64, device=self.device)
-        for word, value in enumerate((code, int(error is not None), *facts)):
-            # Run a kernel, since a copy from the host would wait for the device.
-            block[:, word].fill_(value)
+        sizes = [block.nbytes // ranks] * ranks
+        sent = block.view(-1).view(torch.uint8)
+        write_heads(sent, _begins(sizes), [code, int(error is not None), *facts])
         tables = 0 if offer is None else offer.counts.shape[1]
         here = slice(_FACTS, min(_FACTS + tables, _BLOCK))
         if offer is not None:
             block[:, here] = offer.counts[:, : here.stop - _FACTS]
-        sizes = [block.nbytes // ranks] * ranks
         room = self._room(sizes)
-        begun = self._begin(sent := block.view(-1).view(torch.uint8), sizes, room)
+        begun = self._begin(sent, sizes, room)
         with self._answered(plan):
             received = begun()
         # Read everything in one go, since each read from a device waits for the device.
@@ -204,7 +206,9 @@ class Exchange:
 
         Raises:
             RuntimeError: the exchange has broken down earlier. The returned function raises the
-                errors of write on any rank, and RuntimeError if ranks disagree about the data.
+                errors of write on any rank, and RuntimeError if ranks disagree about the data. On
+                a device whose errors are deferred, an error of write ends the exchange, and a
+                disagreement is reported later, unless there are words.
         """
         self._check_open(what)
         code = _code(what)
@@ -218,10 +222,15 @@ class Exchange:
             data = torch.empty(size, dtype=torch.uint8, device=self.device)
             incoming, outgoing = _begins(room), _begins(to_others, first)
             incoming[self.rank] = outgoing[self.rank] = last
+        # The host does not wait to read the heads, unless it needs the words after them.
+        reports = None if words else reports_of(self.device)
         error: Exception | None = None
         try:
             write(Parts(data, outgoing))
         except Exception as raised:
+            if reports is not None:  # other ranks go on, and wait for the messages that follow
+                self.abandon(raised)
+                raise
             error = raised
         with self._awaited():
             write_heads(data, self._of_others(outgoing), [code, int(error is not None)])
@@ -230,10 +239,17 @@ class Exchange:
         def finish() -> Parts:
             with self._answered(what):
                 begun()
-            heads = read_heads(data, self._of_others(incoming), words)
-            if error is not None or (heads[:, :2] != (code, 0)).any():
+            heads = heads_of(data, self._of_others(incoming), words)
+            if reports is not None:
+                reports.send(
+                    heads,
+                    functools.partial(check_late, weakref.WeakMethod(self.abandon), what, code),
+                )
+                return Parts(data, incoming)
+            of_host = heads.cpu().numpy()
+            if error is not None or (of_host[:, :2] != (code, 0)).any():
                 self._raise_together(what, error)
-            return Parts(data, incoming, heads[:, 2:])
+            return Parts(data, incoming, of_host[:, 2:])
 
         return finish
 
@@ -273,8 +289,7 @@ class Exchange:
             return self.stream.begin(begin, send, send_splits, receive_splits, received)
 
     def _watched(self, sent: int) -> contextlib.AbstractContextManager[Any]:
-        watch = Exchange.watch
-        return contextlib.nullcontext() if watch is None else watch(self, sent)
+        return Exchange.watch(self, sent) if Exchange.watch else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import WeakMethod
+
+import torch
 
 from ..errors import TableFullError
 
@@ -45,3 +48,32 @@ def where_they_differ(plans: Sequence[str]) -> list[str]:
     return [
         plan if len(plan) <= _SHOWN else f"{plan[first]} ... {plan[around]} ..." for plan in plans
     ]
+
+
+def check_late(
+    abandon: WeakMethod[Callable[[BaseException], None]],
+    what: str,
+    code: int,
+    heads: torch.Tensor,
+) -> None:
+    """Read the heads of a message some lookups after it has been received.
+
+    Args:
+        abandon: `Exchange.abandon`.
+        what: description of the message.
+        code: the expected first word of each head.
+        heads: int64 ``[parts, 2]``.
+
+    Raises:
+        RuntimeError: another rank sent something else; the exchange has been abandoned.
+    """
+    if (heads.numpy() == (code, 0)).all():
+        return
+    error = RuntimeError(
+        f"sparsekit: {brief(what)}: another rank sent something else. A layer, or its backward, "
+        f"may have been called on some ranks only. Outputs and weights may be wrong since then. "
+        f"Start all ranks again, from the last checkpoint"
+    )
+    if (of_exchange := abandon()) is not None:
+        of_exchange(error)
+    raise error

@@ -7,6 +7,7 @@ error. The head is followed by arrays of rows, or by a piece for each table as d
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -45,24 +46,30 @@ def part_bytes(payload: int) -> int:
 
 def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
     """Write the same head to the parts at these byte offsets."""
-    words = data.view(torch.int64)
-    places = [(begin // 8 + word, value) for begin in begins for word, value in enumerate(head)]
+    words, firsts = data.view(torch.int64), [begin // 8 for begin in begins]
     if data.is_cpu:
         of_host = words.numpy()  # ten times as fast as torch
-        for place, value in places:
-            of_host[place] = value
+        for first in firsts:
+            of_host[first : first + len(head)] = head
         return
+    # Run a kernel for each word of all parts, or of each part if they are not at equal distances.
+    # An assignment would copy from the host, and wait.
+    steps = {second - first for first, second in itertools.pairwise(firsts)}
+    if len(steps) == 1:
+        words = words[firsts[0] :].as_strided((len(firsts), len(head)), (steps.pop(), 1))
+        places = [(words[:, i], value) for i, value in enumerate(head)]
+    else:
+        places = [(words[first + i], value) for first in firsts for i, value in enumerate(head)]
     for place, value in places:
-        words[place].fill_(value)  # fill_ runs a kernel; an assignment would copy from the host
+        place.fill_(value)
 
 
-def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:
-    """Read the heads of parts and the words after the heads, as int64 ``[parts, 2 + words]``."""
+def heads_of(data: torch.Tensor, begins: Sequence[int], words: int = 0) -> torch.Tensor:
+    """Return the heads of parts and the words after the heads, as int64 ``[parts, 2 + words]``."""
     size = _HEAD_BYTES // 8 + words
+    # Copy everything in one go, since each read from a device waits for the device.
     heads = [data.view(torch.int64)[begin // 8 : begin // 8 + size] for begin in begins]
-    # Read everything in one go, since each read from a device waits for the device.
-    read = torch.cat(heads).tolist() if heads else []
-    return np.array(read, dtype=np.int64).reshape(len(heads), size)
+    return torch.stack(heads) if heads else data.new_empty(0, size, dtype=torch.int64)
 
 
 class Layout:

@@ -123,7 +123,7 @@ class ByBag:
         def add_up(to: Parts) -> None:
             if error is not None:
                 raise error
-            looked_up.append(run(self.plan, [one.request for one in owned]))
+            looked_up.append(run(self.plan, [one.request for one in owned], agreed=True))
             sums = [
                 one.sums(output).to(rows.dtype)
                 for one, output, rows in zip(owned, looked_up[0].outputs, like, strict=True)

@@ -14,12 +14,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from .._reports import reports_of
 from ..distributed.exchange import Agreement, Exchange
 from ..distributed.wire import ALIGNMENT, Layout, Parts
 from .key_client import KeyClient
 from .key_server import KeyServer
 from .plan import LookupPlan
-from .record import LookupRecord, LookupResult
+from .record import LookupRecord
 from .request import Request
 from .rows import exchange_rows
 from .second import Gradients, differentiable
@@ -36,6 +37,8 @@ class ByKey:
     Attributes:
         of_plan: the signature of the plan.
         signature: text that identifies the call, the same on all ranks.
+        counts: after `ask`, the number of keys that this rank requests from each rank, int64
+            ``[world_size, tables]``.
 
     Raises:
         RuntimeError, ValueError: see `LookupPlan.signature`.
@@ -56,24 +59,24 @@ class ByKey:
         """Take the requests of the call, and group their distinct keys by owner.
 
         Raises:
+            IndexError, ValueError, TableFullError: the deferred error of an earlier lookup.
             TypeError, ValueError, IndexError: a table cannot take the keys or offsets, or a rank
                 would get more distinct keys than max_keys_per_rank.
         """
+        reports = reports_of(self.exchange.device)
+        if reports is not None:  # from here on, other ranks count on this rank
+            reports.poll()
         asked, self._finished = as_vectors(requests)
         for batch in self.plan.batches:
             own = asked
             if len(self.plan.batches) > 1:
                 own = [asked[i] for i in batch.positions]
             self._clients.append(KeyClient(batch, own, self.exchange.world_size))
+        counts = [client.counts for client in self._clients]
+        self.counts = counts[0] if len(counts) == 1 else torch.cat(counts, 1)
         if self.plan.most_keys is not None:
             self._own_counts = np.array(self.counts.tolist())
             self._refuse_more_than(self.plan.most_keys)
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """Number of keys that this rank requests from each rank, int64 ``[world_size, tables]``."""
-        counts = [client.counts for client in self._clients]
-        return counts[0] if len(counts) == 1 else torch.cat(counts, 1)
 
     def bytes_to_move(self) -> int:
         """Return the number of bytes that the forward exchanges with other ranks, without heads."""
@@ -167,16 +170,11 @@ class ByKey:
             counts = np.insert(come.words, exchange.rank, own, axis=0)
             self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
         server = KeyServer(self.plan, come, self._keys, self._theirs)
-        answered: list[LookupResult] = []
-
-        def answer(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
-            if error is not None:
-                raise error
-            answered.append(server.answer(memory, begins))
-
         layouts = self._theirs, self._own
-        rows = exchange_rows(exchange, f"vectors: {self.signature}", self.plan, answer, *layouts)
-        _, record, found = answered[0]
+        what = f"vectors: {self.signature}"
+        rows, (_, record, found) = exchange_rows(
+            exchange, what, self.plan, error or server.answer, *layouts
+        )
         way_back = _WayBack(
             exchange, self.signature, self.plan, self._clients, *layouts, server, record
         )
@@ -222,7 +220,7 @@ class _WayBack:
                 client.write_gradients(rows, begins, self.own, columns, grads)
 
         what = f"gradients: {self.signature}"
-        return exchange_rows(self.exchange, what, self.plan, write, self.own, self.theirs)
+        return exchange_rows(self.exchange, what, self.plan, write, self.own, self.theirs)[0]
 
 
 class _Outputs(torch.autograd.Function):

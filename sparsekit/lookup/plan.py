@@ -211,6 +211,7 @@ class LookupPlan:
         columns: for each batch, the range of its tables among all tables.
         derived: values that a caller has derived from the tables for a form of input; see
             `remember`.
+        strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
         fits_alone: whether `check_exchange` has found that all tables live on a single process.
@@ -234,6 +235,7 @@ class LookupPlan:
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}
         distinct = [table for batch in self.batches for table in batch.tables]
+        self.strategies = {table.strategy for table in distinct}
         most = [t.max_keys_per_rank for t in distinct if t.strategy != "reduce_scatter"]
         limits = [limit for limit in most if limit is not None]
         self.most_keys = limits if len(limits) == len(distinct) else None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .._compiling import refuse_recording
-from ..distributed.exchange import Exchange, Proposal, attempt
+from ..distributed.exchange import Exchange, Proposal
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.own_shard import warn_of_parts_not_saved
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
@@ -110,37 +110,43 @@ def _begin_on_ranks(
     # count.
     exchange.lookups += 1
 
-    def default_route() -> ByKey:
+    made: ByKey | Exception
+    try:
         plan = cache.plan_for(tables)
         plan.check_exchange(exchange)
-        return ByKey(exchange, plan)
-
-    # If the plan cannot be made, the handshake sends the error to the other ranks.
-    made = attempt(default_route)
+        made = ByKey(exchange, plan)
+    except Exception as error:  # the handshake sends it to the other ranks
+        made = error
     if isinstance(made, ByKey) and made.of_plan in exchange.at_once:
         made.begin_at_once(asked)
         return made
 
-    def propose() -> Proposal:
-        if isinstance(made, Exception):
-            raise made
-        if isinstance(asked, Exception):
-            raise asked
+    # If the input is invalid on any rank, raise an error on all ranks, before a table is changed.
+    agreed = exchange.agree("look up", _proposal(exchange, made, asked))
+    by_key, requests = cast(ByKey, made), cast("Sequence[Request]", asked)
+    exchange.parts_saved = 0
+    by_bag, sizes, saved = zip(*agreed.facts, strict=True)
+    if any(saved):
+        warn_of_parts_not_saved(saved)
+    if all(by_bag):
+        route = ByBag(exchange, by_key.signature, by_key.plan, requests)
+        route.begin(sizes)
+        return route
+    by_key.begin(agreed)
+    return by_key
+
+
+def _proposal(exchange: Exchange, made: ByKey | Exception, asked: Asked) -> Proposal | Exception:
+    if isinstance(made, Exception):
+        return made
+    if isinstance(asked, Exception):
+        return asked
+    try:
         made.ask(asked)
         facts = *_compare(made, asked), exchange.parts_saved
         return Proposal(made.signature, made.counts, facts)
-
-    # If the input is invalid on any rank, raise an error on all ranks, before a table is changed.
-    agreed = exchange.agree("look up", attempt(propose))
-    by_key, requests = cast(ByKey, made), cast("Sequence[Request]", asked)
-    exchange.parts_saved = 0
-    warn_of_parts_not_saved([saved for *_, saved in agreed.facts])
-    if all(by_bag for by_bag, *_ in agreed.facts):
-        by_bag = ByBag(exchange, by_key.signature, by_key.plan, requests)
-        by_bag.begin([size for _, size, _ in agreed.facts])
-        return by_bag
-    by_key.begin(agreed)
-    return by_key
+    except Exception as error:
+        return error
 
 
 def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
@@ -150,8 +156,7 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
     """
     if by_key.plan.most_keys is not None:
         return 0, 0
-    tables = by_key.plan.tables
-    strategies = {table.strategy for table in tables}
+    strategies = by_key.plan.strategies
     forced = "reduce_scatter" in strategies
     if "all_to_all" in strategies and not forced:
         return 0, 0
@@ -161,9 +166,9 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
     if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):
         if forced:
             raise ValueError(
-                f"{tables[0].name}: strategy='reduce_scatter' pools on other ranks, which "
-                f"goes neither with sample_weights that need a gradient nor in a group with layers "
-                f"that do not add up or have strategy='all_to_all'"
+                f"{by_key.plan.tables[0].name}: strategy='reduce_scatter' pools on other ranks, "
+                f"which goes neither with sample_weights that need a gradient nor in a group with "
+                f"layers that do not add up or have strategy='all_to_all'"
             )
         return 0, 0
     for request in requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,14 +11,20 @@ from ..distributed.exchange import Exchange
 from ..distributed.wire import Layout, Parts
 from .plan import LookupPlan, TableBatch
 
-# Takes a buffer for each of `LookupPlan.batches` and the byte offset of each rank's part, and
-# writes rows to the buffers, in the dtype of each batch. Offsets are the same in all buffers.
-Write = Callable[[list[torch.Tensor], Sequence[int]], None]
+# A buffer for each of `LookupPlan.batches`, with rows in the dtype of the batch, and the byte
+# offset of each rank's part, which is the same in all buffers.
+Rows = tuple[list[torch.Tensor], list[int]]
+Written = TypeVar("Written")
 
 
 def exchange_rows(
-    exchange: Exchange, what: str, plan: LookupPlan, write: Write, sent: Layout, come: Layout
-) -> tuple[list[torch.Tensor], list[int]]:
+    exchange: Exchange,
+    what: str,
+    plan: LookupPlan,
+    write: Callable[[list[torch.Tensor], list[int]], Written] | Exception,
+    sent: Layout,
+    come: Layout,
+) -> tuple[Rows, Written]:
     """Send rows of all tables to all ranks, and wait for the rows from all ranks.
 
     If the wire dtype differs from the dtype in memory, rows are converted, except the rows in this
@@ -27,30 +34,32 @@ def exchange_rows(
         exchange: the exchange of the ranks.
         what: description of these rows, which must be the same on all ranks.
         plan: the plan of their tables.
-        write: writes the rows.
+        write: writes rows to the buffers; or an error to raise on all ranks.
         sent: layout of the rows to send to each rank.
         come: layout of the rows to receive from each rank.
 
     Returns:
-        The received rows, in the form that `write` takes: a buffer for each batch, and the offsets
-        of the parts.
+        The received rows, and the result of `write`.
 
     Raises:
         An error of write on any rank is raised on all; `Exchange.send` lists further errors.
     """
     memory: list[torch.Tensor] = []
+    results: list[Written] = []
     others = [rank for rank in range(exchange.world_size) if rank != exchange.rank]
 
     def write_parts(parts: Parts) -> None:
+        if isinstance(write, Exception):
+            raise write
         memory.extend(_memory(batch, parts.data) for batch in plan.batches)
-        write(memory, parts.begins)
+        results.append(write(memory, parts.begins))
         for wire, own in _pieces(plan, memory, parts, sent, others):
             wire.copy_(own)
 
     parts = exchange.send(what, write_parts, sent.sizes, come.sizes)()
     for wire, own in _pieces(plan, memory, parts, come, others):
         own.copy_(wire)
-    return memory, parts.begins
+    return (memory, parts.begins), results[0]
 
 
 def _memory(batch: TableBatch, data: torch.Tensor) -> torch.Tensor:

@@ -36,12 +36,14 @@ _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 _LARGE_BYTES = 2 << 20
 
 
-def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
+def run(plan: LookupPlan, requests: Sequence[Request], agreed: bool = False) -> LookupResult:
     """Look up requests in this rank's tables, without autograd; in training, insert new keys.
 
     Args:
         plan: the plan of the tables.
         requests: one for each table.
+        agreed: whether all ranks have agreed on the lookup. Then deferred errors, and a full table
+            on a device that defers errors, are raised by a later lookup: other ranks go on.
 
     Raises:
         TypeError, ValueError, IndexError: a table cannot take the keys or offsets; nothing has been
@@ -51,7 +53,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     """
     batches = plan.batches
     if len(batches) == 1:
-        call = TableOps(batches[0], requests, None)
+        call = TableOps(batches[0], requests, None, agreed)
         return _result([call], call.run())
     if not errors_are_deferred(batches[0].buffers[0]["seed"].device):
         # Check all requests first, so that no call inserts keys before another call is refused.
@@ -61,7 +63,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     joined: list[torch.Tensor] = []
     calls = []
     for batch in batches:
-        call = TableOps(batch, [requests[i] for i in batch.positions], None)
+        call = TableOps(batch, [requests[i] for i in batch.positions], None, agreed)
         calls.append(call)
         outs = call.run(joined)
         if call.width is not None:
@@ -76,16 +78,17 @@ def run_into(
     asked: Sequence[tuple[Sequence[Request], Descriptors]],
     outs: Sequence[torch.Tensor],
 ) -> LookupResult:
-    """Look up checked keys like `run`, and write to `outs` as the descriptors say.
+    """Look up like `run`, after all ranks have agreed, and write to `outs`.
 
     Args:
         plan: the plan of the tables.
-        asked: for each of `LookupPlan.batches`, the requests and their descriptors.
-        outs: for each batch, the tensor to write to.
+        asked: for each of `LookupPlan.batches`, the requests, which have been checked, and their
+            descriptors.
+        outs: for each batch, the tensor to write to, at the places in the descriptors.
     """
     calls = []
     for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
-        call = TableOps(batch, requests, descriptors)
+        call = TableOps(batch, requests, descriptors, agreed=True)
         calls.append(call)
         call.run([out])
     return _result(calls, list(outs))
@@ -115,9 +118,14 @@ class TableOps:
     """
 
     def __init__(
-        self, batch: TableBatch, requests: Sequence[Request], descriptors: Descriptors | None
+        self,
+        batch: TableBatch,
+        requests: Sequence[Request],
+        descriptors: Descriptors | None,
+        agreed: bool = False,
     ) -> None:
         self._batch = batch
+        self._agreed = agreed
         self._requests = requests
         self._tensors = batch.tensors()
         self.weights = self._tensors.weights
@@ -175,7 +183,7 @@ class TableOps:
                         *hash_tables[:2], tables.described, *asked, *words
                     )
             if report is not None and reports is not None:
-                report.send(reports)
+                report.send(reports, waits=not self._agreed)
         except Exception as refusal:
             explain_refusal(refusal, self._requests, self._batch.tables)
         if tables.inserts and not tables.seen:
@@ -192,7 +200,8 @@ class TableOps:
 
     def _report(self, reports: Reports) -> Report:
         """Read reports of earlier lookups that have arrived, and return this lookup's report."""
-        reports.poll()
+        if not self._agreed:
+            reports.poll()
         batch, sources = self._batch, self._descriptors
         device, names = sources.keys[0].device, batch.names
         if not batch.inserts:

@@ -75,8 +75,12 @@ class Report:
         self._counted = [table.bound.add(size, entries[table.number]) for table, size in each]
         self._fits = all(table.bound.most <= table.capacity for table in inserting)
 
-    def send(self, reports: Reports) -> None:
-        """Start the copy to the host; wait for it only if it is not certain that the keys fit.
+    def send(self, reports: Reports, waits: bool = True) -> None:
+        """Start the copy to the host.
+
+        Args:
+            reports: the reports of the device.
+            waits: whether to wait for the copy if it is not certain that the keys fit.
 
         Raises:
             IndexError, ValueError, TableFullError: an error of this lookup or of an earlier one.
@@ -84,7 +88,7 @@ class Report:
         if self._in_graph:
             return  # a replay would repeat the copy; errors stay on the device
         reports.send(self.words, self.read)
-        if not self._fits:
+        if waits and not self._fits:
             reports.drain()
 
     def read(self, words: torch.Tensor) -> None:

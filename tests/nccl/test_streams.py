@@ -88,13 +88,13 @@ class Rank:
         self.streams.ops.append((text, ""))
 
 
-def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None):
-    """Return the results of function(rank) on the two ranks."""
+def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None, ranks=2):
+    """Return the results of function(rank) on the ranks."""
 
     def of_rank(transport):
         return function(Rank(transport, tables, strategy, max_keys))
 
-    return on_threads(2, of_rank, Streams)
+    return on_threads(ranks, of_rank, Streams)
 
 
 # The order of events in a step
@@ -262,7 +262,7 @@ def test_another_batch_than_the_one_prefetched(fake):
 # How often the host waits
 
 
-def waits_of_a_step(rank, tables, ahead=False, streams=True, max_keys=None):
+def waits_of_a_step(rank, tables, ahead=False, streams=True, max_keys=None, ranks=2):
     def steps(of):
         if not streams:
             of.exchange.stream = own_stream(CPU)
@@ -278,11 +278,11 @@ def waits_of_a_step(rank, tables, ahead=False, streams=True, max_keys=None):
 
         found = waits_of(step, of.group, of.dense, batches)
         found.pop("ops of sparsekit", None)  # counted for the two ranks together, see below
-        found.pop("numpy", None)  # reads of message heads, which kernels write on a device
+        found.pop("numpy", None)  # access to message heads, which kernels write on a device
         found["streams"] = of.streams.log.count("host waits")
         return dict(found)
 
-    return on_two_ranks(steps, tables, max_keys=max_keys)
+    return on_two_ranks(steps, tables, max_keys=max_keys, ranks=ranks)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -290,16 +290,15 @@ def test_the_host_waits_no_more_for_streams_than_without(fake, ahead):
     assert fake(waits_of_a_step, 1, ahead) == fake(waits_of_a_step, 1, ahead, False)
 
 
+@pytest.mark.parametrize(("ranks", "tables"), [(2, 1), (2, 26), (4, 3), (8, 2)])
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("tables", [1, 26])
-def test_waits_of_a_step_on_two_ranks(fake, tables, ahead):
-    """A handshake and the heads of three messages are read. Waits of ops are not counted here."""
-    heads = {"tolist": 3, "streams": 0}
-    assert fake(waits_of_a_step, tables, ahead) == [heads | {"to the host": 1}] * 2
-    # The counts of the other rank's keys arrive with its keys, and are read together with this
-    # rank's counts.
-    at_once = {"tolist": 4, "streams": 0}
-    assert fake(waits_of_a_step, tables, ahead, True, 24) == [at_once] * 2
+def test_waits_of_a_step_on_ranks(fake, ranks, tables, ahead):
+    """The host waits for the handshake only. Waits of ops are not counted here."""
+    handshake = {"to the host": 1, "streams": 0}
+    assert fake(waits_of_a_step, tables, ahead, True, None, ranks) == [handshake] * ranks
+    # The counts of other ranks' keys arrive with their keys; this rank reads its own ones before.
+    counts = {"tolist": 1, "to the host": 1, "streams": 0}
+    assert fake(waits_of_a_step, tables, ahead, True, 24, ranks) == [counts] * ranks
 
 
 def waits_of_ops(rank, tables):

@@ -10,12 +10,12 @@ from sparsekit.distributed.wire import (
     Parts,
     RaggedBags,
     bags_bytes,
+    heads_of,
     pack,
     packed_sizes,
     padded,
     part_bytes,
     read_bags_of,
-    read_heads,
     unpack,
     write_bags,
     write_heads,
@@ -42,9 +42,9 @@ def test_heads_of_parts():
     parts = parts_of([32, 48, 32])
     write_heads(parts.data, [0, 80], [-7, 1])
     parts.data[16:24].view(torch.int64)[:] = 5
-    assert read_heads(parts.data, [0, 80], 0).tolist() == [[-7, 1], [-7, 1]]
-    assert read_heads(parts.data, [0], 1).tolist() == [[-7, 1, 5]]
-    assert read_heads(parts.data, [], 2).shape == (0, 4)
+    assert heads_of(parts.data, [0, 80]).tolist() == [[-7, 1], [-7, 1]]
+    assert heads_of(parts.data, [0], 1).tolist() == [[-7, 1, 5]]
+    assert heads_of(parts.data, [], 2).shape == (0, 4)
     assert (parts.data[32:80] == 171).all()
 
 
