@@ -188,6 +188,7 @@ class Exchange:
         splits: Sequence[int],
         sizes: Sequence[int],
         words: int = 0,
+        late: bool = False,
     ) -> Callable[[], Parts]:
         """Start to send a part to each rank; sender and receiver both know its size.
 
@@ -199,6 +200,8 @@ class Exchange:
             sizes: number of bytes to receive from each rank, the same multiples.
             words: number of int64 words to read after the head of each part; the result's `words`
                 holds them for the other ranks.
+            late: whether to report a disagreement later on a device whose errors are deferred,
+                instead of waiting for it. An error of write then ends the exchange.
 
         Returns:
             A function that waits for the parts of the other ranks, and returns the parts of all
@@ -206,9 +209,7 @@ class Exchange:
 
         Raises:
             RuntimeError: the exchange has broken down earlier. The returned function raises the
-                errors of write on any rank, and RuntimeError if ranks disagree about the data. On
-                a device whose errors are deferred, an error of write ends the exchange, and a
-                disagreement is reported later, unless there are words.
+                errors of write on any rank, and RuntimeError if ranks disagree about the data.
         """
         self._check_open(what)
         code = _code(what)
@@ -222,8 +223,7 @@ class Exchange:
             data = torch.empty(size, dtype=torch.uint8, device=self.device)
             incoming, outgoing = _begins(room), _begins(to_others, first)
             incoming[self.rank] = outgoing[self.rank] = last
-        # The host does not wait to read the heads, unless it needs the words after them.
-        reports = None if words else reports_of(self.device)
+        reports = reports_of(self.device) if late else None
         error: Exception | None = None
         try:
             write(Parts(data, outgoing))

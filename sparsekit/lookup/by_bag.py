@@ -100,6 +100,7 @@ class ByBag:
             lambda parts: write_bags(parts, [_ragged(request) for request in self.requests]),
             [sizes[self.exchange.rank]] * ranks,
             sizes,
+            late=True,
         )
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
@@ -135,7 +136,9 @@ class ByBag:
         sizes = packed_sizes(like, theirs), packed_sizes(like, own)
         for each in sizes:
             exchange.expect(each)
-        parts = unpack(exchange.send(f"sums: {self.signature}", add_up, *sizes)(), like, own)
+        parts = unpack(
+            exchange.send(f"sums: {self.signature}", add_up, *sizes, late=True)(), like, own
+        )
         totals = [
             part.to(_sum_dtype(table)).view(ranks, count[0], part.shape[1]).sum(0)
             for table, part, count in zip(tables, parts, own, strict=True)
@@ -264,7 +267,7 @@ class _WayBack:
             write_to_all(to, [grad.to(rows.dtype) for grad, rows in each])
 
         with exchange.lock, exchange.alone():
-            come = exchange.send(self.signature, write, own, theirs)()
+            come = exchange.send(self.signature, write, own, theirs, late=True)()
             parts = unpack(come, self.like, [one.bags.counts for one in owned])
             vectors = [
                 one.gradient(part.to(grad.dtype))

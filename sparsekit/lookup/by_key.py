@@ -106,7 +106,7 @@ class ByKey:
             self._write_keys(parts, own_keys)
 
         sizes = own_keys.sizes, self._keys.sizes
-        self._received = exchange.send(f"keys: {self.signature}", write, *sizes)
+        self._received = exchange.send(f"keys: {self.signature}", write, *sizes, late=True)
         self._own, self._theirs = self._expected(agreed.own), self._expected(agreed.counts)
 
     def begin_at_once(self, requests: Sequence[Request] | Exception) -> None:

@@ -56,7 +56,7 @@ def exchange_rows(
         for wire, own in _pieces(plan, memory, parts, sent, others):
             wire.copy_(own)
 
-    parts = exchange.send(what, write_parts, sent.sizes, come.sizes)()
+    parts = exchange.send(what, write_parts, sent.sizes, come.sizes, late=True)()
     for wire, own in _pieces(plan, memory, parts, come, others):
         own.copy_(wire)
     return (memory, parts.begins), results[0]

@@ -32,7 +32,7 @@ class Embedding(DropIn):
             as in torch.
         embedding_dim: length of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 means the last id. Its
-            vector is always zero, has no row, and gets no gradient.
+            vector is always zero and gets no gradient.
         max_norm: None, or the largest norm of a vector. Before a vector with a larger norm is read,
             the rank that owns it scales it by ``max_norm / (norm + 1e-7)`` in ``weight`` itself. As
             in torch this happens in evaluation too, so only one thread at a time may look up. On

@@ -38,7 +38,7 @@ def fail(parts):
 def test_parts_are_returned_before_their_heads_are_read():
     def both(exchange):
         what = f"rank {exchange.rank}'s rows"
-        exchange.send(what, write_nothing, SIZES, SIZES)()
+        exchange.send(what, write_nothing, SIZES, SIZES, late=True)()
         error = attempt(sparsekit.raise_errors)
         return error, attempt(lambda: exchange.agree("go on", None))
 
@@ -50,17 +50,17 @@ def test_parts_are_returned_before_their_heads_are_read():
 
 def test_equal_messages_raise_nothing():
     def both(exchange):
-        exchange.send("rows", write_nothing, SIZES, SIZES)()
+        exchange.send("rows", write_nothing, SIZES, SIZES, late=True)()
         sparsekit.raise_errors()
         return exchange.broken
 
     assert late(both) == [None, None]
 
 
-def test_heads_with_words_are_read_at_once():
+def test_other_heads_are_read_at_once():
     def both(exchange):
         write = fail if exchange.rank == 0 else write_nothing
-        errors = [attempt(exchange.send("rows", write, [24, 24], [24, 24], words=1))]
+        errors = [attempt(exchange.send("rows", write, SIZES, SIZES))]
         exchange.agree("go on", None)
         return errors
 
@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_write_gives_up_the_exchange():
     def both(exchange):
         if exchange.rank == 1:
             return None
-        error = attempt(lambda: exchange.send("rows", fail, SIZES, SIZES))
+        error = attempt(lambda: exchange.send("rows", fail, SIZES, SIZES, late=True))
         return error, attempt(lambda: exchange.agree("go on", None))
 
     error, after = late(both)[0]
