@@ -104,7 +104,8 @@ def _open(args: argparse.Namespace) -> tuple[Reader, Collection[str]]:
         reader = form.reader(args.file, _BATCH, keys=keys, **options)
         return reader, reader.columns.sparse if args.separator else ()
     source, names, lists = form.open(args.file)
-    named = {kind: _split(getattr(args, kind)) for kind in ("dense", *_KINDS)}
+    asked = {kind: getattr(args, kind) for kind in ("dense", *_KINDS)}
+    named = {kind: names.split(",") if names else [] for kind, names in asked.items()}
     if args.hash is None:
         taken = {args.label, *named["dense"], *named["int"], *named["hex"]}
         named["hash"] = [name for name in names if name not in taken]
@@ -123,10 +124,6 @@ def _format_of(file: str) -> str:
         if form.suffix == suffix:
             return name
     raise UsageError(f"{file}: --format says what it is, if its name does not")
-
-
-def _split(names: str | None) -> list[str]:
-    return names.split(",") if names else []
 
 
 def _columns(reader: Reader, batch: Batch, lists: Collection[str]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def floats(column: Any, missing: float) -> np.ndarray:
 
 def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys of all bags in a column, and the number of keys in each bag."""
-    column = _one_array(column)
+    column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if is_list(column.type):
         lengths = torch.from_numpy(
             compute.fill_null(compute.list_value_length(column), 0).to_numpy(False).astype("q")
@@ -123,10 +123,6 @@ def _without_views(kind: Any) -> Any:
     if types.is_fixed_size_list(kind):
         return pa.list_(item, kind.list_size)
     return pa.large_list(item)
-
-
-def _one_array(column: Any) -> Any:
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _days(column: Any) -> Any:

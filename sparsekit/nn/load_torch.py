@@ -87,7 +87,8 @@ def _checked(where: str, layer: EmbeddingTable, weight: Any) -> torch.Tensor:
             f"{where}: weight in the state has shape {list(weight.shape)}, and the layer "
             f"takes [n, {dim}]"
         )
-    counts = ops.bucketize(_ids(weight, weight.device), layer.world_size, _owners(layer, weight))[1]
+    owners = None if layer.owners is None else layer.owners.to(weight.device)
+    counts = ops.bucketize(_ids(weight, weight.device), layer.world_size, owners)[1]
     if len(weight) > rooms or int(counts.max()) > layer.capacity:
         raise ValueError(
             f"{where}: weight in the state has {len(weight)} rows, and there is room for "
@@ -106,10 +107,6 @@ def _checked(where: str, layer: EmbeddingTable, weight: Any) -> torch.Tensor:
 
 def _ids(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.arange(len(weight), device=device)
-
-
-def _owners(layer: EmbeddingTable, weight: torch.Tensor) -> torch.Tensor | None:
-    return None if layer.owners is None else layer.owners.to(weight.device)
 
 
 @torch.no_grad()

@@ -44,7 +44,8 @@ class Replacement:
     rebound: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        what = f"{' = '.join(self.names)}: {type(self.old).__name__}({_size(self.old)})"
+        size = f"{self.old.num_embeddings}, {self.old.embedding_dim}"
+        what = f"{' = '.join(self.names)}: {type(self.old).__name__}({size})"
         if self.new is None:
             return f"{what} left: {self.reason}"
         also = f", also in {' and '.join(self.rebound)}" if self.rebound else ""
@@ -129,7 +130,8 @@ def replace_embeddings(
     reading = readers(model, swapped)
     _swap(model, swapped, held)
     if verbose:
-        print("\n".join([f"{where}: {_summary(done)}", *(f"  {one}" for one in done)]))
+        count = sum(one.new is not None for one in done)
+        print(f"{where}: {count} of {len(done)} layers swapped", *done, sep="\n  ")
     for layer, own in reading.items():
         _warn_of_readers(layer, swapped.get(layer), own)
     return done
@@ -254,12 +256,3 @@ def _warn_of_readers(old: Any, new: Any, where: Sequence[str]) -> None:
         f"swap this layer by name without extra_rows",
         stacklevel=3,
     )
-
-
-def _size(layer: Any) -> str:
-    return f"{layer.num_embeddings}, {layer.embedding_dim}"
-
-
-def _summary(done: Sequence[Replacement]) -> str:
-    swapped = sum(one.new is not None for one in done)
-    return f"{swapped} of {len(done)} layers swapped"

@@ -43,8 +43,9 @@ def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
     ddp._set_params_and_buffers_to_ignore_for_model(model, ddp.parameters_to_ignore)
     dense = [p for name, p in model.named_parameters() if name not in ddp.parameters_to_ignore]
     if not any(parameter.requires_grad for parameter in dense):
+        first = next(iter(tables_of(model).values()))
         raise RuntimeError(
-            f"{_first(model).name}: DistributedDataParallel has nothing to do for a model that is "
+            f"{first.name}: DistributedDataParallel has nothing to do for a model that is "
             f"nothing but tables, which exchange gradients by themselves; use it unwrapped"
         )
     ddp._module_parameters = dense
@@ -133,10 +134,6 @@ def _refuse_fsdp(fsdp: Any, model: torch.nn.Module) -> None:
                 f"sharded already; make the model again and wrap it with ignored_states=[the "
                 f"embedding layers]"
             )
-
-
-def _first(model: torch.nn.Module) -> EmbeddingLayer:
-    return next(iter(tables_of(model).values()))
 
 
 def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:

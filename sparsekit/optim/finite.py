@@ -74,7 +74,9 @@ def check_finite_gradients(
         bad = None if parameter.grad is None else _first_bad(local(parameter.grad))
         if bad is not None:
             table = tables.get(parameter)
-            found.append(_of_dense(name, bad) if table is None else _of_table(table, bad))
+            index, value, _ = bad
+            of_dense = name, None, f"{value} at index {tuple(index)}"
+            found.append(of_dense if table is None else _of_table(table, bad))
 
     of_ranks = [found]
     group = group_of(process_group)
@@ -117,8 +119,3 @@ def _of_table(table: EmbeddingTable, bad: tuple[list[int], float, int]) -> Repor
         key = int(keys[row]) if row < len(keys) else None
     what = f"{value} at key {key}, row {row}, column {column}; not finite in {rows} row(s)"
     return table.name, key, what
-
-
-def _of_dense(name: str, bad: tuple[list[int], float, int]) -> Report:
-    index, value, _ = bad
-    return name, None, f"{value} at index {tuple(index)}"

@@ -286,14 +286,16 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
     """
     weight = layer.weight.detach()
     keys = 0 if layer.table is None else len(layer.table)
+    used, zeros_initially = weight[:keys], layer.initializer == Constant(0.0)
     what, undo = "", "call reset_parameters(), which drops keys too"
     if keys == 0:
-        if bool(weight.any()) or (written and layer.initializer != Constant(0.0)):
+        if bool(weight.any()) or (written and not zeros_initially):
             what = "before any of its rows had a key"
     elif free_rows_hold(weight, keys):
         what = f"past its {keys} keys, in rows that have none"
         undo = f"write zeros to weight[{keys}:] under torch.no_grad()"
-    elif written and layer.initializer != Constant(0.0) and _are_zeros(weight[:keys]):
+    # Usually the first rows are enough to decide.
+    elif written and not (zeros_initially or used[:SEEN_ROWS].any() or used.any()):
         what = "as zeros, rows without a key too"
     # Do not raise if an optimizer has moved all rows, including rows without a key.
     if what and not getattr(layer.weight, "moved", False):
@@ -305,8 +307,3 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
         )
     if keys and written:
         layer.weight.note_version()
-
-
-def _are_zeros(rows: torch.Tensor) -> bool:
-    # Usually the first rows are enough to decide.
-    return not bool(rows[:SEEN_ROWS].any()) and not bool(rows.any())

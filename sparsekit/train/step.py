@@ -101,16 +101,12 @@ class Step:
             scheduler.step()
         return total
 
-    def _cast(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
-
     def _backward(
         self, loss_fn: LossFn, share: Share, after: Share | None, samples: int, batches: int
     ) -> torch.Tensor:
         """Add a batch's gradient to the accumulated gradients; return the sum of its losses."""
-        with self._cast():
+        cast = self._autocast
+        with nullcontext() if cast is None else torch.autocast(self._device.type, cast):
             returned = self._loss(loss_fn, share.batch)
         losses, penalty = _checked(returned, share.rows)
         total = losses.sum()
