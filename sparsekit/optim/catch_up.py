@@ -168,11 +168,10 @@ class CatchUpOptimizer(RowOptimizer):
     def _update_summing(
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
-        with self._lock:
-            # Rows must catch up first, so they must be known before the update.
-            if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
-                return False
-            return super()._update_summing(group, weights, update)
+        # Late rows must catch up first, so they must be known before the update.
+        if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
+            return False
+        return super()._update_summing(group, weights, update)
 
     def _begin(
         self, group: dict[str, Any], settings: list[float], update: Update

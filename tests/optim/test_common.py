@@ -262,14 +262,26 @@ def test_steps_of_rows_that_cannot_be(name, damage):
         make(name, [start()]).load_state_dict(state)
 
 
-@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"amsgrad": True}])
-def test_settings_of_torchs_that_are_not_ours(setting):
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        ("Adam", "Adam", {"weight_decay": 0.1}),
+        ("Adam", "Adam", {"amsgrad": True}),
+        ("RMSProp", "RMSprop", {"centered": True, "momentum": 0.5}),
+        ("SGD momentum", "SGD", {"dampening": 0.5, "momentum": 0.5}),
+        ("Ftrl", "SGD", {"nesterov": True, "momentum": 0.5}),
+    ],
+)
+def test_settings_of_torchs_that_are_not_ours(ours, theirs, settings):
     weight = torch.nn.Parameter(start().detach())
-    theirs = torch.optim.Adam([weight], **setting)
-    weight.grad = torch.ones_like(weight)
-    theirs.step()
-    with pytest.raises(ValueError, match=f"the state to load has {next(iter(setting))}="):
-        make("Adam", [start()]).load_state_dict(theirs.state_dict())
+    optimizer = getattr(torch.optim, theirs)([weight], **settings)
+    run(optimizer, weight, [torch.ones_like(weight)])
+    ours, (name, value) = make(ours, [start()]), next(iter(settings.items()))
+    message = (
+        f"^{type(ours).__name__}: the state to load has {name}={value}, which there is not here$"
+    )
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "SGD catch_up"])
@@ -330,6 +342,14 @@ TORCHS = {
 }
 
 
+def refuses_a_group(name, error, settings, message):
+    first = start()
+    optimizer = make(name, [first])
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": [start(seed=1)], **settings})
+    assert [group["params"] for group in optimizer.param_groups] == [[first]]
+
+
 NO_NUMBERS = [
     ("LazyAdam", {"lr": "x"}, "LazyAdam: lr must be a number, got 'x'"),
     ("Adam", {"lr": None}, "Adam: lr must be a number, got None"),
@@ -344,10 +364,7 @@ NO_NUMBERS = [
 def test_what_is_no_number(name, settings, message):
     with pytest.raises(TypeError, match=message):
         make(name, [start()], **settings)
-    optimizer = make(name, [start()])
-    with pytest.raises(TypeError, match=message):
-        optimizer.add_param_group({"params": [start(seed=1)], **settings})
-    assert len(optimizer.param_groups) == 1
+    refuses_a_group(name, TypeError, settings, message)
 
 
 def test_a_module_in_place_of_its_parameters():
@@ -385,10 +402,7 @@ GROUPS = [
 def test_settings_of_a_group_are_checked(name, settings, message):
     with pytest.raises(ValueError, match=message):
         make(name, [{"params": [start()], **settings}])
-    optimizer = make(name, [start()])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [start(seed=1)], **settings})
-    assert len(optimizer.param_groups) == 1
+    refuses_a_group(name, ValueError, settings, message)
 
 
 def test_a_seed_is_an_int_of_64_bits():
@@ -467,6 +481,19 @@ def test_closure_and_scheduler(name):
         run(again, other, [sparse([1, 4], torch.ones(2, DIM).double())])
     assert same_bits(caught_up(optimizer, weight), caught_up(again, other))
     assert not same_bits(weight, start())
+
+
+def test_a_step_has_no_graph(monkeypatch):
+    """Gradients may have one, from a backward with create_graph."""
+    weight, enabled, update = start(), [], sparsekit.ops.update_rows_
+
+    def recorded(*arguments, **options):
+        enabled.append(torch.is_grad_enabled())
+        update(*arguments, **options)
+
+    monkeypatch.setattr(sparsekit.ops, "update_rows_", recorded)
+    run(make("LazyAdam", [weight]), weight, gradients(steps=1))
+    assert enabled == [False]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -47,10 +47,14 @@ def train(name, dtype, fused, steps=8):
         loss = model(keys_of(step)).square().sum()
         loss.backward()
         assert all((p.grad is None) == fused for p in tables)
+        # The library counts its own writes; a layer would check its free rows after others.
+        assert not fused or not any(p.written() for p in tables)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        assert not any(p.written() for p in tables)
     optimizers[0].state_dict()
+    assert not any(p.written() for p in tables)
     return model, optimizers[0]
 
 
@@ -167,6 +171,71 @@ def test_a_second_backward_without_a_step():
     optimizer.step()
     layer(torch.tensor([2, 3])).sum().backward()
     assert not same_bits(layer.weight, before)
+    assert optimizer.state[layer.weight]["step"] == 2
+
+
+def attached_group(rest):
+    """Return the layers of a group, the group, and an optimizer of it and of other parameters."""
+    layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
+    group = sparsekit.EmbeddingGroup(layers)
+    optimizer = optim.SGD([{"params": list(group.parameters())}, {"params": rest, "lr": 0.5}])
+    fuse_in_backward(optimizer, group)
+    return layers, group, optimizer
+
+
+def test_errors_name_the_layers_that_have_been_updated():
+    head, keys = torch.nn.Linear(2, 1), torch.tensor([3, 1])
+    layers, group, optimizer = attached_group(list(head.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(head(layers["b"](keys)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"^SGD: GradScaler .* backward, and b has been updated"):
+        scaler.step(optimizer)
+    out = sum(group(dict.fromkeys("ab", keys)).values()).sum()
+    with pytest.raises(RuntimeError, match=r"^SGD: two updates of b without step\(\)"):
+        out.backward()
+
+
+def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
+    """Other groups, such as that of the dense part, don't matter."""
+    _, group, _ = attached_group([torch.nn.Parameter(torch.ones(2))])
+    calls, update = [], sparsekit.ops.group_embedding_bag_update_
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        update(*arguments, **options)
+
+    monkeypatch.setattr(sparsekit.ops, "group_embedding_bag_update_", counted)
+    sum(group(dict.fromkeys("ab", torch.tensor([3, 1]))).values()).sum().backward()
+    assert len(calls) == 1
+
+
+def test_weights_are_checked_before_an_update_is_noted():
+    """Tables that need separate calls are not checked by the op that sums their gradients."""
+    weight = sparsekit.nn.EmbeddingWeight(torch.zeros(2, 3).t())
+    optimizer = optim.SGD([weight])
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"^SGD: parameters must be contiguous, got .*\(3, 2\)"
+        ):
+            optimizer.update_in_backward([weight], lambda: [], None)
+
+
+def test_an_update_in_backward_has_no_graph():
+    """Backward itself enables gradients if its own graph is wanted."""
+    weight, enabled = sparsekit.nn.EmbeddingWeight(torch.zeros(2, 3)), []
+    optimizer = optim.SGD([weight])
+    with torch.enable_grad():
+        optimizer.update_in_backward(
+            [weight], lambda: enabled.append(torch.is_grad_enabled()) or [], None
+        )
+    assert enabled == [False]
+
+
+def test_a_loaded_state_begins_a_new_step():
+    layer, optimizer, _ = attached()
+    layer(torch.tensor([1, 2])).sum().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    layer(torch.tensor([1, 2])).sum().backward()
     assert optimizer.state[layer.weight]["step"] == 2
 
 

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from conftest import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsekit
 from sparsekit import optim
@@ -85,6 +86,79 @@ def test_a_new_key_after_a_dense_gradient_under_momentum(nesterov):
     assert same_bits(layer.table.keys(), torch.tensor([1, 7]))
     ours.catch_up(layer.weight)
     torch.testing.assert_close(layer.weight[:2], dense[:2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL_ROWS)
+def test_a_dense_gradient_leaves_no_row_late(name):
+    twins = Twins(name)
+    twins.steps(3)
+    for weight in (twins.layer.weight, twins.dense):
+        weight.grad = torch.ones_like(weight)
+    for optimizer in (twins.ours, twins.theirs):
+        optimizer.step()
+    torch.testing.assert_close(twins.layer.weight, twins.dense, **twins.close)
+    assert twins.layer.weight.before_read is None
+    assert len(twins.ours._missed[twins.layer.weight].numbers) == 0
+
+
+class NothingRead(TorchDispatchMode):
+    """Mode that raises if a tensor's value is read, as the host would then wait for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ALL_ROWS)
+def test_only_the_first_step_reads_a_tensor(name):
+    twins = Twins(name)
+    twins.steps(1)
+    for _ in range(3):
+        with NothingRead():
+            twins.ours.step()
+        twins.theirs.step()
+    twins.check_all()
+
+
+class CountingLock:
+    """Lock that only counts how often it is held."""
+
+    depth = 0
+
+    def __enter__(self):
+        self.depth += 1
+
+    def __exit__(self, *error):
+        self.depth -= 1
+
+
+def test_rows_move_under_the_lock_and_without_a_graph(monkeypatch):
+    """In evaluation, other threads let rows catch up at any time."""
+    twins, held = Twins("Adam"), []
+    twins.ours._lock = CountingLock()
+    for name in ("update_rows_", "catch_up_rows_"):
+        op = getattr(sparsekit.ops, name)
+
+        def recorded(*arguments, op=op, **options):
+            held.append((op.__name__, twins.ours._lock.depth > 0, torch.is_grad_enabled()))
+            op(*arguments, **options)
+
+        monkeypatch.setattr(sparsekit.ops, name, recorded)
+    twins.steps(2)
+    twins.ours.catch_up(twins.layer.weight)
+    assert set(held) == {("update_rows_", True, False), ("catch_up_rows_", True, False)}
+
+
+def test_a_mode_that_changes_while_rows_are_late():
+    twins = Twins("SGD catch_up")
+    twins.steps(10)
+    before = twins.dense.detach().clone()
+    twins.ours.param_groups[0]["mode"] = "touched"
+    twins.step(10, torch.tensor([3]))
+    found = twins.layer(torch.arange(len(before)))
+    others = [row for row in range(len(before)) if row != 3]
+    torch.testing.assert_close(found[others], before[others], **twins.close)
+    torch.testing.assert_close(found[3], twins.dense[3], **twins.close)
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD catch_up"])

@@ -200,6 +200,14 @@ def test_a_loaded_state_is_on_the_device_of_its_parameter(kind, dtype):
     assert resumed.state[elsewhere]["step"].dtype == torch.int64
 
 
+@pytest.mark.parametrize("settings", [{}, {"bias_correction": "per_row"}])
+def test_states_are_made_on_the_device_of_the_parameter(settings):
+    weight = torch.nn.Parameter(torch.empty(3, 2, device="meta"))  # stands in for another device
+    optimizer = LazyAdam([weight], **settings)
+    run(optimizer, weight, [torch.empty(3, 2, device="meta")])
+    assert {value.device.type for value in optimizer.state[weight].values()} == {"meta"}
+
+
 def test_backward_notices_that_step_has_changed_a_weight_it_needs():
     weight, x = start(), torch.ones(ROWS, dtype=torch.float64, requires_grad=True)
     optimizer = LazyAdam([weight])
@@ -243,7 +251,7 @@ def test_bad_parameters(weight, grad, error, message):
     weight = torch.nn.Parameter(weight)
     weight.grad = grad
     before = weight.detach().clone()
-    optimizer = LazyAdam([good, weight])
+    optimizer = LazyAdam([{"params": [good]}, {"params": [weight], "lr": 0.5}])
     with pytest.raises(error, match="LazyAdam: .*" + message):
         optimizer.step()
     assert torch.equal(good, torch.ones(2, 2))

@@ -123,6 +123,7 @@ def test_states_of_a_table_tell_their_keys():
     train(layer, optimizer, [5, -6])
     saved = optimizer.state_dict()
     assert saved["state"][0]["keys"].tolist() == [5, -6]
+    assert "keys" not in optimizer.state[layer.weight]
     twice = copy.deepcopy(saved)
     twice["state"][0]["keys"][1] = 5
     with pytest.raises(ValueError, match=r"LazyAdam: .* damaged: keys has one of them twice"):

@@ -63,6 +63,17 @@ def test_none_is_a_value_where_the_annotation_says_so():
         found["a"].check("Adam", "a", None)
 
 
+def test_a_subclass_with_other_arguments_keeps_the_checks():
+    class Heavy(SGD):
+        def __init__(self, params, momentum: settings.Fraction = 0.9):
+            super().__init__(params, momentum=momentum)
+
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    for name, value in (("lr", -1.0), ("momentum", 1.0)):
+        with pytest.raises(ValueError, match=f"^Heavy: {name} must be .*, got {value}$"):
+            Heavy([{"params": [weight], name: value}])
+
+
 def test_choices_are_named():
     mark = one_of("a", "b")
     assert (mark.words, mark.is_number, mark.or_none) == ("'a' or 'b'", False, False)
