@@ -313,7 +313,7 @@ class HashTable(torch.nn.Module):
         new_buckets = prefer_huge_pages(torch.empty_like(self.tensors()[0], device=keys.device))
         new_size = torch.zeros(1, dtype=torch.int64, device=keys.device)
         ops.hash_table_clear_(new_buckets)
-        hash_seed = hash_seed.to(keys.device)
+        hash_seed = hash_seed.to(keys.device, copy=True)
         ops.hash_table_find_or_insert_(new_buckets, hash_seed, new_size, keys, self.capacity)
         if int(new_size) != size:
             raise ValueError(f"{self.name}: the state is damaged: a key has two rows")
