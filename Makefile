@@ -9,8 +9,8 @@ BENCH := .venv-bench
 # For `make check-torch`: version of torch, environment, and test suites that depend on torch's tools.
 TORCH := 2.14.1
 OTHER = .venv-torch-$(TORCH)
-TORCH_SUITES := tests/nn tests/optim tests/train tests/test_real_models.py tests/test_examples.py \
-  $(addprefix tests/ranks/test_,wrappers.py gradient_tools.py fully_shard.py averaging.py trainer.py dropins.py)
+TORCH_SUITES := tests/nn tests/optim tests/tables tests/train tests/test_real_models.py \
+  tests/test_examples.py $(addprefix tests/ranks/test_,wrappers.py gradient_tools.py fully_shard.py averaging.py trainer.py dropins.py)
 # Check for the oldest Python that the pinned requirements support.
 CHECK_PYTHON := import sys; sys.version_info >= (3, 11) or \
   sys.exit("make needs Python >= 3.11; name one: make PYTHON=python3.11")

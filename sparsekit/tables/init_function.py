@@ -138,9 +138,8 @@ _MADE_BY: dict[Any, Callable[..., Initializer]] = {
 def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
     """Return the distribution of trunc_normal_, which does nothing to a tensor without memory."""
     signature = inspect.signature(torch.nn.init.trunc_normal_)
-    # Read the arguments of a functools.partial; trunc_normal_ itself has none.
-    arguments, keywords = getattr(function, "args", ()), getattr(function, "keywords", {})
-    given = signature.bind(None, *arguments, **keywords)
+    # Read the keywords of a functools.partial; trunc_normal_ itself has none.
+    given = signature.bind(None, **getattr(function, "keywords", {}))
     given.apply_defaults()
     mean, std, a, b = (given.arguments[word] for word in ("mean", "std", "a", "b"))
     if given.arguments["generator"] is not None:

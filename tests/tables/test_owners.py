@@ -8,7 +8,10 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparsekit import hashing
+from sparsekit.tables import owners as owners_module
 from sparsekit.tables.own_shard import OwnShard, exchange_ref, nothing, warn_of_parts_not_saved
 from sparsekit.tables.owners import CodeOfMap, check_ranks_of, even_map, shared
 
@@ -39,6 +42,23 @@ def test_a_map_made_in_inference_mode_is_used_outside():
     assert not made.is_inference()
 
 
+def test_maps_of_fake_tensors_are_not_kept():
+    with FakeTensorMode():
+        assert type(even_map(13, CPU)) is not torch.Tensor
+    made = even_map(13, CPU)
+    assert type(made) is torch.Tensor
+    with FakeTensorMode():
+        assert even_map(13, CPU) is made
+
+
+def test_the_current_gpu_is_meant_by_cuda(monkeypatch):
+    made = torch.zeros(1)
+    monkeypatch.setitem(owners_module._even, (2, torch.device("cuda", 3)), made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert even_map(2, torch.device("cuda")) is even_map(2, torch.device("cuda", 3)) is made
+    assert even_map(2, CPU) is not made
+
+
 def test_entries_of_a_map_are_ranks():
     check_ranks_of("n", torch.tensor([0, 1, 2]), 3)
     for bad in (-1, 3):
@@ -67,6 +87,21 @@ def test_the_code_of_a_map_follows_its_values():
         assert code.of("n", even_map(2, CPU).clone(), 2) == first
 
 
+def test_a_code_is_made_once_for_each_map(monkeypatch):
+    made = []
+    xxh64 = hashing.xxh64
+    monkeypatch.setattr(hashing, "xxh64", lambda values: (made.append(1), xxh64(values))[1])
+    code, owners = CodeOfMap(), even_map(2, CPU).clone()
+    with torch.inference_mode():
+        inference = owners.clone()
+    for count, one in enumerate((owners, inference, owners, owners.clone()), 1):
+        for _ in range(3):
+            code.of("n", one, 2)
+            assert len(made) == count
+    expected = int(xxh64([owners.numpy().tobytes()])) % 2**64
+    assert code.of("n", owners, 2) == f"{expected:016x}"
+
+
 def test_a_saved_shard_counts_and_is_plain_in_the_file():
     exchange_type = type("Exchange", (), {"parts_saved": 0})
     exchange = exchange_type()
@@ -81,7 +116,9 @@ def test_a_saved_shard_counts_and_is_plain_in_the_file():
         assert exchange.parts_saved == count
         file.seek(0)
         assert type(torch.load(file)["shard"]) is torch.Tensor
-    assert type(shard.new_empty(3)) is OwnShard
+    empty = shard.new_empty((3, 1), dtype=torch.int32)
+    assert (type(empty), empty.shape, empty.dtype) == (OwnShard, (3, 1), torch.int32)
+    assert copied["a"].data_ptr() != shard.data_ptr()
     with pytest.raises(RuntimeError, match=r"^n: torch.distributed.checkpoint .* rank 1 of 2;"):
         shard.__create_write_items__("shard", None)
     reference = exchange_ref(exchange)
@@ -97,6 +134,7 @@ def test_a_saved_shard_counts_and_is_plain_in_the_file():
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
+        ([0, 1], r"on ranks \[1\] and not on ranks \[0\]"),
         ([1, 0], r"on ranks \[0\] and not on ranks \[1\]"),
         ([2, 3, 3], r"on ranks \[1, 2\] and not on ranks \[0\]"),
         ([0, 1, 2], r"on ranks \[2\] and not on ranks \[0, 1\]"),

@@ -1,0 +1,210 @@
+"""Options of a table: every bound, every default that depends on another, and every message."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparsekit import hashing
+from sparsekit.distributed.world import settings
+from sparsekit.tables import options as module
+from sparsekit.tables.options import TableOptions, check_count, drawn_seed, keyword_parameters
+
+CPU = torch.device("cpu")
+
+
+def options(**changes):
+    needed = {
+        "max_vocabulary_size_per_gpu": 9, "embedding_vec_size": 4, "use_hashtable": True,
+        "dtype": None, "device": None,
+    }  # fmt: skip
+    return TableOptions(**{**needed, **changes})
+
+
+CHECKED = {
+    "max_vocabulary_size_per_gpu": 9, "embedding_vec_size": 4, "use_hashtable": True,
+    "dtype": torch.float32, "device": CPU, "key_dtype": torch.int64, "embedding_initializer": None,
+    "padding_key": None, "on_full": "error", "gradient_reduction": "mean", "seed": None,
+    "name": None, "process_group": None, "placement": "hash", "wire_dtype": None,
+    "max_keys_per_rank": None, "insert": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({}, {}),
+        ({"max_vocabulary_size_per_gpu": np.int64(1)}, {"max_vocabulary_size_per_gpu": 1}),
+        ({"max_vocabulary_size_per_gpu": 2**31 - 1}, None),
+        ({"embedding_vec_size": 1}, None),
+        ({"embedding_vec_size": 2**63 - 1}, None),
+        ({"embedding_vec_size": np.int32(7)}, {"embedding_vec_size": 7}),
+        *(({"key_dtype": dtype}, None) for dtype in (torch.int64, torch.int32)),
+        *(({"dtype": dtype}, None) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+        ({"gradient_reduction": "sum"}, None),
+        ({"use_hashtable": False}, {"use_hashtable": False, "placement": "modulo"}),
+        ({"use_hashtable": False, "placement": "modulo"}, None),
+        ({"placement": "modulo"}, None),
+        ({"placement": "hash"}, None),
+        ({"wire_dtype": torch.bfloat16}, None),
+        ({"wire_dtype": torch.float32}, {}),  # the dtype of the table needs no other
+        (
+            {"wire_dtype": torch.float64, "dtype": torch.float64},
+            {"dtype": torch.float64},
+        ),
+        ({"max_keys_per_rank": 1}, None),
+        ({"insert": False}, None),
+        ({"device": "cpu"}, {}),
+        ({"device": "meta"}, {"device": torch.device("meta")}),
+        *(({"padding_key": key}, None) for key in (-(2**63), 2**63 - 1, 0)),
+        ({"padding_key": np.int16(3)}, {"padding_key": 3}),
+        ({"embedding_initializer": "unchecked"}, None),
+        ({"name": "n", "seed": 0}, None),
+        *(({"seed": seed}, None) for seed in (-(2**63), -1, 0, 2**63 - 1)),
+        ({"seed": 2**63}, {"seed": -(2**63)}),
+        ({"seed": 2**64 - 1}, {"seed": -1}),
+        ({"name": "n"}, {"name": "n", "seed": int(hashing.xxh64(["n"], seed=0))}),
+    ],
+    ids=str,
+)
+def test_options_that_are_taken(changes, differs):
+    checked = dataclasses.asdict(options(**changes).checked("layer"))
+    assert checked == {**CHECKED, **(changes if differs is None else differs)}
+    for name in ("max_vocabulary_size_per_gpu", "embedding_vec_size"):
+        assert type(checked[name]) is int
+    assert checked["padding_key"] is None or type(checked["padding_key"]) is int
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        *(
+            ({"max_vocabulary_size_per_gpu": size}, ValueError,
+             f"max_vocabulary_size_per_gpu must be in [1, 2147483647], got {size}")
+            for size in (0, -1, 2**31)
+        ),
+        *(
+            ({"embedding_vec_size": size}, ValueError,
+             f"embedding_vec_size must be in [1, 9223372036854775807], got {size}")
+            for size in (0, 2**63)
+        ),
+        ({"embedding_vec_size": 2.0}, TypeError, "embedding_vec_size must be an int, got 2.0"),
+        ({"key_dtype": torch.int16}, ValueError,
+         "key_dtype must be one of torch.int64, torch.int32; got torch.int16"),
+        ({"dtype": torch.float16}, ValueError,
+         "dtype must be one of torch.float32, torch.float64, torch.bfloat16; got torch.float16"),
+        ({"on_full": "evict"}, ValueError, "on_full must be one of error; got 'evict'"),
+        ({"gradient_reduction": "max"}, ValueError,
+         "gradient_reduction must be one of mean, sum; got 'max'"),
+        ({"wire_dtype": torch.float64}, ValueError,
+         "wire_dtype must be one of torch.bfloat16, torch.float32; got torch.float64"),
+        ({"placement": "rank"}, ValueError, "placement must be one of hash, modulo; got 'rank'"),
+        ({"placement": ""}, ValueError, "placement must be one of hash, modulo; got ''"),
+        ({"placement": "hash", "use_hashtable": False}, ValueError,
+         "placement='hash' needs the hash table: with use_hashtable=False a key is a row number, "
+         "key // world_size on rank key % world_size"),
+        ({"max_keys_per_rank": 0}, ValueError,
+         "max_keys_per_rank must be in [1, 9223372036854775807], got 0"),
+        *(({"insert": value}, TypeError, f"insert must be True or False, got {value!r}")
+          for value in (1, None, "no")),
+        ({"device": "mps"}, NotImplementedError, "device must be cpu, cuda or meta, got mps"),
+        *(
+            ({"padding_key": key}, ValueError,
+             f"padding_key must be in [-9223372036854775808, 9223372036854775807], got {key}")
+            for key in (-(2**63) - 1, 2**63)
+        ),
+        ({"padding_key": 1.0}, TypeError, "padding_key must be an int, got 1.0"),
+        *(
+            ({"seed": seed}, ValueError,
+             f"seed must be in [-9223372036854775808, 18446744073709551615], got {seed}")
+            for seed in (-(2**63) - 1, 2**64)
+        ),
+        ({"seed": "1", "name": "other"}, TypeError, "seed must be an int, got '1'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_are_refused(changes, error, message):
+    with pytest.raises(error, match=f"^layer: {re.escape(message)}$"):
+        options(**changes).checked("layer")
+
+
+@pytest.mark.parametrize("own", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_init", [None, torch.bfloat16])
+def test_the_wire_dtype_of_init_is_for_layers_without_one(own, of_init, monkeypatch):
+    monkeypatch.setattr(settings, "wire_dtype", of_init, raising=False)
+    found = options(wire_dtype=own).checked("n").wire_dtype
+    assert found == (None if own == torch.float32 else own or of_init)
+
+
+def test_the_process_group_of_init_is_for_layers_without_one(monkeypatch):
+    own, of_init = (type(name, (), {"__deepcopy__": lambda self, memo: self})() for name in "ab")
+    monkeypatch.setattr(settings, "process_group", of_init)
+    assert options(process_group=own).checked("n").process_group is own
+    assert options().checked("n").process_group is of_init
+
+
+def test_a_name_and_the_seed_of_init_give_the_seed(monkeypatch):
+    monkeypatch.setattr(settings, "seed", 7, raising=False)
+    assert options(name="a").checked("n").seed == int(hashing.xxh64(["a"], seed=7))
+    assert options(name="a").checked("n").seed != options(name="b").checked("n").seed
+    assert options(name="").checked("n").seed == int(hashing.xxh64([""], seed=7))
+    assert options(name="a", seed=0).checked("n").seed == 0
+    assert options().checked("n").seed is None
+
+
+def test_defaults_of_torch_are_those_of_the_moment():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            checked = options().checked("n")
+            assert options(device="cpu").checked("n").device == CPU
+    finally:
+        torch.set_default_dtype(before)
+    assert (checked.dtype, checked.device) == (torch.float64, torch.device("meta"))
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_cuda_needs_a_build_with_its_kernels(built, monkeypatch):
+    monkeypatch.setattr(module._pybind, "build_info", lambda: {"cuda": built})
+    if built:
+        assert options(device="cuda:1").checked("n").device == torch.device("cuda", 1)
+        return
+    with pytest.raises(NotImplementedError, match=r"^n: device is cuda:1, but .* no CUDA kernels;"):
+        options(device="cuda:1").checked("n")
+
+
+def test_counts():
+    assert check_count("n", "a", np.int8(1)) == check_count("n", "a", 1, 1) == 1
+    for value in (0, 4):
+        with pytest.raises(ValueError, match=rf"^n: a must be in \[1, 3\], got {value}$"):
+            check_count("n", "a", value, 3)
+
+
+def test_keywords_as_parameters():
+    parameters = keyword_parameters()
+    assert [each.name for each in parameters] == [
+        "key_dtype", "embedding_initializer", "padding_key", "on_full", "gradient_reduction",
+        "seed", "name", "process_group", "placement", "wire_dtype", "max_keys_per_rank", "insert",
+    ]  # fmt: skip
+    for each in parameters:
+        assert each.kind == each.KEYWORD_ONLY
+        assert each.default == CHECKED[each.name] or each.name == "placement"
+    assert {each.name: each.annotation for each in parameters}["insert"] is bool
+
+
+def test_drawn_seeds_come_from_the_generator_of_torch():
+    torch.manual_seed(3)
+    first, second = drawn_seed(), drawn_seed()
+    assert first != second
+    torch.manual_seed(3)
+    with FakeTensorMode(), torch.device("meta"):
+        assert drawn_seed() == first
+    assert type(first) is int
+    assert 0 <= first < 2**63
+    torch.manual_seed(3)
+    drawn = [drawn_seed() for _ in range(8)]
+    assert max(drawn) > 2**60  # all bits are drawn
