@@ -104,7 +104,7 @@ class CatchUpOptimizer(RowOptimizer):
                 return
             if count:
                 state = self.state[parameter]
-                weight = matrix(local(parameter.detach()))
+                weight = matrix(local(parameter))
                 states = [state[name] for name in missed.states]
                 ops.catch_up_rows_(
                     weight,

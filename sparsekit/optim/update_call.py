@@ -66,7 +66,7 @@ def _call(
     tensors = [state[name] for state in states for name in names]
     weights = parameters
     if any(parameter.dim() != 2 for parameter in parameters):
-        weights = [matrix(parameter.detach()) for parameter in parameters]
+        weights = [matrix(parameter) for parameter in parameters]
         tensors = [
             state[name].view(-1) if name in row_states else matrix(state[name])
             for state in states

@@ -197,7 +197,7 @@ def test_errors_name_the_layers_that_have_been_updated():
 
 def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
     """Other groups, such as that of the dense part, don't matter."""
-    _, group, _ = attached_group([torch.nn.Parameter(torch.ones(2))])
+    layers, group, _ = attached_group([torch.nn.Parameter(torch.ones(2))])
     calls, update = [], sparsekit.ops.group_embedding_bag_update_
 
     def counted(*arguments, **options):
@@ -207,6 +207,7 @@ def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
     monkeypatch.setattr(sparsekit.ops, "group_embedding_bag_update_", counted)
     sum(group(dict.fromkeys("ab", torch.tensor([3, 1]))).values()).sum().backward()
     assert len(calls) == 1
+    assert not any(layer.weight.written() for layer in layers.values())
 
 
 def test_weights_are_checked_before_an_update_is_noted():

@@ -13,7 +13,7 @@ import sparsekit
 from sparsekit import optim
 
 from .cases import ALL_ROWS
-from .test_catch_up import Twins
+from .test_catch_up import Twins, keys_of, layer_of, loss_of
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -147,6 +147,23 @@ def test_rows_move_under_the_lock_and_without_a_graph(monkeypatch):
     twins.steps(2)
     twins.ours.catch_up(twins.layer.weight)
     assert set(held) == {("update_rows_", True, False), ("catch_up_rows_", True, False)}
+
+
+@pytest.mark.parametrize("way", ["state_dict", "__getstate__", "load_state_dict"])
+def test_rows_of_all_parameters_catch_up(way):
+    found = []
+    for mode in ("catch_up", "sweep"):
+        layers = layer_of(), layer_of()
+        optimizer = optim.Adam([layer.weight for layer in layers], lr=0.1, mode=mode)
+        arguments = [optimizer.state_dict()] if way == "load_state_dict" else []
+        for step in range(5):
+            optimizer.zero_grad()
+            sum(loss_of(layers[i](keys_of(step + i)), step) for i in range(2)).backward()
+            optimizer.step()
+        getattr(optimizer, way)(*arguments)
+        assert all(layer.weight.before_read is None for layer in layers)
+        found.append([layer.weight.detach() for layer in layers])
+    assert all(map(same_bits, *found))
 
 
 def test_a_mode_that_changes_while_rows_are_late():

@@ -126,6 +126,15 @@ def test_calls_are_of_one_group_and_dtype():
     assert sorted(calls.tables) == [1, 2, 2, 3]
 
 
+def test_calls_are_of_one_device():
+    weights = [torch.nn.Parameter(torch.empty(3, 2, device=device)) for device in ("cpu", "meta")]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    with Calls() as calls:
+        make("LazyAdam", weights).step()
+    assert calls.tables == [1, 1]
+
+
 def test_a_refused_step_changes_no_parameter(engine):
     weights = [EmbeddingWeight(values((9, 4), torch.float32, i)) for i in range(4)]
     optimizer = make("LazyAdam", weights)
