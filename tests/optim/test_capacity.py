@@ -82,6 +82,17 @@ def test_rows_beyond_are_as_those_that_no_step_has_touched(name):
         assert same_bits(found[key], value), key
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_through_a_larger_table_and_back(name):
+    layers = [table(capacity) for capacity in (70, 300, 45)]
+    optimizers = [make(name, layer.parameters()) for layer in layers]
+    train(layers[0], optimizers[0], 0, 3)
+    for i in range(2):
+        layers[i + 1].load_state_dict(layers[i].state_dict())
+        optimizers[i + 1].load_state_dict(optimizers[i].state_dict())
+    same(rows(layers[2], optimizers[2], USED), rows(layers[0], optimizers[0], USED))
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD"])
 def test_trained_rows_that_have_no_room(name):
     layer, small = table(70), table(USED - 1)
@@ -89,8 +100,8 @@ def test_trained_rows_that_have_no_room(name):
     train(layer, optimizer, 0, 2)
     train(small, of_small, 1, 2, 5)
     before = copy.deepcopy(of_small.state_dict())
-    message = r"\(29,.* got \(70,.*: row 29 .* trained.* room for 29 rows.* parameter 0 of"
-    with pytest.raises(ValueError, match=message):
+    message = r"\(29,.* got \(70,.*: row 29 .* trained.* room for 29 rows.*"
+    with pytest.raises(ValueError, match=message + r", for parameter 0 of shape \(29, 5\)$"):
         of_small.load_state_dict(optimizer.state_dict())
     same(of_small.state_dict()["state"][0], before["state"][0])
 
@@ -157,6 +168,7 @@ def test_without_the_steps_of_rows(name):
     state = optimizer.state_dict()
     del state["state"][0]["row_step"]
     of_large.load_state_dict(state)
+    assert "row_step" not in state["state"][0]
     steps = of_large.state[large.weight]["row_step"]
     assert steps[:70].tolist() == [3] * 70
     assert steps[70:].tolist() == [0 if "per row" in name else 3] * 20

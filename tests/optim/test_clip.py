@@ -131,6 +131,20 @@ def test_gradients_that_have_a_graph():
     assert_close(weight.grad.detach(), torch.tensor([0.6, 0.8]))
 
 
+def test_values_of_gradients_that_have_a_graph():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, -4.0], requires_grad=True)
+    clip_grad_value_(weight, 1)
+    assert weight.grad.tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_the_norm_is_on_the_device_of_the_parameters(has_gradient):
+    weight = torch.nn.Parameter(torch.empty(3, device="meta"))  # stands in for another device
+    weight.grad = torch.empty_like(weight) if has_gradient else None
+    assert clip_grad_norm_([weight], 1).device.type == "meta"
+
+
 @pytest.mark.parametrize("norm_type", [2, math.inf])
 @pytest.mark.parametrize("nothing", [[], [torch.nn.Parameter(torch.ones(2))]], ids=["", "no grad"])
 def test_nothing_to_clip(nothing, norm_type):
@@ -200,6 +214,13 @@ def test_reads_nothing_unless_errors_are_wanted():
         clip_grad_norm_(parameters, 0.7)
     with NothingRead(), pytest.raises(AssertionError):
         clip_grad_norm_(parameters, 0.7, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
+def test_compilers_end_their_graph_before_gradients_are_clipped(function):
+    compiled = torch.compile(lambda weight: function(weight, 1.0), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="sparsekit"):
+        compiled(parameter(torch.ones(2)))
 
 
 @pytest.mark.parametrize("clip_value", [0.0, 0.7, 1e4, math.inf])

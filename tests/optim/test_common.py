@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import re
 
 import pytest
 import torch
@@ -93,6 +94,8 @@ def test_steps_are_those_of_the_reference(name):
             optimizer.rule, settings, per_row=per_row,
         )  # fmt: skip
     torch.testing.assert_close(weight.detach(), expected)
+    row_steps = {"row_step"} if per_row else set()
+    assert optimizer.state[weight].keys() == {"step", *states, *row_steps}
     for state, values in states.items():
         torch.testing.assert_close(optimizer.state[weight][state], values)
 
@@ -250,7 +253,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert same_bits(optimizer.state[weight]["exp_avg"], before["state"][index]["exp_avg"])
 
 
-@pytest.mark.parametrize("damage", [[-1] * ROWS, [9] * ROWS, [2**31 - 1] * ROWS, [1], [[1]] * ROWS])
+@pytest.mark.parametrize("damage", [[-1, 2] * 6, [9, 0] * 6, [2**31 - 1] * ROWS, [1], [[1]] * ROWS])
 @pytest.mark.parametrize("name", ["Adam", "LazyAdam per row", "LazyLAMB"])
 def test_steps_of_rows_that_cannot_be(name, damage):
     weight = start()
@@ -258,7 +261,9 @@ def test_steps_of_rows_that_cannot_be(name, damage):
     run(optimizer, weight, gradients(steps=3))
     state = optimizer.state_dict()
     state["state"][0]["row_step"] = torch.tensor(damage, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"row_step must (be in \[0, 3\]|have shape \(12,\))"):
+    range_ = re.escape(f"be in [0, 3], the step, got numbers from {min(damage)} to {max(damage)}")
+    message = rf"^{type(optimizer).__name__}: row_step must ({range_}|have shape \(12,\))"
+    with pytest.raises(ValueError, match=message):
         make(name, [start()]).load_state_dict(state)
 
 
@@ -494,6 +499,12 @@ def test_a_step_has_no_graph(monkeypatch):
     monkeypatch.setattr(sparsekit.ops, "update_rows_", recorded)
     run(make("LazyAdam", [weight]), weight, gradients(steps=1))
     assert enabled == [False]
+
+
+def test_compilers_end_their_graph_before_a_step():
+    compiled = torch.compile(make("SGD", [start()]).step, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="sparsekit"):
+        compiled()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,5 +1,6 @@
 """fuse_in_backward gives the weights of a normal step, or raises if that is impossible."""
 
+import copy
 import gc
 
 import pytest
@@ -193,6 +194,9 @@ def test_errors_name_the_layers_that_have_been_updated():
     out = sum(group(dict.fromkeys("ab", keys)).values()).sum()
     with pytest.raises(RuntimeError, match=r"^SGD: two updates of b without step\(\)"):
         out.backward()
+    layers["a"](keys).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^SGD: two updates of b without step\(\)"):
+        layers["b"](keys).sum().backward()
 
 
 def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
@@ -309,6 +313,19 @@ def test_detached_again():
     fuse_in_backward(optimizer, layer)
 
 
+def test_copies_are_not_attached():
+    layer, optimizer, _ = attached()
+    layer, optimizer = copy.deepcopy((layer, optimizer))
+    for fused in (False, True):
+        optimizer.zero_grad()
+        layer(torch.tensor([1, 2])).sum().backward()
+        assert (layer.weight.grad is None) == fused
+        optimizer.step()
+        if not fused:
+            fuse_in_backward(optimizer, layer)
+    assert optimizer.state[layer.weight]["step"] == 2
+
+
 def test_all_layers_of_a_model_are_detached():
     model = Model()
     tables, _ = sparsekit.split_embedding_variable_from_others(model)
@@ -321,7 +338,10 @@ def test_all_layers_of_a_model_are_detached():
 def test_an_optimizer_that_is_dropped_is_detached():
     layer, optimizer, handle = attached()
     layer(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(ValueError, match="is updated in backward by another optimizer"):
+    message = (
+        r"^Adagrad: a parameter of shape \(20, 3\) is updated in backward by another optimizer"
+    )
+    with pytest.raises(ValueError, match=message):
         optim.Adagrad([layer.weight])
     del optimizer, handle
     gc.collect()

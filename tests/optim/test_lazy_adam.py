@@ -260,12 +260,14 @@ def test_bad_parameters(weight, grad, error, message):
 
 
 def test_a_new_key_after_a_dense_gradient_has_its_own_vector():
-    layer, other = (sparsekit.Embedding(20, 3, name="moved") for _ in range(2))
-    layer(torch.tensor([1]))
-    optimizer = LazyAdam(layer.parameters())
-    layer.weight.grad = torch.ones_like(layer.weight)  # moves rows that have no key, too
+    *layers, other = (sparsekit.Embedding(20, 3, name="moved") for _ in range(3))
+    optimizer = LazyAdam([layer.weight for layer in layers])
+    for layer in layers:
+        layer(torch.tensor([1]))
+        layer.weight.grad = torch.ones_like(layer.weight)  # moves rows that have no key, too
     optimizer.step()
-    with torch.no_grad():
-        layer.weight[:1].mul_(2)  # from now on, the layer checks what else has been written
     key = torch.tensor([7])
-    assert torch.equal(layer(key), other(key))
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight[:1].mul_(2)  # from now on, the layer checks what else has been written
+        assert torch.equal(layer(key), other(key))

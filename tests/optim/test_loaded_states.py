@@ -33,6 +33,22 @@ def test_torchs_sgd_counts_as_one_step():
     assert ours.state[weight]["step"] == 1
 
 
+def test_each_group_gets_the_states_of_its_own_parameters():
+    sizes = [(2, 3), (4, 3), (2, 3)]
+    weights, others = ([start(shape=shape) for shape in sizes] for _ in range(2))
+    ours, again = (
+        optim.LazyAdam([{"params": each[:1]}, {"params": each[1:], "lr": 0.5}])
+        for each in (weights, others)
+    )
+    for i, weight in enumerate(weights):
+        weight.grad = torch.full_like(weight, i)
+    ours.step()
+    again.load_state_dict(ours.state_dict())
+    for weight, other in zip(weights, others, strict=True):
+        assert torch.equal(ours.state[weight]["exp_avg"], again.state[other]["exp_avg"])
+    assert [group["lr"] for group in again.param_groups] == [1e-3, 0.5]
+
+
 def test_a_momentum_that_torch_has_not_begun_is_zero():
     weight = start()
     ours = make("SGD momentum", [weight])
@@ -63,6 +79,15 @@ def test_keys_of_another_form_are_unknown(keys):
     state["state"][0]["keys"] = keys
     optimizer.load_state_dict(state)
     assert optimizer.state[layer.weight]["keys"] is None
+
+
+def test_keys_that_have_kept_their_rows_need_not_be_kept():
+    layer = table()
+    optimizer = optim.LazyAdam(layer.parameters())
+    state = state_of(optimizer, layer)
+    layer(torch.tensor([7]))
+    optimizer.load_state_dict(state)
+    assert "keys" not in optimizer.state[layer.weight]
 
 
 def test_loaded_keys_are_a_copy():
