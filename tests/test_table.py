@@ -195,6 +195,14 @@ def test_empty_table():
     assert "size=0, capacity=3" in repr(table)
 
 
+def through_an_assigned_state(table):
+    other = HashTable(table.capacity)
+    before = other.buckets
+    other.load_state_dict(table.state_dict(), assign=True)
+    assert other.buckets is not before
+    return other
+
+
 def through_state_dict(table):
     file = io.BytesIO()
     torch.save(table.state_dict(), file)
@@ -208,6 +216,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda table: pickle.loads(pickle.dumps(table)),
     "state_dict": through_state_dict,
+    "assigned state_dict": through_an_assigned_state,
 }
 
 
@@ -221,6 +230,13 @@ def test_copies(way):
     assert torch.equal(twin.find_or_insert(keys), torch.arange(1500))
     assert len(table) == 1000
     assert torch.equal(table.keys(), keys[:1000])
+
+
+def test_a_table_on_meta_refuses_a_state():
+    with torch.device("meta"):
+        table = HashTable(8, name="keys")
+    with pytest.raises(RuntimeError, match=r"keys: .* meta"):
+        table.load_state_dict(HashTable(8).state_dict())
 
 
 def test_state_is_tensors():

@@ -22,6 +22,7 @@ def test_defaults(history):
     model = Autoencoder(history)
     assert (model.dropout, model.negatives, model.source) == (0.8, 512, "")
     assert (model.bias.shape, len(model.hidden)) == ((64,), 1)
+    assert "_weights" not in model.state_dict()  # a load may find another history
     sparse, dense = model.optimizers()
     assert isinstance(sparse, LazyAdam)
     assert [group["lr"] for o in (sparse, dense) for group in o.param_groups] == [5e-3] * 2
@@ -37,11 +38,28 @@ def test_the_seed_alone_decides_on_weights_and_draws(history):
         assert spread == pytest.approx(0.1, rel=0.05)
         model = Autoencoder(history, dim=4, seed=seed, negatives=3)
         kept, drawn = model._draw(torch.arange(24))
-        vectors = model.vectors(0, 11)
-        return [*model.hidden[0].weight.flatten().tolist(), *kept, *drawn, *vectors.flatten()]
+        vectors = [model.vectors(0, 11), model._table("rated").vectors(history.items)]
+        return [
+            *model.hidden[0].weight.flatten().tolist(),
+            *kept,
+            *drawn,
+            *torch.cat(vectors, 1).flatten(),
+        ]
 
     assert start(1) == start(1)
     assert start(1) != start(2)
+
+
+def test_encoding_looks_up_rated_items_alone(history):
+    model = Autoencoder(history, dim=4)
+    model.encode(torch.arange(2))
+    assert len(model._table("rated").table) > 0
+    assert len(model._table("scored").table) == 0
+
+
+def test_hidden_layers_of_the_dense_autoencoder(history):
+    shapes = [tuple(weight.shape) for weight in DenseAutoencoder(history).weights]
+    assert shapes == [(11, 10), (10, 5), (5, 10), (10, 11)]
 
 
 @pytest.mark.parametrize(

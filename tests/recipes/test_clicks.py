@@ -30,6 +30,7 @@ def bags(model):
 
 def test_cross_layers_are_those_of_the_paper():
     cross = LowRankCross(4, 2, 3, torch.Generator().manual_seed(0))
+    assert not any(linear.bias.any() for linear in cross.up)
     for linear in cross.up:
         torch.nn.init.normal_(linear.bias)
     x0 = torch.randn(5, 4)

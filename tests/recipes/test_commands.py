@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from sparsekit.cli.common import UsageError
 from sparsekit.datasets import Adult, Ratings
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.errors import DivergedError, TableFullError
-from sparsekit.models import RatedItems, Recommendations
+from sparsekit.models import RatedItems, Recommendations, fit_bias_baseline
 from sparsekit.recipes.autoencoder import command as autoencoder
 from sparsekit.recipes.autoencoder import recommend
 from sparsekit.recipes.ratings import command as ratings
@@ -37,6 +38,25 @@ def test_a_fifth_of_the_ratings_is_tested_on(monkeypatch, capsys):
     monkeypatch.setattr(ratings, "movielens_100k", lambda data: some_ratings(4))
     with pytest.raises(UsageError, match=r"^--data x: no user has the 5 ratings of which one can"):
         ratings.load_ratings(argparse.Namespace(data="x"))
+
+
+def test_the_report_of_ratings_has_all_models_and_tables(capsys):
+    users, items = torch.tensor([7, 7, 8, 8, 9]), torch.tensor([1, 2, 1, 3, 2])
+    train = Ratings(users, items, torch.tensor([5.0, 3.0, 4.0, 1.0, 2.0]), items.double())
+    test = Ratings(users[:3] + 1, items[2:], torch.tensor([4.0, 3.0, 2.0]), items[2:].double())
+    epochs = [SimpleNamespace(seconds=1.5, metrics={"test RMSE": e}) for e in (0.75, 0.625)]
+    ratings._report(SimpleNamespace(history=epochs), train, test, {"user": 3, "item": 12_000})
+    baseline = fit_bias_baseline(train)
+    # The mean of train is 3; the errors of the mean in test are 1, 0 and -1.
+    biases = (baseline.predict(test.users, test.items) - test.ratings).square().mean().sqrt()
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "                  test RMSE",
+        "global mean          0.8165",
+        f"user + item bias  {biases:9.4f}",
+        "model                0.6250",
+        "",
+        "2 epochs in 3.0 s; rows in the tables: user 3, item 12,000",
+    ]
 
 
 def fit_arguments(**others):
