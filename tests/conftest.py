@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 
-# Under a sanitizer, load the library that tests/sanitize.sh names instead of the usual one. This
-# has to run before the imports below, which load sparsekit.
+# Under a sanitizer, load the library given by tests/sanitize.sh instead of the usual one. This
+# code must run before the imports below, which load sparsekit.
 if _library := os.environ.get("SPARSEKIT_PYBIND_LIBRARY"):
     _spec = importlib.util.spec_from_file_location("sparsekit._pybind", _library)
     sys.modules["sparsekit._pybind"] = importlib.util.module_from_spec(_spec)
@@ -162,7 +162,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
 
 def pytest_report_header() -> str:
-    """Report in pytest's header why no test runs on a GPU."""
+    """Return a header line that lists the backends, and tells why none is a GPU."""
     reason = "" if HAS_GPU else " (no GPU or a build without CUDA: nothing runs on a device)"
     cpu = f"cpu ({sparsekit.instruction_set()})"
     return f"sparsekit backends: {cpu}, simt{', cuda' if HAS_GPU else reason}"

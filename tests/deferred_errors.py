@@ -1,7 +1,7 @@
 """Lets lookups with the host runner defer their errors, as lookups on a GPU do.
 
-Copies to the host are replaced by stand-ins that are complete when a test says so. Several threads
-may do this at once: each stands for a rank, and has separate reports, as a rank does.
+Copies to the host are replaced by stand-ins that are complete when a test decides so. Several
+threads may defer errors at once: each stands for a rank, and has the reports of that rank.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ def _at_second_look(looks: int) -> bool:
 
 
 class _Thread(threading.local):
-    """Values set for a thread."""
+    """Settings and reports of the current thread."""
 
     is_made: Callable[[int], bool] = staticmethod(_at_second_look)
     on_wait: Callable[[], None] = staticmethod(lambda: None)
@@ -79,7 +79,7 @@ def library() -> ctypes.CDLL:
 
 
 def _forget_errors() -> None:
-    """Reset the words of errors, which a test may leave behind."""
+    """Reset the host runner's error words, which an earlier test may have set."""
     words = torch.empty(library().sparsekit_num_errors(), dtype=torch.int64)
     tables, features = (torch.empty(0, n, dtype=torch.int64) for n in (3, 9))
     torch.ops.sparsekit_simt.group_find([], [], tables, [], [], features, words)

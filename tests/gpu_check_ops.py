@@ -77,7 +77,7 @@ def table_of(keys):
 
 
 def full_table(keys):
-    """Insert into a full table, which must raise and stay unchanged."""
+    """Insert keys into a table of three rows, often too few; return results and contents."""
     table = sparsekit.HashTable(3, load_factor=1.0, device=keys.device)
     rows, status = ops.hash_table_find_or_insert_(
         table.buckets, table.hash_seed, table.size, keys, 3

@@ -72,7 +72,7 @@ class _Device:
 
 
 class _Functions(TorchFunctionMode):
-    """Mode that sees calls of functions that create, read, copy or set tensors."""
+    """Mode that intercepts functions that create, read, copy or set tensors."""
 
     def __init__(self, device: _Device, waits: HostWaits) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):
-    """Mode that sees the tensors that ops read and create, also in backward."""
+    """Mode that tracks the tensors that ops read and create, also in backward."""
 
     def __init__(self, device: _Device, waits: HostWaits) -> None:
         super().__init__()

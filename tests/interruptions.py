@@ -17,7 +17,7 @@ class Interrupted(BaseException):
 def interrupt(call, moment):
     """Call a function; raise Interrupted at the `moment`-th bytecode that sparsekit runs.
 
-    Python runs signal handlers between bytecodes, so this covers every point of an interrupt.
+    Python runs signal handlers between bytecodes, so a real interrupt has the same effect.
 
     Returns:
         None if the call was interrupted, otherwise the number of bytecodes that ran.

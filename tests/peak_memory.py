@@ -1,4 +1,4 @@
-"""Peak resident memory of a block of code."""
+"""Measures the peak resident memory of a block of code."""
 
 
 def forget_peak():

@@ -12,7 +12,7 @@ int main() {
   std::mt19937 random(1);
   std::vector<void*> held;
   for (int step = 0; step < 3000; ++step) {
-    // Phases of large and small blocks, so that idle blocks reach the limits on bytes and age.
+    // Alternate large and small blocks, so that idle blocks reach the limits on bytes and age.
     const size_t most = step / 500 % 2 == 0 ? 60 : 6;
     const size_t bytes = (2 + random() % most) << 20;
     auto* memory = static_cast<char*>(sparsekit::ops::take_large_memory(bytes));

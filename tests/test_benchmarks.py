@@ -82,7 +82,7 @@ def test_every_target_is_measured(quick: dict[str, dict[str, Any]]) -> None:
     skipped = quick["cpu"]["skipped"] | quick["dist"]["skipped"]
     expected = {(line, against) for line, against in CPU_TARGETS if against not in skipped}
     assert measured(quick["cpu"], quick["dist"]) == expected
-    # Each reason says how to get the peer, and only optional peers are skipped.
+    # Each reason explains how to get the peer, and only optional peers are skipped.
     assert all("install" in reason or "compile" in reason for reason in skipped.values())
     assert not {against for _, against in CPU_TARGETS if "torch" in against} & set(skipped)
 

@@ -1,4 +1,4 @@
-"""The command line, on small generated ratings."""
+"""Tests of the command line on small generated ratings."""
 
 import errno
 import os
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_in_the_end():
 
 
 def test_no_option_abbreviates_one_of_torchruns():
-    """torchrun would take an ambiguous abbreviation for its own option, even after the script."""
+    """torchrun would parse an ambiguous abbreviation as its own option, even after the script."""
     models = Parser().add_subparsers()
     train.add_models(models)
     names = {name for model in models.choices.values() for name in model._names(True)}

@@ -1,4 +1,4 @@
-"""``sparsekit train autoencoder`` and ``sparsekit recommend``."""
+"""Tests of ``sparsekit train autoencoder`` and ``sparsekit recommend``."""
 
 import hashlib
 import re
@@ -93,7 +93,7 @@ def test_titles_are_shown_where_there_are_any(data, tmp_path, capsys, monkeypatc
     assert first == f"{tmp_path / 'recs.tsv'}: 120 items for 40 users"
     assert head.split() == ["user", "item", "score"]
     assert len(rows) == 2
-    # This recommends every item that is left.
+    # With such a large k, every item that a user has not rated is recommended.
     assert cli.main([*arguments, "--k", str(2**20), "--show", "0"]) == 0
     assert re.search(r": 8\d\d items for 40 users\n$", capsys.readouterr().out)
 

@@ -1,4 +1,4 @@
-"""Output, exit codes and options of ``sparsekit checkpoint``."""
+"""Tests of the output, exit codes and options of ``sparsekit checkpoint``."""
 
 import contextlib
 import re

@@ -141,6 +141,6 @@ def test_the_checksum_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_WHOLE_BYTES", len(content))
     assert checkpoints._size_and_crc(str(path)) == whole
     monkeypatch.setattr(checkpoints, "_WHOLE_BYTES", len(content) - 1)
-    # A file is read in pieces of a MiB, so more than the first ten bytes count.
+    # Files are read in pieces of 1 MiB, so the checksum covers one piece and the last ten bytes.
     ends = zlib.crc32(content[: 1 << 20] + content[-10:])
     assert checkpoints._size_and_crc(str(path)) == [len(content), ends]

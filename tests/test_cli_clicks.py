@@ -1,4 +1,4 @@
-"""``sparsekit train dlrm`` and ``deepfm``, ``plot`` and ``scaling``."""
+"""Tests of ``sparsekit train dlrm`` and ``deepfm``, ``plot`` and ``scaling``."""
 
 import dataclasses
 import json
@@ -190,7 +190,7 @@ def rows_of(*labels):
     ],
 )
 def test_labels_that_cannot_be_trained_on(clicks, capsys, model, split, text, message):
-    """The error comes before the first step and names the file."""
+    """The error is raised before the first step, and names the file."""
     path = clicks.with_name("x.csv")
     path.write_text(text)
     files = [path if split == "train" else clicks, "--ranks", "1"]
@@ -235,7 +235,7 @@ def test_divergence_ends_with_1(clicks, capsys):
 
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_the_adult_data_as_files(tmp_path, split):
-    """Files written for training can be read like any others; validation rows are training rows."""
+    """The files written for training can be read; validation rows come from the training part."""
     columns = {name: np.array(["a", "b", "?"] * 20) for name in CATEGORIES}
     columns |= {name: np.array(list(map(str, range(60)))) for name in NUMBERS}
     people = Adult(columns, torch.arange(60) % 2.0)

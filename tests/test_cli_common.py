@@ -1,4 +1,4 @@
-"""Checks and helpers that the commands share."""
+"""Tests of checks and helpers that the commands share."""
 
 import argparse
 import os

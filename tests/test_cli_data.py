@@ -1,4 +1,4 @@
-"""``sparsekit hash`` and ``sparsekit data``."""
+"""Tests of ``sparsekit hash`` and ``sparsekit data``."""
 
 import gzip
 import re

@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn`` and ``sparsekit profile``, on generated reviews."""
+"""Tests of ``sparsekit train deepconn`` and ``sparsekit profile`` on generated reviews."""
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ SMALL = ["--length", "30", "--batch-size", "16"]
 
 
 def train_as_rank(rank, data, placement, trace=None, log=None):
-    """Run the command as one rank, without a launcher: starting one takes seconds."""
+    """Run the command as one rank without the launcher, which would take seconds to start ranks."""
     args = argparse.Namespace(
         data=str(data),
         placement=placement,

@@ -1,4 +1,4 @@
-"""The exit code and message of each error; ``sparsekit plot`` and ``sparsekit bench``."""
+"""Tests of errors' exit codes and messages, and of ``sparsekit plot`` and ``sparsekit bench``."""
 
 import importlib
 import sys

@@ -1,7 +1,7 @@
 """Every command reads real file layouts, or prints a one-line error.
 
-Layouts of MovieLens, Amazon's reviews, UCI's Adult data and Criteo, plain and compressed, from
-pipes, with quotes, byte-order marks and other line ends.
+The layouts are those of MovieLens, Amazon's reviews, UCI's Adult data and Criteo. Files may be
+compressed, may be pipes, and may have quotes, byte-order marks and other line ends.
 """
 
 import bz2

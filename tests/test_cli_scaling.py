@@ -1,4 +1,4 @@
-"""Parts of ``sparsekit scaling`` that measure and predict, without starting ranks."""
+"""``sparsekit scaling`` measures and predicts correctly; these tests start no ranks."""
 
 import json
 from pathlib import Path

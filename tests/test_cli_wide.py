@@ -1,4 +1,4 @@
-"""``sparsekit train wide`` on generated people and on the Adult data."""
+"""Tests of ``sparsekit train wide`` on generated people and on the Adult data."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""Streams, several devices and graphs, on a GPU; reports of invalid values, on all backends."""
+"""Tests of streams, devices and graphs on a GPU, and of reports of bad values on all backends."""
 
 import ctypes
 
@@ -38,9 +38,9 @@ def test_ops_run_on_the_current_stream():
     stream = torch.cuda.Stream()
     throw_away, wanted = inputs(), inputs()
     torch.cuda.synchronize()
-    # With checks on, every op waits.
+    # Turn checks off: with checks, every op waits.
     with sparsekit.checked(False), torch.cuda.stream(stream):
-        # Warm up: a first call loads its kernel, and a first tensor takes memory from the device;
+        # Warm up: a first call loads its kernel, and a first tensor allocates device memory;
         # either step may wait for all of the device's work.
         torch.cuda._sleep(1)
         chain(*throw_away)
@@ -83,7 +83,7 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
 
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # the tensors were made on another stream
-    # With checks on, every op waits; a capture does not allow this.
+    # Turn checks off: with checks, every op waits, which a capture does not allow.
     with sparsekit.checked(False):
         with torch.cuda.stream(stream):
             lookup()  # torch requires a warm-up before a capture

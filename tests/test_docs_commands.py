@@ -91,7 +91,7 @@ def known(arguments: list[str]) -> bool:
 def test_commands_in_sentences_are_there(page: Path) -> None:
     found = re.findall(r"`sparsekit ([^`]+)`", page.read_text())
     for text in found:
-        # For example dlrm|deepfm.
+        # A word may list alternatives, such as dlrm|deepfm.
         words = [word.split("|") for word in text.replace("…", "").split()]
         for each in itertools.product(*words):
             assert known(list(each)), f"{page.name}: sparsekit {text}"

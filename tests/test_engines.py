@@ -269,7 +269,7 @@ def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability
         shutil.rmtree(libraries / engine, ignore_errors=True)
 
 
-# torch reads the processor's abilities from the variable; Linux lists the abilities in the file.
+# torch reads the CPU's features from ATEN_CPU_CAPABILITY, sparsekit reads them from /proc/cpuinfo.
 FORCED = """
 import builtins, io, warnings
 import torch

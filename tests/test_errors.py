@@ -1,4 +1,4 @@
-"""Errors of sparsekit, checks of arguments, suggestions of names, and the argument parser."""
+"""Tests of sparsekit's errors, checks of arguments, suggestions of names, and argument parser."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Several texts hashed at once, with and without vector instructions."""
+"""Texts hashed several at a time get the right codes, with and without vector instructions."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""sparsekit.hashing.xxh64 of Arrow columns and of numpy arrays of text."""
+"""sparsekit.hashing.xxh64 hashes Arrow columns and numpy arrays of text as it hashes lists."""
 
 import ctypes
 import sys

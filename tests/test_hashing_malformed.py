@@ -1,4 +1,4 @@
-"""sparsekit.hashing.xxh64 of Arrow columns whose offsets, views or structs are wrong.
+"""sparsekit.hashing.xxh64 refuses Arrow columns whose offsets, views or structs are wrong.
 
 SPARSEKIT_FUZZ_FILES=10000 tries that many faults instead of 300.
 """

@@ -1,4 +1,4 @@
-"""sparsekit.hashing.SplitHashEncoder: its formula, options and errors.
+"""Tests of the formula, options and errors of sparsekit.hashing.SplitHashEncoder.
 
 Known answers and the other requirements are in systems/test_s0_wide.py.
 """

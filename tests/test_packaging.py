@@ -1,4 +1,4 @@
-"""The package's name when installed, and the contents of its source distribution."""
+"""Tests of the package's name when installed, and of the contents of its source distribution."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def test_the_source_distribution_can_be_built(tmp_path):
 
 
 def test_every_message_and_page_installs_this_package():
-    """On the public index, the name that we import belongs to another package."""
+    """On the public index, our import name is another package, which no text may install."""
     asked = (
         "setup.py",
         "README.md",
@@ -55,7 +55,7 @@ OTHER = "from . import block\nfrom .block import BlockSpec\n"
 
 @pytest.mark.parametrize("last", ["ours", "the other's"])
 def test_files_of_the_other_package_in_our_folder(tmp_path, monkeypatch, last):
-    """pip silently overwrites the files of the package that was installed first."""
+    """Importing a mixture of two packages raises, since pip overwrites files without a warning."""
     package = tmp_path / "sparsekit"
     package.mkdir()
     for file in (ROOT / "sparsekit").iterdir():

@@ -1,4 +1,4 @@
-"""Other projects' models learn as before with replaced embeddings. Skips missing projects."""
+"""Other projects' models learn as before with replaced embeddings. Missing projects are skipped."""
 
 import copy
 

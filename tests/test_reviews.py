@@ -1,4 +1,4 @@
-"""Files of reviews in Amazon's format: the fields read from each line."""
+"""The right fields are read from each line of a file of reviews in Amazon's format."""
 
 import gzip
 import json

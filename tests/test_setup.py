@@ -1,4 +1,4 @@
-"""setup.py compiles CUDA kernels if a GPU can run them or a variable asks for them."""
+"""setup.py compiles CUDA kernels if a GPU can run them or a variable requests them."""
 
 import runpy
 import shutil

@@ -39,7 +39,7 @@ def read_manifest(folder):
 
 
 def read_table(folder, name):
-    """Read a whole chain; return a dict of each key to its vector and states by name."""
+    """Read a table from a chain of checkpoints; return a dict of key to its tensors by name."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     table, rows = manifest["tables"][name], {}

@@ -221,7 +221,7 @@ def test_progress_of_an_import(tmp_path, monkeypatch):
 
 
 def test_what_writes_in_the_background_is_nice(tmp_path, monkeypatch):
-    """The thread that writes is made nicer; the niceness of the training thread is unchanged."""
+    """The writing thread gets a higher niceness; the training thread keeps its own."""
     seen = []
     original = checkpoint.save.__globals__["write"]
 

@@ -41,14 +41,14 @@ def loads_as_it_is(path, model, optimizers):
 
 
 def complete(path):
-    """Return, by table, whether the checkpoint holds all rows; return None if it has no base."""
+    """Return a dict of table to whether all its rows are saved, or None if there is no base."""
     manifest = read_manifest(path)
     written = {name: table.complete for name, table in manifest.tables.items()}
     return written if manifest.base else None
 
 
 def test_back_to_an_earlier_state(tmp_path, monkeypatch):
-    """Rows inserted after the restore have other keys. The small limits force saves in pieces."""
+    """Saves are right after a restore, when rows get other keys. Small limits force many pieces."""
     for module, name, value in (
         (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
         (tensor_file, "PIECE", 500),
@@ -94,7 +94,7 @@ def test_other_keys_with_the_same_bytes(tmp_path):
 
 
 def test_a_copy_through_the_same_checkpoints(tmp_path):
-    """Save a model and its copy, such as an average, in turn. Rows of the copy have other keys."""
+    """A model and its copy can be saved in turn, although their rows have different keys."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     train(model, optimizers, 0, 1)
@@ -193,7 +193,7 @@ def test_after_a_failure_nothing_is_taken_as_saved(tmp_path, monkeypatch, what, 
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_the_start_of_a_thread_is_interrupted(tmp_path, monkeypatch, runs):
-    """After the interrupt, Python does not tell whether the thread has started."""
+    """After the interrupt, saves are right whether or not the thread has started."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     keep.save(0, model, optimizers)
@@ -460,7 +460,7 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
     writing.write_own()
     writing.together.world_size = 2
 
-    # This file was renamed after its name was listed, so its size cannot be read.
+    # Stands for a file that is renamed after it was listed: its size cannot be read.
     (writing.draft.folder / "rank-0001.new").symlink_to("rank-0001.part")
 
     def at_look(looks):
@@ -483,7 +483,7 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
 
 
 def test_changes_far_behind_the_first_rows_into_another_dtype(tmp_path, monkeypatch):
-    """Unchanged keys fill whole pieces before the first change. The load casts all rows."""
+    """A save skips pieces of unchanged keys before the first change; a load casts all rows."""
     monkeypatch.setattr(snapshot, "_KEYS", 2)
     keys_of_rows, looked = snapshot._keys_of_rows, []
 

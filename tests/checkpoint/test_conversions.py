@@ -142,7 +142,7 @@ def test_no_group_of_rows_of_a_parquet_file_is_empty(tmp_path):
 
 
 def test_arrays_of_a_npz_may_be_of_any_size(tmp_path):
-    """zipfile does not know array sizes in advance, so it must use the format for large files."""
+    """Arrays use zip's format for large files, since zipfile does not know sizes in advance."""
     checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")
     checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
     with zipfile.ZipFile(tmp_path / "out" / "table.npz") as archive:
@@ -185,7 +185,7 @@ def test_reshard_of_more_rows_than_16_bits_count(tmp_path, hash_table):
 
 
 def test_reshard_onto_fewer_ranks_than_a_capacity_is_for(tmp_path):
-    """Reshard onto one rank, which gets all rows although the capacity was for a rank's share."""
+    """The capacity grows when a single rank gets more rows than the saved capacity of a rank."""
     layer = sparsekit.Embedding(40, 1, name="t")
     layer.assign(torch.arange(40), torch.ones(40, 1))
     saved = checkpoint.save(layer, tmp_path / "saved")
@@ -291,7 +291,7 @@ def test_a_list_of_sok2_of_another_size(tmp_path, change):
 
 @pytest.mark.parametrize(("key_type", "code"), [(0, "i"), (1, "q"), (2, "I"), (3, "Q")])
 def test_only_uint32_keys_of_sok2_may_have_eight_bytes(tmp_path, key_type, code):
-    """Append 8 bytes to a file of two 4-byte keys: the size now fits two keys of 8 bytes."""
+    """A file with 16 bytes for two keys of a 4-byte type is accepted only for uint32."""
     table = sok2_table("t", key_type, code, [5, 6], 4)
     write_sok2(tmp_path / "dump", [table])
     with open(tmp_path / "dump" / "t-key", "ab") as file:

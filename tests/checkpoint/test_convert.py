@@ -1,4 +1,4 @@
-"""sparsekit checkpoint: import, export and diff."""
+"""Tests of ``sparsekit checkpoint import``, ``export`` and ``diff``."""
 
 import importlib.util
 import json

@@ -228,7 +228,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def held_up(monkeypatch):
-    """Hold saves before they write, until the context ends or the yielded function is called."""
+    """Block saves before they write, until the context ends or the yielded function is called."""
     original = checkpoint.save.__globals__["write"]
     go_on = threading.Event()
 
@@ -276,7 +276,7 @@ def test_a_wait_that_is_interrupted(tmp_path, monkeypatch, who):
 
 
 def test_a_trainer_that_is_interrupted_twice(tmp_path, monkeypatch):
-    """Interrupt a batch first, and then the wait for the last checkpoint."""
+    """If a batch and then the wait for its save are interrupted, the save still completes."""
     model, optimizers = made()
     keep = Checkpoints(tmp_path)
 

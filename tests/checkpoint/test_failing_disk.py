@@ -68,7 +68,7 @@ def test_each_sync_may_fail(there, monkeypatch, work):
         said = str(caught.value)
         del caught  # its traceback keeps the object with the folder's lock alive
         assert str(out) in said or str(there / f".out{fails}.part-") in said, said
-        # The last sync comes after the checkpoint has appeared.
+        # At the last sync, the checkpoint has already appeared.
         found = out / "step-000000000000" if work == "Checkpoints" else out
         assert found.exists() == (fails == count), fails
         assert not list(there.rglob(".*part-*"))
@@ -286,7 +286,7 @@ def test_a_folder_whose_lock_cannot_be_taken(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"writes checkpoints there \(unknown\); give"):
             lock.lock_folder(tmp_path)
-        # Raises an OSError: the file is no folder.
+        # listdir raises an OSError, since the file is not a folder.
         monkeypatch.setattr(lock.Path, "read_bytes", lambda path: os.listdir(path))
     monkeypatch.undo()
     other.note("process 5")

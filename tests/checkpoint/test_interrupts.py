@@ -156,7 +156,7 @@ def descriptors():
     return found
 
 
-# If an interrupt comes while a file is opened, the garbage collector closes the file and warns.
+# If an interrupt arrives while a file is opened, the garbage collector closes it and warns.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_moment(tmp_path):
@@ -176,7 +176,7 @@ def test_interrupted_at_any_moment(tmp_path):
         run.check()
     finally:
         signal.signal(signal.SIGALRM, before)
-    # Otherwise too few calls were interrupted.
+    # Both kinds of interrupts have hit enough calls.
     assert min(run.by_signal, run.by_bytecode) > MOMENTS / 8
     left = [path.name for path in run.folder.iterdir() if path.name[0] == "."]
     assert left == [".lock"]

@@ -119,7 +119,7 @@ def open_files():
 
 @time_limit
 def test_odd_checkpoints_are_loaded_and_resharded_or_refused(saved, tmp_path):
-    """A failure changes nothing and leaves no file. Sizes that files claim take no memory."""
+    """A failure changes nothing and leaves no file. A huge size in a file allocates no memory."""
     results = dict.fromkeys(["load", "no load", "reshard", "no reshard"], 0)
     model, optimizers, note = None, [], Note(0)
     files, before = open_files(), forget_peak()
@@ -223,7 +223,7 @@ def test_what_a_manifest_cannot_have_is_not_saved(tmp_path):
 
 
 def test_settings_of_another_kind_are_refused(tmp_path):
-    """torch's optimizer would accept an invalid setting and fail in its next step."""
+    """A load refuses settings that torch's optimizer would accept but fail on in its next step."""
     model, optimizers = made()
     train(model, optimizers, 0, 1)
     checkpoint.save(model, tmp_path / "a", optimizers)

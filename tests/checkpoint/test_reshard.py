@@ -1,4 +1,4 @@
-"""sparsekit checkpoint: inspect, verify, reshard, compact."""
+"""Tests of ``sparsekit checkpoint inspect``, ``verify``, ``reshard`` and ``compact``."""
 
 import contextlib
 import io

@@ -169,7 +169,7 @@ class Buffers(torch.nn.Module):
         self.register_buffer("kept", torch.full((2,), value))
         self.register_buffer("scratch", torch.full((3,), value), persistent=False)
         self.register_buffer("none", None)
-        # Has the name of a wrapper's content, but this class is no wrapper.
+        # Wrappers store their model as `module`, but this class is not a wrapper.
         self.module = torch.nn.Linear(1, 1)
 
 
@@ -218,7 +218,7 @@ def test_states_that_were_loaded_follow_the_keys(tmp_path, kind):
 
 
 def wide_from(offset):
-    """Return interleaved states, three per element, that begin at an offset in their memory."""
+    """Return a function that makes a strided copy of a state, at an offset in its memory."""
 
     def make(state):
         memory = torch.zeros(3 * state.numel() + offset)

@@ -1,4 +1,4 @@
-"""Lines longer than a block, or longer than the limit for a line."""
+"""Lines longer than a block are read; lines longer than the limit are skipped or raise an error."""
 
 import tracemalloc
 

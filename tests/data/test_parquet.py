@@ -304,7 +304,7 @@ def test_booleans_dates_and_decimals(tmp_path, column, texts, keys, numbers):
 
 
 def test_columns_in_several_pieces_or_none():
-    """Arrow splits a column that exceeds what one array of strings can hold."""
+    """A column may have several pieces: Arrow splits a column that is too long for one array."""
     whole = pa.array([[1, 2], None, [3], []], pa.list_(pa.int64()))
     for pieces in ([whole], [whole[:1], whole[1:]], [whole[:0], whole]):
         values, lengths = arrow_columns.bags(pa.chunked_array(pieces), Keys("int"))
@@ -340,7 +340,7 @@ def test_a_row_group_of_more_or_fewer_rows_than_its_file_says(tmp_path, monkeypa
 
 
 def test_numbers_in_a_dictionary():
-    """pyarrow now reads dictionary columns as plain ones, but other versions may not."""
+    """Dictionary columns are accepted: this pyarrow reads them as plain ones, others may not."""
     column = pa.array([5, None, 5]).dictionary_encode()
     assert arrow_columns.floats(pa.chunked_array([column]), -1).tolist() == [5, -1, 5]
     for kind in ("int", "hash"):

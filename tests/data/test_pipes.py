@@ -1,4 +1,4 @@
-"""Pipes, which can be read only once, and files that return a few bytes per read."""
+"""Readers accept pipes, which can be read only once, and files that return few bytes per read."""
 
 import contextlib
 import gzip

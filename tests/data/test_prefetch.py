@@ -81,7 +81,7 @@ def test_leaving_early_ends_the_thread():
         assert item == 0
         assert threads()[0].daemon  # a source that waits must not keep Python from ending
         break
-    # The end of the loop also ends its iterator.
+    # Leaving the loop ends its iterator, and with it the thread.
     assert threads() == []
 
 
@@ -117,7 +117,7 @@ def test_batches_go_to_a_gpu_through_pinned_memory():
 
 
 class Source:
-    """Source with a state; it yields the numbers from 1, each when the test permits it."""
+    """Source with a state; it yields 1, 2, 3, ..., each as soon as the test permits it."""
 
     def __init__(self, permits=100, error=None, batches=6):
         self.place, self.batches, self.error = 0, batches, error

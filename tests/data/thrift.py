@@ -1,4 +1,4 @@
-"""Thrift's compact protocol without a schema, as in footers and page headers of Parquet.
+"""Reads and writes Thrift's compact protocol, which Parquet uses in footers and page headers.
 
 A struct is a list of [field, kind, value], a list is [kind, values]; kinds are Thrift's numbers.
 """

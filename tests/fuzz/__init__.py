@@ -1,6 +1,6 @@
 """A seeded differential fuzzer: compares every op and the layers with `tests/reference`.
 
-`make fuzz SECONDS=n`, or ``python -m tests.fuzz --help``.
+Run it with `make fuzz SECONDS=n`; ``python -m tests.fuzz --help`` lists its options.
 """
 
 import sys

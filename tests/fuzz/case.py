@@ -1,4 +1,4 @@
-"""One case: its random draws, its calls, and the comparison of results."""
+"""A fuzz case: draws random inputs, calls ops, and compares results with the reference."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""All fuzzed ops by name, and how to run one case."""
+"""Lists all fuzzed ops by name, and runs a case of one."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The ops on many tables: random groups, checked by the functions of tests/ops."""
+"""Cases of the ops on many tables: random groups, checked by functions of tests/ops."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The ops on keys: the hash table, unique, bucketize and the hash of values."""
+"""Cases of the ops on keys: the hash table, unique, bucketize and the hash of values."""
 
 import copy
 

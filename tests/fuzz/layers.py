@@ -1,4 +1,4 @@
-"""Layers trained for some steps, compared with a model made of a dict and dense tensors."""
+"""Trains layers for some steps, and compares them with a model of a dict and dense tensors."""
 
 import copy
 import itertools
@@ -24,8 +24,8 @@ from ..reference import ops as reference
 from .case import Case
 
 _ADAM = {"lr": 0.1, "eps": 1e-2}
-# For each optimizer: its class and settings; its rule, settings and initial states; whether a step
-# moves all rows.
+# For each optimizer: its class and keyword arguments; its rule, the rule's settings and the states'
+# initial values; whether a step moves all rows.
 OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "sgd", [0.1, 0, 0.01, 0], [], False),
     "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "sgd", [0.1, 0.9, 0, 0], [0], False),
@@ -283,7 +283,7 @@ def _call(case, group, inputs) -> dict[str, torch.Tensor]:
 
 
 def _train(case, group, optimizer, models) -> None:
-    """Take a step, sometimes in evaluation mode, where unseen keys get no row and do not learn."""
+    """Take a step, sometimes in evaluation mode, where unseen keys are not inserted or trained."""
     learns = case.maybe(0.9)
     group.train(learns)
     inputs = {name: _input(case, model.layer, not learns) for name, model in models.items()}

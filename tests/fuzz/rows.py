@@ -1,4 +1,4 @@
-"""The ops on rows: gathering, segment sums, bags and their two gradients, initial vectors."""
+"""Cases of the ops on rows: gathering, segment sums, bags and gradients, initial vectors."""
 
 from contextlib import contextmanager
 

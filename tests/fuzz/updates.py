@@ -1,4 +1,4 @@
-"""The optimizers' ops: a step of each rule, and the catch-up of late rows."""
+"""Cases of the optimizers' ops: a step of each rule, and the catch-up of late rows."""
 
 import torch
 
@@ -91,7 +91,7 @@ def update_rows(case: Case) -> None:
 
 
 def _update_of_table(case: Case, name, dtype, by_row, row_steps, small):
-    """Return weight, states, row_step, rows, grad and step."""
+    """Draw a table's arguments: weight, states, row_step, rows, grad and step."""
     num_rows = case.size(60 if small else case.most(2000, 600))
     dim = case.dim(num_rows)
     weight, states = _table(case, name, num_rows, dim, dtype)
@@ -117,7 +117,7 @@ def _check_update(case: Case, table, before, rule, settings, keywords) -> None:
         **(keywords | {"rounding_seed": None}),
     )  # fmt: skip
     touched = slice(None) if rows is None else rows
-    # Ftrl computes a weight from z and n; z contains the weight times (sqrt(n') - sqrt(n)) / lr.
+    # Ftrl's z contains the weight times (sqrt(n') - sqrt(n)) / lr: a small lr magnifies rounding.
     scale = 2 / settings[0] if rule == "ftrl" and settings[0] else 1.0
     _check(case, weight, states, expected, then, touched, scale)
     case.same("step", step, counted)

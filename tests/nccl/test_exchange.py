@@ -113,7 +113,7 @@ def test_an_exchange_is_one_group(fake):
 
 
 def test_ranks_connect_when_they_are_made(fake):
-    """A new transport sends messages between all ranks: a pair's first message waits for both."""
+    """A new transport sends messages between all ranks: NCCL connects them at the first message."""
     calls = fake(warm_up_of, 3)
     assert calls.count("ncclGroupEnd") == 3
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""The native exchange over a stand-in for libnccl: calls fail, or ranks are missing."""
+"""Over a stand-in for libnccl, the native exchange raises if calls fail or ranks are missing."""
 
 import gc
 import os

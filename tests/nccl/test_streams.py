@@ -22,8 +22,7 @@ from sparsekit.tables import embedding_table
 from .fake import CPU, calls, on_threads
 from .streams import Noted, Stream, Streams, note_collectives
 
-# A collective on its own stream comes after earlier work of the current stream, and before later
-# work.
+# A collective has its own stream; it runs after earlier work of the current stream, before later.
 BEGIN = ["current records", "own waits for current"]
 # Events: for the watching thread and for the wait.
 SEND = ["own sends", "own records", "own records"]
@@ -180,7 +179,7 @@ def log_of_prefetch(rank, tables):
 @pytest.mark.parametrize("tables", [1, 26])
 def test_prefetch_works_on_the_own_stream(fake, tables):
     for log, ops, races in fake(log_of_prefetch, tables):
-        # Keys are already received. Vectors, two collectives of the next batch, then gradients.
+        # Keys have arrived. Next: vectors, two collectives of the next batch, and gradients.
         ahead = ["prefetch begins", *BEGIN, *SEND, *SEND, "prefetch ends"]
         assert log == [*WAIT, *COLLECTIVE, *ahead, *COLLECTIVE]
         assert races == []

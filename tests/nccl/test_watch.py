@@ -75,7 +75,7 @@ class broken_stream:
 
 
 def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
-    """The event belongs to the previous launch and says nothing about this call."""
+    """A call still counts as running when the event of an earlier launch has finished."""
     monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
     communicator = Recorder()
     watch = Watch(communicator, 0.0, lambda: True)
@@ -126,7 +126,7 @@ def test_a_launch_that_has_finished_is_looked_at_no_more():
 
 
 def test_the_thread_itself_may_close_it(monkeypatch):
-    """The garbage collector may run on any thread."""
+    """The watching thread may close its own watch, since garbage collection may run on it."""
     monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
     communicator = Recorder()
     watch = Watch(communicator, 60.0, lambda: True)

@@ -1,4 +1,4 @@
-"""Lookups break the graphs of torch.compile, but graphs stay few; unsupported tools raise."""
+"""Lookups break the graphs of torch.compile into few parts, and unsupported tools raise."""
 
 import pytest
 import torch

@@ -151,7 +151,7 @@ def test_500_damaged_states():
         assert torch.equal(layer.table.find(keys), torch.tensor(list(rows.values())))
         expected = state["weight"][list(rows.values())]
         assert same_bits(vectors(layer, list(rows)), expected.to(layer.weight.dtype))
-        # The layer takes new keys until it is full, and then refuses them.
+        # The layer accepts new keys until it is full, and then refuses them.
         room = 25 - len(rows)
         new = [key for key in some_keys(rng, 30) if key not in rows][:room]
         fresh = single(seed=int(state["seed"]))

@@ -156,7 +156,7 @@ OPTIMIZERS = {
 }
 
 
-# Adagrad makes sparse tensors without saying whether to check them.
+# torch warns that Adagrad creates sparse tensors without setting check_invariants.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_torch_optimizers_train_it_as_they_train_embedding_bag(name):

@@ -245,7 +245,7 @@ def test_a_bad_input_changes_nothing(name, bad, error, device):
 
 
 def test_many_tables_of_few_keys(device):
-    """70 tables do not fit into a 64-bit mask."""
+    """A group may have 70 tables, more than a 64-bit mask has bits."""
     number = 70
     apart = torch.nn.ModuleDict(
         {

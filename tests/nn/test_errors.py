@@ -1,4 +1,4 @@
-"""Invalid input raises an error that names layer, argument and value, and changes nothing."""
+"""Invalid input changes nothing and raises an error with the layer, the argument and its value."""
 
 import re
 import warnings

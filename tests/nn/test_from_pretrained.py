@@ -1,4 +1,4 @@
-"""from_pretrained passes all arguments on; padding_idx may count from the end; repr of layers."""
+"""Tests of from_pretrained's arguments, negative values of padding_idx, and repr of layers."""
 
 import pytest
 import torch

@@ -212,7 +212,7 @@ def test_what_is_no_such_write():
         assert (vectors(copy.deepcopy(layer), [1]) == 1).all()
     moved = single()
     optimizer = optim.LazyAdam(moved.parameters())
-    # The gradient is like that of a penalty on the whole weight.
+    # Give every row a gradient, as a penalty on the whole weight would.
     moved.weight.grad = torch.ones_like(moved.weight)
     optimizer.step()
     assert same_bits(vectors(moved, [1]), vectors(single(), [1]))

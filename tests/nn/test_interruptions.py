@@ -91,7 +91,7 @@ def test_a_row_that_moved_before_it_had_a_key_is_finished_too():
     ]
     for layer, optimizer in zip(layers, optimizers, strict=True):
         vectors(layer, KNOWN)
-        # This is like the gradient of a penalty on the whole weight.
+        # Give every row a gradient, as a penalty on the whole weight would.
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Inputs in the style of torchrec's JaggedTensor, and jagged outputs of layers."""
+"""Layers accept inputs like torchrec's JaggedTensor, and can return jagged outputs."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_vectors_come_back_jagged(form, kind, device):
 
 
 def test_in_a_group(device):
-    """A group takes a dict of JaggedTensors, as KeyedJaggedTensor.to_dict() makes it."""
+    """A group accepts a dict of JaggedTensors, as KeyedJaggedTensor.to_dict() returns it."""
     layers = {
         "vectors": Embedding(50, 4, name="vectors"),
         "bags": EmbeddingBag(50, 4, mode="sum", name="bags"),

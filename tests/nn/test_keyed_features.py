@@ -227,7 +227,7 @@ def test_a_dict_of_features(device):
 
 
 def test_layers_without_features(device):
-    """Without `features`, layers take the features of the same name, for any kind of output."""
+    """Without `features`, a layer looks up the feature of its name, for any kind of output."""
     made = {name: layer for name, layer in layers(device).items() if name != "own"}
     keyed = random_keyed(("shared", "rows"), BATCH, 5, device)
     expected = {name: layer(keyed.of(name)[0]).squeeze(1) for name, layer in made.items()}

@@ -173,7 +173,7 @@ def test_states_of_layers_on_meta(use_hashtable):
         layer.load_state_dict(saved.state_dict())
     layer.load_state_dict(saved.state_dict(), assign=True)
     assert same(layer, saved)
-    # A state from meta holds nothing to load.
+    # A state on meta contains no values to load.
     on_meta = embedding(device="meta", **settings).state_dict()
     with pytest.raises(RuntimeError, match=r"dense tensor on cpu or cuda, got .* on meta"):
         layer.load_state_dict(on_meta)
@@ -182,7 +182,7 @@ def test_states_of_layers_on_meta(use_hashtable):
 
 
 def test_a_model_begun_on_meta():
-    """Allocate memory and call every reset_parameters, as FullyShardedDataParallel does."""
+    """A model made on meta is right after to_empty and reset_parameters, as under FSDP."""
     with torch.device("meta"):
         model = torch.nn.Sequential(embedding(name="n"), torch.nn.Linear(4, 1))
     model.to_empty(device="cpu")
@@ -247,7 +247,7 @@ def test_reset_parameters(use_hashtable):
 
 
 def test_reset_forgets_that_the_weight_was_moved():
-    """A step that moves free rows hides writes by hand. After a reset, they raise again."""
+    """A step that moves free rows hides manual writes to them; after a reset, these raise again."""
     layer = embedding()
     optimizer = optim.LazyAdam(layer.parameters())
     layer.weight.grad = torch.ones_like(layer.weight)

@@ -51,7 +51,7 @@ def test_bags(mode, train):
 
 @pytest.mark.parametrize("output", ["dict", "concatenated"])
 def test_several_tables(output):
-    """One table is looked up twice, one output is unused, and outputs in a dict differ in dtype."""
+    """Second gradients are right with a table used twice, an unused output and mixed dtypes."""
     dtypes = [torch.float64, torch.float32 if output == "dict" else torch.float64]
     weights = [vectors(i).detach().to(dtype).requires_grad_() for i, dtype in enumerate(dtypes)]
     layers = {

@@ -30,7 +30,7 @@ def truncated(bags, most):
     return cut, T(places)
 
 
-# Uncoalesced bags have keys in a different order.
+# The uncoalesced form is left out, because it reorders keys.
 @pytest.mark.parametrize("limit", [[2, 1, None], 1])
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"uncoalesced_coo"}))
 def test_what_is_truncated_was_never_there(form, limit):

@@ -1,4 +1,4 @@
-"""States of layers without a hash table, entries of the wrong kind, and writes to weights."""
+"""Tests of states without a hash table, entries of the wrong kind, and writes to weights."""
 
 import copy
 import pickle

@@ -188,7 +188,7 @@ def backward_at(group, grads, found, out, row_strides, placed):
 
 
 def check_backward_at(group, found, seed=0):
-    """Check that exactly the gradients, bit for bit, are written to `out`."""
+    """Check that `out` gets the expected gradients, bit for bit, and nothing else is written."""
     grads = random_grads(group)
     if not grads:
         return

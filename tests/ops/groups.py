@@ -180,7 +180,7 @@ def random_group(
         if draw.random() < 0.3:
             weights = torch.rand(size, generator=generator(seed)).to(weights.dtype) + 0.5
         group.sources.append(Source(keys, offsets[:0] if plain else offsets, weights))
-        # Features take runs of bags; some bags may belong to no feature.
+        # Each feature is a run of bags; some bags may belong to no feature.
         first = draw.choice([0, 0, 0, min(bags, 1)])
         while first <= bags:
             count = draw.choice([bags - first, draw.randint(0, bags - first)])

@@ -8,7 +8,7 @@ from sparsekit import HashTable, ops
 KEYS = torch.tensor([1, 2])
 TABLE = HashTable(5)
 
-# For each op: its public function, the tensors that both take first, and the other arguments.
+# For each op: its public function, the tensors that come first in both, and the other arguments.
 CASES = {
     "unique": (ops.unique, {"keys": KEYS}, ()),
     "bucketize": (ops.bucketize, {"keys": KEYS}, (3,)),

@@ -276,7 +276,7 @@ def test_a_product_of_tables_and_ranks_that_is_too_large(device):
 
 
 def mapped(device, elements, world_size=3):
-    """Sort keys of two tables, the second of which has a map of owners with these elements."""
+    """Bucketize keys of two tables; the map of owners of the second table has these elements."""
     group = Group(torch.float32, [4] * 2, [9] * 2, [True] * 2, [1] * 2, device)
     for t in range(2):
         group.sources.append(Source(torch.tensor([5, -6, 5, 2**40]), NONE, torch.empty(0)))

@@ -214,7 +214,7 @@ def test_bags_that_are_refused(device, backend, bad):
         with pytest.raises(ValueError, match="bags must"):
             pool(group, group.outs(), found)
     else:
-        # A device skips invalid bags, and may then meet unspecified rows.
+        # A device skips invalid bags, and may then read unspecified rows and raise an IndexError.
         with contextlib.suppress(IndexError):
             pool(group, group.outs(), found)
     with pytest.raises(ValueError, match="bags has 2 elements, but features have 2 bags"):

@@ -133,7 +133,7 @@ def test_long_bags_are_looked_for_only_where_there_may_be_some():
 @needs_bytes
 @pytest.mark.parametrize("tables", [26, 500])
 def test_the_busiest_block_of_an_update(tables):
-    """Blocks are divided by distinct rows, and the first table has 75% of these."""
+    """No block does much more than its share, although one table has 75% of the distinct rows."""
     rows, dim = 2000, 128
     own = [rows * 3 // 4, *[rows // 4 // (tables - 1)] * (tables - 1)]
     group = Group(torch.float32, [dim] * tables, own, [True] * tables, [1] * tables)
@@ -184,7 +184,7 @@ def test_bytes_of_a_step(bags, nnz, most):
 
 @pytest.mark.parametrize("tables", [60, 700])
 def test_groups_that_come_in_several_pieces(tables):
-    """Table descriptors exceed the 32 KB of a launch: each table needs 140 bytes."""
+    """Results are right if table descriptors, of 140 bytes each, exceed the 32 KB of a launch."""
     group = batch_of(tables, 2, 2, (4, 3, 8))
     grads = [torch.full_like(out, i + 1) for i, out in enumerate(group.outs())]
     with counted():

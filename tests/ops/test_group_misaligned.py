@@ -1,4 +1,4 @@
-"""The ops on many tables take tensors that begin anywhere, and vectors of odd sizes.
+"""The ops on many tables accept tensors at any address, and vectors of odd sizes.
 
 A GPU faults on a wide access to an address that is no multiple of its size; on the host
 UndefinedBehaviorSanitizer reports it (tests/sanitize.sh).
@@ -69,7 +69,7 @@ def odd_group(dtype, device, order=1):
         offsets = random_bags(random.Random(t), n, bags, keys.dtype)
         weights = torch.rand(n if t % 3 == 0 else 0, dtype=accumulate_dtype(dtype)) + 0.5
         group.sources.append(Source(keys, offsets, weights))
-        # Vectors that begin at odd elements, some of them with a gap after each.
+        # Vectors begin at odd elements, and in some tables a gap follows each vector.
         group.ask(t, t, 0, bags, COMBINERS[t % 4], dims[t] + t % 3)
     return group
 

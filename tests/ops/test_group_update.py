@@ -66,7 +66,7 @@ class Tables:
         return self.weights, self.states, self.row_steps, self.steps
 
     def rows_and(self, rows, grads):
-        """Return the arguments in the order in which update_rows_ takes them."""
+        """Return the arguments in the order that update_rows_ expects."""
         return self.weights, self.states, self.row_steps, rows, grads, self.steps
 
 
@@ -259,7 +259,7 @@ def test_a_backward_that_needs_the_old_weight_notices(device):
 
 
 def refused(error, message, group, found, tables, grads=None, changed=False, **keywords):
-    """Check that the call raises. It must change nothing, or with `changed` only count no step."""
+    """Check that the call raises and changes nothing, or with `changed` only weights and states."""
     grads = random_grads(group) if grads is None else grads
     before = [tensor.clone() for tensor in tables.changed]
     with pytest.raises(error, match=f"^group_embedding_bag_update_: {message}"):
@@ -313,7 +313,7 @@ def test_bags_that_are_refused(device, backend, bag, bad):
     if backend == "cpu":
         refused(ValueError, "bags must|bag ", group, found, tables)
         return
-    # A device skips invalid bags, and an index may then have no row.
+    # A device skips invalid bags, and may then find an index without a row and raise an IndexError.
     with contextlib.suppress(IndexError):
         update(group, random_grads(group), found, tables)
     for weight in tables.weights:

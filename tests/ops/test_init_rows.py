@@ -63,7 +63,7 @@ def settings_of(distribution, seed=0):
     return {"distribution": distribution, "a": a, "b": b, "seed": seed}
 
 
-# Known answers published with Random123, the library of the paper's authors (kat_vectors).
+# Known answers from kat_vectors of Random123, the library by the authors of Philox.
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [

@@ -237,7 +237,7 @@ CASES = {
         *(group_bags(group(dtype), "backward at") for dtype in ROW_DTYPES),
         group_bags(group(weighted=True), "backward at"),
     ],
-    # Ask for no elements: without pooling, their values would be unspecified.
+    # Request no elements: without pooling, their values would be unspecified.
     "group_embedding_bag_out": lambda: [(torch.ones(2, dtype=dtype), 0) for dtype in ROW_DTYPES],
     "group_embedding_bag_update_": lambda: [
         *(group_step(group(dtype), "lazy adam", True) for dtype in ROW_DTYPES),

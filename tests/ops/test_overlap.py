@@ -44,7 +44,7 @@ def update(
 
 
 def update_all(*weights, states=None, rows=None, grads=None, steps=None, count=False):
-    # A few small tables before those that are given, so that there are many.
+    # Put a few small tables before the given ones, to test calls with many tables.
     few = [torch.zeros(3, 2) for _ in range(4)]
     own = states or [torch.zeros_like(w) for w in weights for _ in range(2)]
     own_grads = grads or [torch.zeros(2, w.shape[1]) for w in weights]

@@ -90,7 +90,7 @@ def test_equals_a_call_for_each(device, case, dtype):
 
 @pytest.mark.parametrize("count", [29, 30, 31, 80])
 def test_any_number_of_tables(device, count):
-    """On a device, descriptors of a few tables fit into a launch, and those of more are copied."""
+    """On a device, the descriptors of up to 30 tables are launch arguments; more are copied."""
     sizes = [(5 + i % 7, (1, 4, 6, 16)[i % 4], i % 4) for i in range(count)]
     for _ in range(2):
         check("lazy adam", torch.float32, device, {"count_steps": True}, sizes=sizes)

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 
 def together(*works):
-    # Runs the works at the same time, each until it returns; raises what they raise.
+    # Calls the functions at the same time, waits for all of them, and raises their errors.
     barrier, errors = threading.Barrier(len(works)), []
 
     def run(work):
@@ -59,7 +59,7 @@ def table_rows(table, keys):
 """
 
 INSERTERS = """
-# Both refuse: the table has no room for either half, so that both take back what they put in.
+# Both calls fail: the table has no room for either half, so both remove the keys they inserted.
 for full in (False, True):
     refusals = []
     for attempt in range(100):
@@ -87,7 +87,7 @@ for full in (False, True):
 """
 
 PART = """
-# A part of the buckets is the table, too, even for a call that inserts nothing.
+# A view of some buckets counts as the same table, even in a call that inserts nothing.
 n = 200_000
 keys, none = torch.randperm(n), torch.empty(0, dtype=torch.int64)
 refusals = []

@@ -1,4 +1,4 @@
-"""sparsekit.ops.update_rows_: every rule equals the reference; checks of all rules follow."""
+"""Every rule of sparsekit.ops.update_rows_ equals the reference, and bad arguments raise."""
 
 import re
 
@@ -170,7 +170,7 @@ def test_stochastic_rounding_is_that_of_the_reference(device, dim, num_rows):
 
 
 def test_stochastic_rounding_is_right_on_average(device):
-    # A step is an eighth of the distance between two bfloat16 numbers: rounding to nearest, the
+    # A step is an eighth of the distance between two bfloat16 numbers: if rounded to nearest, the
     # weight would never move.
     nearest = torch.ones(1, 4000, dtype=torch.bfloat16, device=device)
     at_random = nearest.clone()

@@ -1,6 +1,6 @@
 """The engine stays within the workspace size that it requests.
 
-The ops take workspace in blocks of 2 MiB, where small overruns would go unnoticed.
+The ops allocate workspace in blocks of 2 MiB, where small overruns would go unnoticed.
 """
 
 import os

@@ -93,7 +93,7 @@ def sparse(rows, values, num_rows=ROWS):
 
 
 def gradients(dtype=torch.float64, steps=STEPS):
-    """Yield gradients: of row 0 always, row 1 in the first and last step, others at random."""
+    """Yield gradients of row 0 in all steps, row 1 in the first and last step, and random rows."""
     for step in range(steps):
         rows = torch.randint(2, NEVER, (6,), generator=generator(step)).tolist()
         rows += [0, 1] if step in (0, steps - 1) else [0]
@@ -107,5 +107,5 @@ def run(optimizer, parameter, grads):
         if isinstance(parameter, EmbeddingWeight):
             parameter.note_version()
         assert optimizer.step() is None  # without a closure there is no loss
-        # A table would check its free rows after a write that is not the library's.
+        # A step is not a manual write, after which a table would check its free rows.
         assert not isinstance(parameter, EmbeddingWeight) or not parameter.written()

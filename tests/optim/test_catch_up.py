@@ -87,7 +87,7 @@ class Twins:
         with torch.no_grad():
             found = self.layer(torch.arange(KEYS))
         torch.testing.assert_close(found, self.dense.detach(), **self.close)
-        # The library counts its own writes; a layer would check its free rows after others.
+        # A step is not a manual write, after which a layer would check its free rows.
         assert not self.layer.weight.written()
 
 

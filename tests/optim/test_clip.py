@@ -35,7 +35,7 @@ def sparse(rows, dtype):
 
 
 def every_kind(dtype, rows=ROWS["repeated"]):
-    """Return parameters: of a table, sparse in torch, dense, and without a gradient."""
+    """Return parameters with a table's, a sparse, a dense and no gradient, in this order."""
     return [
         parameter(sparse(rows, dtype), sparsekit.nn.EmbeddingWeight),
         parameter(sparse(rows[::2], dtype)),

@@ -489,7 +489,7 @@ def test_closure_and_scheduler(name):
 
 
 def test_a_step_has_no_graph(monkeypatch):
-    """Gradients may have one, from a backward with create_graph."""
+    """A step builds no graph, even if its gradients have one from a backward with create_graph."""
     weight, enabled, update = start(), [], sparsekit.ops.update_rows_
 
     def recorded(*arguments, **options):

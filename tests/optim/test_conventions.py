@@ -272,7 +272,7 @@ def test_a_copy_from_before_a_setting_existed_gets_its_default():
 
 
 def test_a_state_of_torch_before_its_first_step_with_momentum():
-    """Before this step, torch's state has no step count, and its momentum is None."""
+    """A state of torch in which momentum is None and the step count is missing can be loaded."""
     weight, other = start(), start()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     resumed = optim.SGD([other], lr=0.1)

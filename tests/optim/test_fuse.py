@@ -48,7 +48,7 @@ def train(name, dtype, fused, steps=8):
         loss = model(keys_of(step)).square().sum()
         loss.backward()
         assert all((p.grad is None) == fused for p in tables)
-        # The library counts its own writes; a layer would check its free rows after others.
+        # An update is not a manual write, after which a layer would check its free rows.
         assert not fused or not any(p.written() for p in tables)
         for optimizer in optimizers:
             optimizer.step()
@@ -66,7 +66,7 @@ def test_equals_the_normal_step_bit_for_bit(name, dtype):
     for (key, value), expected in zip(
         other.state_dict().items(), one.state_dict().values(), strict=True
     ):
-        # Keys may have other positions.
+        # The hash seed is random, so keys may be in other buckets.
         if key not in ("bags.table.buckets", "bags.table.hash_seed"):
             assert same_bits(value, expected), key
     assert not same_bits(one.bags.weight, Model(dtype).bags.weight)
@@ -200,7 +200,7 @@ def test_errors_name_the_layers_that_have_been_updated():
 
 
 def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
-    """Other groups, such as that of the dense part, don't matter."""
+    """Parameter groups outside the layers' group, such as the dense part's, do not matter."""
     layers, group, _ = attached_group([torch.nn.Parameter(torch.ones(2))])
     calls, update = [], sparsekit.ops.group_embedding_bag_update_
 
@@ -215,7 +215,7 @@ def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
 
 
 def test_weights_are_checked_before_an_update_is_noted():
-    """Tables that need separate calls are not checked by the op that sums their gradients."""
+    """The error is the same in a second call, so the refused update has not been noted."""
     weight = sparsekit.nn.EmbeddingWeight(torch.zeros(2, 3).t())
     optimizer = optim.SGD([weight])
     for _ in range(2):
@@ -226,7 +226,7 @@ def test_weights_are_checked_before_an_update_is_noted():
 
 
 def test_an_update_in_backward_has_no_graph():
-    """Backward itself enables gradients if its own graph is wanted."""
+    """The update disables gradients, which a backward with create_graph enables."""
     weight, enabled = sparsekit.nn.EmbeddingWeight(torch.zeros(2, 3)), []
     optimizer = optim.SGD([weight])
     with torch.enable_grad():

@@ -103,7 +103,7 @@ def check(one, other):
 
 
 def interrupt_by_signal(call, seconds):
-    """Call a function and raise Interrupted in a signal handler; return whether it came in time."""
+    """Call a function; return whether a signal handler raised Interrupted before the call ended."""
     armed = False
 
     def handler(number, frame):
@@ -138,7 +138,7 @@ def batch_of(rng, known):
     return torch.tensor((new + rng.choices(known, k=6))[:6])
 
 
-# Signals raise this warning in destructors.
+# pytest gives this warning if a signal arrives during a destructor.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("name", "fused"), CASES)
 def test_interrupted_training_is_what_was_completed_of_it(name, fused):
@@ -222,7 +222,7 @@ def test_an_update_that_is_interrupted_as_it_returns_is_not_made_again(monkeypat
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_after_an_interrupted_sweep(monkeypatch, way):
-    """If a parameter is outside any layer, only its optimizer can update late rows."""
+    """A copy of the optimizer has late rows updated, since no layer would do it later."""
     weight = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = optim.Adam([weight], lr=0.1, mode="sweep")
     weight.grad = torch.ones(4, 2).to_sparse(1)

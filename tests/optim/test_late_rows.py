@@ -133,7 +133,7 @@ class CountingLock:
 
 
 def test_rows_move_under_the_lock_and_without_a_graph(monkeypatch):
-    """In evaluation, other threads let rows catch up at any time."""
+    """Updates hold the lock, since threads in evaluation may let rows catch up at any time."""
     twins, held = Twins("Adam"), []
     twins.ours._lock = CountingLock()
     for name in ("update_rows_", "catch_up_rows_"):

@@ -32,7 +32,7 @@ def test_which_of_ours_to_use(name):
 @pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_which_of_ours_to_use_where_a_closure_computes_the_gradients(name, by_name):
-    """Trainers such as Lightning call optimizers with a closure."""
+    """The error is the same with a closure, which trainers such as Lightning pass to `step`."""
     layer, dense = sparsekit.Embedding(9, 2, name="t"), torch.nn.Parameter(torch.ones(2, 2))
     optimizer = getattr(torch.optim, name)([layer.weight, dense])
     before = layer(torch.arange(3)).detach().clone()

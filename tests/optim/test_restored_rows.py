@@ -166,7 +166,7 @@ def test_a_state_without_keys_waits_for_the_model():
 
 
 def test_a_parameter_whose_state_is_empty_starts_anew():
-    """Reading ``optimizer.state`` of a parameter without a step creates an empty entry."""
+    """Merely reading ``optimizer.state`` creates an empty state; it is loaded as a fresh one."""
     layer, other = table(), table()
     optimizer = optim.Adagrad(layer.parameters())
     assert optimizer.state[layer.weight] == {}

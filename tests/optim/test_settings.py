@@ -1,4 +1,4 @@
-"""Settings of optimizers are checked by their annotations."""
+"""Settings of optimizers are checked against their type annotations."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_settings_are_the_other_arguments_in_order():
 
 @pytest.mark.parametrize("zero", ["alpha", "eps", "initial_accumulator_value"])
 def test_a_given_zero_is_not_the_default(zero):
-    """eps is as small as the squared gradient, so that it matters. Defaults depend on `form`."""
+    """A zero overrides the default of `form`. eps is close to the squared gradient, to matter."""
     values = {"alpha": 0.5, "eps": 2.5e-11, "initial_accumulator_value": 5e-11, zero: 0.0}
     weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
     weight.grad = torch.full((1, 1), 1e-5, dtype=torch.float64)

@@ -87,7 +87,7 @@ def test_equals_a_step_of_each(name, rounding):
         for table in tables:
             table.note_version()
         optimizer.step()
-        # A table would check its free rows after a write that is not the library's.
+        # A step is not a manual write, after which a table would check its free rows.
         assert not any(table.written() for table in tables)
         for one in alone:
             one.step()

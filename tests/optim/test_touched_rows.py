@@ -260,7 +260,7 @@ CASES = {
 }
 
 
-# torch's own Adagrad makes a sparse tensor without saying whether to check it.
+# torch warns that its own Adagrad creates a sparse tensor without setting check_invariants.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("coalesced", [False, True])

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, over a transport in memory: tests take milliseconds."""
+"""Runs ranks as threads of one process, over a transport in memory, so tests take milliseconds."""
 
 import queue
 import threading

@@ -143,7 +143,7 @@ def limit(which, value):
 
 
 def open_files(more):
-    # The lowest free descriptor, plus `more`.
+    # Allow `more` open files in addition to those that are open now.
     return lambda: os.dup(0) + more
 
 

@@ -1,4 +1,4 @@
-"""Commands that train on several ranks: the right rank prints each line."""
+"""If a command trains on several ranks, each line is printed by the right rank."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""An exchange over a transport in memory, whose ranks are threads of this process."""
+"""Tests of an exchange over a transport in memory; ranks are threads of this process."""
 
 import contextlib
 import queue
@@ -62,7 +62,7 @@ def test_an_error_of_one_rank_is_raised_by_all(how):
 
 
 class OfTwo(ValueError):
-    """Error that can be pickled but not unpickled: __init__ takes more than the message."""
+    """Error that can be pickled but not unpickled: __init__ requires more than the message."""
 
     def __init__(self, message, position):
         super().__init__(message)

@@ -68,7 +68,7 @@ def test_a_key_out_of_range_on_one_rank(two_ranks_over):
 
 
 class Odd(Exception):
-    """Error that cannot be unpickled: its constructor takes more than the message."""
+    """Error that cannot be unpickled: its constructor requires more than the message."""
 
     def __init__(self, key, why):
         super().__init__(f"key {key}: {why}")

@@ -66,7 +66,7 @@ def test_fully_shard_beside_tables(two_ranks):
 
 
 def replicas(rank):
-    """Return norms of DTensors that are sharded, replicated, or one per axis of the mesh."""
+    """Return norms of DTensors: sharded, replicated, or each along one axis of a 2-D mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

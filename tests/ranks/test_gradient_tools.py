@@ -37,8 +37,8 @@ def backward(rank, share, keys_of, dtype, use_hashtable=True):
     begin = sum(share[:rank])
     mine = slice(begin, begin + share[rank])
     error = model(keys[mine]) - target[mine]
-    # Divide by the global batch: a mean over the rank's samples would weigh ranks equally, not
-    # samples.
+    # Divide by the global batch: with a mean over a rank's samples, ranks would have equal weights,
+    # but samples would not.
     ((error * error).sum() * len(share) / BATCH).backward()
     return model, layer, head
 
@@ -127,7 +127,7 @@ def total_norm(parameters, **how):
 
 
 def unscaled(parameters):
-    """Access gradients as a GradScaler and loggers of norms do."""
+    """Access gradients as a GradScaler does, and as code that logs norms does."""
     for p in parameters:
         p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
     torch.norm(torch.stack([p.grad.detach().data.norm(2) for p in parameters]))
@@ -220,7 +220,7 @@ def test_the_group_may_be_given(two_ranks):
 
 
 def twice(rank, strategy):
-    """Check that outputs' gradients can be differentiated again and that a table's raise errors."""
+    """Check that the gradient of an output can be differentiated again, but a table's raises."""
     layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
     keys = torch.arange(6).view(2, 1, 3) + rank
     out = layer(keys)

@@ -173,7 +173,7 @@ def test_an_error_shows_where_many_tables_differ(two_ranks):
 
 
 def gradients_of_two_reductions(rank):
-    """Return the gradient of a key that all ranks ask for, by layer; 0 where it has no row."""
+    """Return, for each layer, the gradient of a key that all ranks request; 0 without a row."""
     made = {
         name: sparsekit.Embedding(9, 1, name=name, gradient_reduction=name)
         for name in ("mean", "sum")

@@ -186,7 +186,7 @@ def test_a_step_is_interrupted_on_one_rank(two_ranks_over, way, name, number):
         assert TOLD[0] in told
 
 
-# The interrupt comes before or after the collective begins.
+# The interrupt arrives before or after the collective begins.
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_a_collective_is_interrupted_on_one_rank(two_ranks_over, number):
     name = COLLECTIVES[two_ranks_over.backend]

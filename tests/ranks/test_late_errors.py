@@ -86,7 +86,7 @@ _local = threading.local()
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Return a function like `late`, whose ranks can look up in layers."""
+    """Return a function like `late`; in addition, its ranks can call layers."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: _local.exchange)
 
@@ -131,7 +131,7 @@ def test_a_full_table_is_raised_on_all_ranks_by_a_later_lookup(ranks, strategy):
         assert broken is None
 
 
-# A report may also arrive in the middle of a lookup, when the other rank counts on this one.
+# A report may also arrive in the middle of a lookup, when the other rank waits for this one.
 @pytest.mark.parametrize("looks_before", [0, 1, 2])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_bad_key_is_raised_on_all_ranks_by_a_later_lookup(ranks, training, looks_before):

@@ -18,7 +18,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def leave_a_file(folder):
     start_rank()
     dist.init_process_group("gloo")
-    # If a rank left immediately, it would break connections that a slower rank is still making.
+    # If a rank exited immediately, it would break connections that a slower rank is still making.
     dist.barrier()
     (folder / f"{dist.get_rank()} of {dist.get_world_size()}").touch()
     dist.destroy_process_group()

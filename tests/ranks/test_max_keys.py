@@ -91,7 +91,7 @@ def step(module, keys):
 
 
 def too_many_keys(rank, first):
-    """Let rank 1 request three keys from rank 0, where the limit is two; later steps obey it."""
+    """Let rank 1 request three keys from rank 0, although the limit is two; then step as usual."""
     module = one(2)
     if not first:
         step(module, [0, 1, 2, 3])

@@ -109,7 +109,7 @@ def copies(rank):
         torch.testing.assert_close(other(keys(9)).float(), expected)
     moved = layer("moved")._apply(torch.clone)  # as a move to another device does
     assert moved.owners is even_map(2, torch.device("cpu"))
-    # An averaged layer takes the map of the layer that it averages, not of another layer.
+    # An averaged layer has the map of the layer that it averages, not of another layer.
     model = torch.nn.ModuleList([layer("one"), layer("other")])
     averaged = AveragedModel(model)
     model[1].owners = reversed_map(model[1])

@@ -1,4 +1,4 @@
-"""Messages of errors that concern several ranks."""
+"""Errors from other ranks keep their types, and long messages are shortened."""
 
 import pytest
 

@@ -24,7 +24,7 @@ from .pool import Died, Raised, Ranks
 pytestmark = pytest.mark.skipif(on_device.NAME != "cpu", reason="for tensors on the CPU")
 
 LARGE = 3 << 20  # bytes: more than the shared memory holds
-# Seconds. A rank that waits for a dead rank polls every 0.1 s; the rest is for a busy machine.
+# Seconds until a rank must notice a dead one. It polls every 0.1 s, but a machine may be busy.
 SOON = 4
 
 

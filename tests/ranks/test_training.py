@@ -64,8 +64,8 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
     for keys, target in batches(dtype):
         keys = keys if use_hashtable else keys.abs()
         error = model(keys[mine]) - target[mine]
-        # Divide by the global batch: a mean over the rank's samples would weigh ranks equally, not
-        # samples.
+        # Divide by the global batch: with a mean over a rank's samples, ranks would have equal
+        # weights, but samples would not.
         ((error * error).sum() * world_size / BATCH).backward()
         for each in optimizers:
             each.step()

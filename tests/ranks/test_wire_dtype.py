@@ -207,7 +207,7 @@ def test_a_group_of_several_dtypes(ranks):
 
 
 def way_of_auto(rank, wire_dtype, keys_of_a_bag):
-    """Return the route that auto takes, read from the first collective after the handshake."""
+    """Return the route that auto selects, as the first collective after the handshake shows."""
     layer = sparsekit.DistributedEmbedding(
         "sum", 4000, 64, 1, keys_of_a_bag, name="auto", wire_dtype=wire_dtype
     )
@@ -220,7 +220,7 @@ def way_of_auto(rank, wire_dtype, keys_of_a_bag):
             return send(what, *rest)
 
         patch.setattr(layer.exchange, "send", note)
-        # Distinct keys, half of which the other rank owns.
+        # The keys are distinct, and the other rank owns half of them.
         layer(torch.arange(20 * keys_of_a_bag).view(20, 1, keys_of_a_bag))
     return sent[0].split(":")[0]
 

@@ -1,4 +1,4 @@
-"""The autoencoder's random draws, capacity, saved state and range of numbers."""
+"""Tests of the autoencoder's random draws, capacity, saved state and range of numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Parts of the commands of click models: settings, metrics, report, and saved runs."""
+"""Tests of parts of the commands of click models: settings, metrics, report, and saved runs."""
 
 import argparse
 import json
@@ -167,7 +167,7 @@ def test_a_loaded_model_has_all_rows_and_gets_no_more(monkeypatch):
 
 @pytest.fixture
 def predictions(monkeypatch):
-    """Stand in for readers and models: a batch is (scores, labels)."""
+    """Replace readers and models; a batch is a pair (scores, labels)."""
     monkeypatch.setattr(command, "Prefetcher", lambda reader: [
         SimpleNamespace(scores=torch.tensor(scores), label=torch.tensor(labels))
         for scores, labels in reader

@@ -52,7 +52,7 @@ def test_defaults_of_rating_models():
     sizes = [layer.embedding_vec_size for layer in model.embeddings.layers.values()]
     assert sizes == [33, 33, 32]
     assert model.history.max_items == UserHistory(RATINGS).max_items == 32
-    # The figures in the docs were measured with these.
+    # The figures in the docs were measured with these defaults.
     assert (ratings.L2_VECTORS, ratings.L2_RATED, ratings.L2_BIASES) == (0.15, 0.4, 0.01)
     assert torch.equal(model.project.weight, torch.eye(32))
     assert model.mean.item() == RATINGS.ratings.mean().item()
@@ -66,7 +66,7 @@ def test_the_rows_beyond_the_columns_are_not_loaded(tmp_path):
     model.save(tmp_path / "model")
     state = saved.read(tmp_path / "model", WideModel.FORMAT)
     keys, vectors = state["table"]
-    # On three ranks, tables are rounded up.
+    # A file saved on three ranks may have such a row, since table sizes are rounded up.
     state["table"] = torch.cat([keys, keys[-1:] + 1]), torch.cat([vectors, vectors[:1]])
     torch.save(state, tmp_path / "model")
     loaded = WideModel.load(tmp_path / "model", {"a": 50})

@@ -1,4 +1,4 @@
-"""The rating model and its baselines."""
+"""Tests of the rating model and its baselines."""
 
 import io
 import itertools

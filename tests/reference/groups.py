@@ -277,7 +277,7 @@ def group_embedding_bag_(
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
 ) -> None:
-    """Pool the bags of each feature into the part of `outs` that the feature names."""
+    """Pool the bags of each feature into its part of `outs`."""
     dims = [weight.shape[1] for weight in weights]
     listed = list(_pooled(outs, dims, bags, features, sample_weights, key_starts, keys))
     for feature in listed:

@@ -237,7 +237,7 @@ def ftrl_case(initializer):
         "sum", encoder.width, 3, 1, use_hashtable=False, embedding_initializer=initializer, seed=1
     )
     generator = torch.Generator().manual_seed(5)
-    # Output columns have gradients of opposite signs, and only noise in the last one.
+    # The first two output columns have gradients of opposite signs, and the last has only noise.
     pull = torch.tensor([0.5, -0.5, 0.0])
     steps = []
     for _ in range(50):

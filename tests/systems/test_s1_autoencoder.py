@@ -135,7 +135,7 @@ def test_1_2_and_3_ranks_give_the_same_weights_on_943_users(ranks, kind, tmp_pat
         assert losses == pytest.approx(one[2], rel=1e-5)
         assert best.shape == (USERS, 4)
         torch.testing.assert_close(scores, one[4], rtol=0, atol=1e-4)
-    # A model that several ranks saved recommends the same on one.
+    # A model saved on several ranks recommends the same items on one rank.
     loaded = recommend(load_recommender(tmp_path / "model.pt"), 4)
     assert torch.equal(loaded.users, make_model(kind).history.users)
     torch.testing.assert_close(loaded.scores, scores, rtol=0, atol=1e-6)
@@ -320,7 +320,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("arguments", [[], ["--original"]])
 def test_the_command_writes_recs_tsv(data, tmp_path, capsys, arguments):
-    """Lines hold user, item and score, sorted by user and descending score, without rated items."""
+    """Lines contain user, item and score, by user and descending score, without rated items."""
     model, recs, same = (tmp_path / name for name in ("model.pt", "recs.tsv", "same.tsv"))
     train = ["train", "autoencoder", "--data", str(data), "--ranks", "1", "--epochs", "3"]
     train += ["--save", str(model), "--recs", str(same), *arguments]

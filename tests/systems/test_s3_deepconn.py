@@ -241,7 +241,7 @@ def test_the_target_review_is_never_in_its_own_documents(reviews):
     for i in range(len(written)):
         user, item = ratings.users[i].item(), ratings.items[i].item()
         own = number[f"of{user}x{item}"]
-        # Each review has one unique word: its documents must hold the unique words of all other
+        # Each review has one unique word: its documents must contain the unique words of all other
         # reviews, but not its own.
         for documents, same in ((users, ratings.users == user), (items, ratings.items == item)):
             others = set(same.nonzero()[:, 0].tolist()) - {i}
@@ -268,8 +268,8 @@ def test_a_film_is_not_in_the_document_of_a_user_whose_rating_of_it_is_the_targe
     users, items = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 1, 3])
     train = Ratings(users, items, torch.ones(5), torch.arange(5.0).double())
     written = reviews_of_films(train, films)
-    # A film's document names the film that its user rated just before, or just after if it was the
-    # first.
+    # A film's document contains the film that its user rated just before, or just after if it was
+    # the first.
     assert [text[0] for text in written.of_items] == ["film1", "film0", "film1", "film3", "film1"]
     corpus = Corpus(written, length=8, min_count=1)
     words = ["", "?", *corpus.vocabulary.words]

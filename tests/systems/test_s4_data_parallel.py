@@ -1,7 +1,7 @@
 """S4, data-parallel SGD, meets its requirements.
 
-Elsewhere: N ranks train as one in tests/ranks/test_trainer.py, a prefetcher keeps order and ends
-its thread in tests/data/test_prefetch.py, and `sparsekit scaling` is in tests/test_cli_clicks.py.
+Other tests check that N ranks train as one (tests/ranks/test_trainer.py), a prefetcher's order and
+thread (tests/data/test_prefetch.py), and `sparsekit scaling` (tests/test_cli_clicks.py).
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Maps of owners, their codes, and the entry that says which rank's shard a state holds."""
+"""Tests of maps of owners, their codes, and the entry for the rank whose shard is in a state."""
 
 import copy
 import gc

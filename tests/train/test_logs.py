@@ -1,4 +1,4 @@
-"""Logs of training: JSON lines, TensorBoard, statistics of tables, plots."""
+"""Tests of training logs: JSON lines, TensorBoard, statistics of tables, plots."""
 
 import io
 import json
@@ -203,7 +203,7 @@ def test_pictures(tmp_path):
 
 
 def test_a_short_run_can_be_read(tmp_path, monkeypatch):
-    """The plot of a run without step records shows the epoch, and says where data are missing."""
+    """The plot of a run without step records shows the epoch, and marks where data are missing."""
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     train([JsonLines(tmp_path / "metrics.jsonl")], epochs=1, log_every=1000)

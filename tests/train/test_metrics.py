@@ -50,7 +50,7 @@ def test_auc_of_extremes():
 
 
 def test_auc_of_millions_has_all_digits():
-    """float32 cannot hold the sums of ranks."""
+    """The AUC is exact for millions of samples, whose sums of ranks exceed float32."""
     n = 3_000_000
     labels = torch.arange(n) % 2
     assert auc(torch.arange(n), labels) == pytest.approx(0.5 + 1 / n, rel=0, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Progress of an epoch, printed to a terminal or to a file."""
+"""The progress of an epoch is printed correctly to a terminal or to a file."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Scaling over ranks: how it is measured, and how predictions are computed."""
+"""Tests of how scaling over ranks is measured and predicted."""
 
 import pytest
 import torch

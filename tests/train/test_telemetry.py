@@ -1,4 +1,4 @@
-"""Figures of tables on one rank; tests/ranks/test_reports.py covers several ranks."""
+"""Tables report the right figures on one rank; tests/ranks/test_loaders.py covers several ranks."""
 
 import pytest
 import torch
