@@ -459,7 +459,7 @@ def test_a_state_is_checked_without_reading_what_comes_behind_it(tmp_path, step)
 
 
 def test_a_copy_for_a_worker_knows_its_rank(tmp_path, monkeypatch):
-    """A worker's copy has its rank, although torch.distributed is not in use in that process."""
+    """A copy in a worker keeps the reader's rank, although it does not use torch.distributed."""
     path = tmp_path / "x.csv"
     path.write_text("y\n" + "".join(f"{row}\n" for row in range(9)))
     reader = CsvReader(path, 2, dense=["y"])

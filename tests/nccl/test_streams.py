@@ -22,7 +22,7 @@ from sparsekit.tables import embedding_table
 from .fake import CPU, calls, on_threads
 from .streams import Noted, Stream, Streams, note_collectives
 
-# A collective has its own stream; it runs after earlier work of the current stream, before later.
+# A collective runs on its own stream, between earlier and later work of the current stream.
 BEGIN = ["current records", "own waits for current"]
 # Events: for the watching thread and for the wait.
 SEND = ["own sends", "own records", "own records"]

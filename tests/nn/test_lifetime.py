@@ -240,7 +240,7 @@ def test_a_trace_is_refused():
 
 
 def test_the_address_of_a_gradient_is_forgotten_with_it():
-    """Otherwise, a later gradient at the same address would be mistaken for a coalesced one."""
+    """If the address were kept, a later gradient there would be mistaken for a coalesced one."""
     layer = single()
     for _ in range(2):
         layer((torch.tensor([3, 5]), torch.arange(3))).sum().backward()

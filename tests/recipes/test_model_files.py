@@ -66,7 +66,7 @@ def test_the_rows_beyond_the_columns_are_not_loaded(tmp_path):
     model.save(tmp_path / "model")
     state = saved.read(tmp_path / "model", WideModel.FORMAT)
     keys, vectors = state["table"]
-    # A file saved on three ranks may have such a row, since table sizes are rounded up.
+    # Table sizes are rounded up on three ranks, so their files may contain one more key.
     state["table"] = torch.cat([keys, keys[-1:] + 1]), torch.cat([vectors, vectors[:1]])
     torch.save(state, tmp_path / "model")
     loaded = WideModel.load(tmp_path / "model", {"a": 50})
