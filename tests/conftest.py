@@ -1,4 +1,4 @@
-"""Shared by all tests: backends, reproducibility, and difficult inputs."""
+"""Sets up backends, time limits and reproducibility for all tests, and makes difficult inputs."""
 
 import contextlib
 import faulthandler
@@ -29,8 +29,8 @@ import sparsekit
 HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
 
-# Random examples differ from run to run on a developer's machine, but not under CI. A slow
-# generation of examples means a busy machine rather than a slow test: no deadline.
+# Random examples differ from run to run on a developer's machine, but not under CI. There is no
+# deadline: if generating an example is slow, the machine is busy.
 settings.register_profile(
     "sparsekit",
     deadline=None,

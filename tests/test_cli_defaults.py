@@ -15,7 +15,7 @@ DEFAULTS = {
     | {"--wire-dtype": "float32"},
     "train wide": TRAINING
     | {"--epochs": 6, "--batch-size": 256, "--optimizer": "adam", "--loss": "bce"},
-    # The settings of these have defaults of their own.
+    # Other tests check the defaults of these models' settings.
     "train dlrm": TRAINING,
     "train deepfm": TRAINING,
     "train autoencoder": TRAINING,
@@ -34,7 +34,7 @@ DEFAULTS |= {
 
 
 def parsers(parser, words=()):
-    """Return a dict from the words of each command to its parser."""
+    """Return a dict of each command's words to its parser."""
     found = {" ".join(words): parser}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -58,7 +58,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("command", DEFAULTS)
 def test_numbers_are_read_as_numbers(command):
-    """A type that is left out would hand the text on."""
+    """Each option with a number as its default has a type that converts its text to a number."""
     for action in with_defaults(parsers(make_parser())[command]):
         if isinstance(action.default, int | float):
             assert action.type(str(action.default)) == action.default, action.option_strings

@@ -1,4 +1,4 @@
-"""Examples in docstrings print what they say, and texts avoid words that need a second reading."""
+"""Examples in docstrings print the output shown, and texts avoid words that are hard to read."""
 
 import ast
 import doctest

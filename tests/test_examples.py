@@ -53,8 +53,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "PYTHONPATH": str(ROOT),
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
             **{"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
-            # torchrun sets these variables, by which Lightning recognises it. Only the variable of
-            # the agent's store is left out.
+            # Lightning recognises torchrun by these variables. Only the variable of torchrun's
+            # store is left out.
             **{"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "examples", "MASTER_PORT": ports[0]},
         }
         command = [sys.executable, "-W", "ignore", "tests/run_examples.py", str(folder), calls]

@@ -1,4 +1,4 @@
-"""Snippets in the README and the docs run and print what they say: newcomers run them first."""
+"""Snippets in the README and the docs run and print the output shown: newcomers try them first."""
 
 import re
 from pathlib import Path

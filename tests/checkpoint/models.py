@@ -1,4 +1,4 @@
-"""A small model with both kinds of tables and a dense part, trained on seeded random steps."""
+"""A small model with two tables and a dense part, trained on seeded random steps."""
 
 import torch
 
@@ -81,7 +81,7 @@ def saved_chain(folder):
 
 
 def contents(model, optimizers):
-    """Return all that a checkpoint must restore, by name; tables are sorted by key."""
+    """Return a dict of everything that a checkpoint must restore; tables are sorted by key."""
     found = {}
     for name in ("users", "rows"):
         layer = getattr(model, name)

@@ -1,4 +1,4 @@
-"""Makes random faults in files and values: wrong types, sizes, names, nesting or lengths."""
+"""Damages files and values at random: wrong types, sizes, names, nesting or lengths."""
 
 import copy
 import os

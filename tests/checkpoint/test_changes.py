@@ -371,7 +371,7 @@ def test_an_error_that_nobody_thought_of_is_told_by_wait(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_failure_that_cannot_be_noted_as_it_is(tmp_path, monkeypatch, gone):
-    """If an error cannot be noted (not UTF-8, or the folder is gone), the thread ends normally."""
+    """If an error cannot be saved (not UTF-8, or the folder is gone), the thread ends normally."""
     path = tmp_path / os.fsdecode(b"caf\xe9")
 
     def fail(file, *_):

@@ -347,7 +347,7 @@ def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
 
 
 def test_copies_of_states_in_any_memory(tmp_path):
-    """Copied states are strided and share no memory. A state may be a view of a larger tensor."""
+    """States are saved right even if they are strided copies, or views of a larger tensor."""
     model, optimizers = made()
     train(model, optimizers, 0, 4)
     model, optimizers = copy.deepcopy((model, optimizers))

@@ -1,4 +1,4 @@
-"""Saving and loading through torch.distributed.checkpoint in one process."""
+"""Tests of saving and loading through torch.distributed.checkpoint in one process."""
 
 import copy
 import io

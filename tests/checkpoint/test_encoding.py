@@ -1,4 +1,4 @@
-"""States as JSON and tensors: a value is restored unchanged, or saving it raises."""
+"""States are saved as JSON and tensors: a value is restored unchanged, or saving it raises."""
 
 import enum
 import math

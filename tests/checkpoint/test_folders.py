@@ -143,7 +143,7 @@ def test_latest_passes_over_one_whose_base_lacks_a_file(tmp_path):
 
 
 def killed_in_publish(path, monkeypatch, exchanges):
-    """Save over step 0 in a process that is killed at the worst moment."""
+    """Save over step 0 in a process that is killed while the old checkpoint is replaced."""
     rename, exchange = os.rename, draft.exchange
 
     def dies(source, target):

@@ -1,4 +1,4 @@
-"""Saves, loads and reshards interrupted anywhere: a reported checkpoint exists and is correct.
+"""If a save, load or reshard is interrupted anywhere, each reported checkpoint is correct.
 
 SPARSEKIT_INTERRUPTS=1000 tries that many moments.
 """

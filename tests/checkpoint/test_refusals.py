@@ -256,7 +256,7 @@ def test_states_of_another_optimizer_of_that_name(tmp_path):
 
 
 def test_a_key_that_is_there_twice_in_another_kind_of_table(tmp_path):
-    """The layer and the file order rows differently, so no size reveals the repeated key."""
+    """A repeated key is refused even where the layer and the file order their rows differently."""
     model = OfInt32(torch.int64)
     model.ids.assign(torch.arange(5), torch.rand(5, 2))
     checkpoint.save(model, tmp_path / "a")

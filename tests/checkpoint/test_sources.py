@@ -129,7 +129,7 @@ def test_memory_is_that_of_what_a_npz_has(tmp_path, claim):
 
 
 def test_rows_that_no_bytes_stand_for(tmp_path):
-    """The state of an expanded tensor claims more elements than the file holds."""
+    """A dump of an expanded tensor, with more elements than the file has data for, is refused."""
     state = {"embedding_bags.t.weight": torch.zeros(1, 8).expand(2**33, 8)}
     torch.save(state, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=r"state\.pt: .*there are 32 "):

@@ -1,4 +1,4 @@
-"""Formats by name: files are opened to find their columns, and then read."""
+"""Each format, chosen by its name, opens a file to find the columns, and reads it."""
 
 import os
 
@@ -23,7 +23,7 @@ def test_suffixes_and_kinds_of_keys():
 
 @pytest.mark.parametrize("name", ["csv", "tsv", "parquet"])
 def test_a_file_is_opened_for_its_columns_and_read(tmp_path, name):
-    """In text, quotes surround a name or a value that contains the separator."""
+    """Columns are found and read; in text, a quoted name or value may contain the separator."""
     path, names = tmp_path / "file", ["b,\nc", "a", "long"]
     if name == "parquet":
         large = pa.array([["x"]], pa.large_list(pa.string()))

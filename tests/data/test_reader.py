@@ -1,4 +1,4 @@
-"""Readers put each row into the right batch: order, ranks, workers, resuming."""
+"""Readers put each row into the right batch, on ranks, in workers and after a resume."""
 
 import itertools
 import json

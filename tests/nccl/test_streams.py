@@ -295,7 +295,7 @@ def test_waits_of_a_step_on_ranks(fake, ranks, tables, ahead):
     """The host waits for the handshake only. Waits of ops are not counted here."""
     handshake = {"to the host": 1, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead, True, None, ranks) == [handshake] * ranks
-    # The counts of other ranks' keys arrive with their keys; this rank reads its own ones before.
+    # The counts of other ranks' keys arrive with their keys; this rank's own are read earlier.
     counts = {"tolist": 1, "to the host": 1, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead, True, 24, ranks) == [counts] * ranks
 

@@ -193,7 +193,7 @@ class Next(nn.Module):
         return [self.item.weight for _ in range(2)]
 
     def penalty(self):
-        # Not a layer; SimpleNamespace is unhashable, so it cannot be a key of a dict.
+        # `plan` is not a layer. A SimpleNamespace is unhashable, so it cannot be a dict's key.
         return self.plan.weight
 
 

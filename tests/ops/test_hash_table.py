@@ -402,7 +402,7 @@ def test_random_bytes_in_the_buckets_and_some_that_leave_no_free_slot():
 
 
 def test_a_call_that_finds_no_free_slot_changes_nothing():
-    """Check this on the CPU: on a device, the damaged table is lost."""
+    """This holds on the CPU only: on a device, the damaged table is unusable afterwards."""
     table = HashTable(20, load_factor=1.0)
     table.find_or_insert(torch.arange(20))
     table.size.fill_(10)  # the size claims free places, but all are used

@@ -1,4 +1,4 @@
-"""Philox is right, and sparsekit.ops.init_rows_ equals the reference."""
+"""Philox gives the published numbers, and sparsekit.ops.init_rows_ equals the reference."""
 
 import math
 

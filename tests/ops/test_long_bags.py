@@ -1,6 +1,6 @@
-"""Bags that CUDA kernels pool in groups of four, one by one, or in parts of 256 entries.
+"""Bags equal the reference if kernels pool them in groups of four, singly, or in parts.
 
-The sums of parts are added 256 at a time.
+A part has 256 entries. The sums of parts are added 256 at a time.
 """
 
 import pytest

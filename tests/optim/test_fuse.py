@@ -200,7 +200,7 @@ def test_errors_name_the_layers_that_have_been_updated():
 
 
 def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
-    """Parameter groups outside the layers' group, such as the dense part's, do not matter."""
+    """A group's tables are updated in one call, even if the optimizer has other parameters."""
     layers, group, _ = attached_group([torch.nn.Parameter(torch.ones(2))])
     calls, update = [], sparsekit.ops.group_embedding_bag_update_
 

@@ -44,7 +44,7 @@ class Row:
 @pytest.mark.parametrize("bias_correction", ["global", "per_row"])
 @pytest.mark.parametrize("kind", [PartialRowWiseAdam, LazyLAMB])
 def test_twenty_steps(kind, bias_correction, dtype):
-    """Rows are repeated, all zero, rarely updated or never updated."""
+    """The steps are right for rows that are repeated, all zero, rarely updated or never updated."""
     weights = [start(dtype, (ROWS, DIM), seed) for seed in range(SEEDS)]
     for weight in weights:
         weight.data[1] = 0

@@ -108,7 +108,7 @@ def test_not_pooled(two_ranks, dynamic):
 
 
 def check_strategies(rank):
-    """Check that auto takes the route that moves fewer bytes, and that both routes agree."""
+    """Check that auto selects the route that moves fewer bytes, and that both routes agree."""
     generator = torch.Generator().manual_seed(rank)
     large = torch.randint(0, 10**9, (4, 1, 200), generator=generator)  # keys do not repeat
     small = torch.randint(0, 50, (400, 1, 2), generator=generator)

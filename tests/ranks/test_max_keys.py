@@ -173,7 +173,7 @@ def test_an_agreement_that_one_rank_has_missed(two_ranks_over):
 
 
 def an_attribute_of_one(rank):
-    """Set an attribute on which no plan depends, on one rank only."""
+    """Set an unrelated attribute on one rank; return the number of collectives of the last step."""
     module = one(3)
     exchange = module.exchange
     for i in range(4):

@@ -38,7 +38,7 @@ def any_ranks(request):
 
 
 def message(number, sender, receiver, size, dtype=torch.uint8):
-    """Return the message of one rank to another in a collective, as both ranks can compute it."""
+    """Return the message that a rank sends another in a collective; both ranks can compute it."""
     first = 31 * number + 7 * sender + 3 * receiver
     return torch.arange(first, first + size).to(dtype)
 

@@ -113,7 +113,7 @@ def test_it_learns(optimizer, loss):
 
 
 def test_ftrl_weighs_its_penalties_against_sums_of_gradients():
-    """A step on the mean with divided settings equals a step on the sum with l1 = l2 = 1."""
+    """A step on the mean loss with scaled settings equals a step on the sum with l1 = l2 = 1."""
     model, other = make_model(), make_model()
     penalties = {"params": [other.embedding.weight], "l1": 1.0, "l2": 1.0}
     groups = [penalties, {"params": list(other.head.parameters())}]

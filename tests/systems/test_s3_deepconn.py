@@ -26,7 +26,7 @@ from sparsekit.models import DeepCoNN
 from sparsekit.recipes.deepconn.model import PLACEMENTS, TOWERS
 from sparsekit.train.profile import profiled
 
-# The sizes are small, but there are several filters, and documents do not divide evenly.
+# The sizes are small, but there are several filters, and ranks have uneven shares of documents.
 WORDS, LENGTH, BATCH = 50, 9, 5
 DIM, FILTERS, HIDDEN = 6, 4, 3
 SPREAD = [p for p in PLACEMENTS if p != "single"]

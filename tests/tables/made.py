@@ -11,7 +11,7 @@ both = pytest.mark.parametrize("assign", [False, True])
 
 
 def table_of(*keys, capacity=9, dim=2, **options):
-    """Return a table named n with these keys, whose vectors are 1, 2, 3 ... (dim times)."""
+    """Return a table named n with these keys; every element of the i-th key's vector is i."""
     needed = {"use_hashtable": True, "dtype": torch.float32, "device": None, "name": "n"}
     made = EmbeddingTable(TableOptions(capacity, dim, **{**needed, **options}))
     if keys:
@@ -23,17 +23,17 @@ def table_of(*keys, capacity=9, dim=2, **options):
 
 
 def of_rank(monkeypatch, rank, world_size):
-    """Let tables believe that they are made on a rank."""
+    """Make new tables believe that they are on this rank."""
     monkeypatch.setattr(embedding_table, "_place", lambda group, device: (rank, world_size))
 
 
 def parts_of(module):
-    """Return copies of the tensors of a state."""
+    """Return a module's state, with copies of its tensors."""
     return {name: each.detach().clone() for name, each in module.state_dict().items()}
 
 
 def same(one, other):
-    """Return whether two states have the same entries."""
+    """Return whether two states have equal entries."""
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 

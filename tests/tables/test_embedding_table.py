@@ -1,4 +1,4 @@
-"""A rank's share of a table: what it keeps of its options, and what it says to other ranks."""
+"""A rank's table keeps its options in copies and pickles, and can be reset and moved."""
 
 import copy
 import gc

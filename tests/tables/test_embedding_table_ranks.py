@@ -1,4 +1,4 @@
-"""A table tells other ranks all facts that must be the same, and checks its weight."""
+"""A table sends other ranks all facts on which they must agree, and checks its weight."""
 
 import re
 import types

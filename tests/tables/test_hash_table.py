@@ -1,4 +1,4 @@
-"""The hash table's ties: to a layer's rows, to the process that made it, and to a saved state."""
+"""Tests of a hash table's link to a layer's rows, its process, and its saved state."""
 
 import copy
 import math

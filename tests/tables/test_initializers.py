@@ -1,4 +1,4 @@
-"""Initializers as the tables use them: numbers for the ops, bounds, rows of a rank, functions."""
+"""Tests of initializers: numbers for the ops, bounds, rows of a rank, and functions."""
 
 import functools
 import math
@@ -67,7 +67,7 @@ def test_rows_and_status_say_where_vectors_are_written(initializer):
     initializer.write_(out, KEYS, torch.tensor([4, 0, 1]), seed=-5)
     assert torch.equal(out[[4, 0, 1]], expected)
     assert not out[[2, 3, 5]].any()
-    # Rows from the status's first word on are new.
+    # The first word of the status is the first new row; only new rows are written.
     out.zero_()
     initializer.write_(out, KEYS, torch.tensor([4, 0, 1]), torch.tensor([1, 0]), seed=-5)
     assert torch.equal(out[[4, 1]], expected[[0, 2]])

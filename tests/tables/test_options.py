@@ -1,4 +1,4 @@
-"""Options of a table: every bound, every default that depends on another, and every message."""
+"""Tests of a table's options: bounds, defaults that depend on other settings, and messages."""
 
 import dataclasses
 import re

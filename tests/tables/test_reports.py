@@ -1,4 +1,4 @@
-"""Reports: the words of each table, the bound that they give, and the errors in them."""
+"""A report has the words of each table, which give the bound of its rows and its errors."""
 
 import ctypes
 import math
@@ -16,7 +16,7 @@ NUM_ERRORS = 2
 
 
 class Library:
-    """Stand-in for the library of kernels: the first word says whether there is an error."""
+    """Stand-in for the library of kernels; a nonzero first word is an error."""
 
     def sparsekit_num_errors(self):
         return NUM_ERRORS
@@ -27,7 +27,7 @@ class Library:
 
 
 class Sent:
-    """Stand-in for the reports of a device."""
+    """Stand-in for the reports of a device; it records all calls."""
 
     def __init__(self):
         self.calls = []

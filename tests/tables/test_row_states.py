@@ -1,4 +1,4 @@
-"""States of optimizers follow their keys: compared with a dict of key to state."""
+"""States of optimizers follow their keys, as in a dict of key to state."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ INITIAL = 0.5
 
 
 def optimizer_of(weight, initial):
-    """Return an optimizer of torch; the weight is in the second of its groups."""
+    """Return a torch optimizer whose second parameter group contains the weight."""
     other = torch.nn.Parameter(torch.zeros(3))
     groups = [{"params": [other], "initial_accumulator_value": 9.0}, {"params": [other.clone()]}]
     groups[1]["params"] = [torch.nn.Parameter(torch.zeros(3)), weight]
@@ -24,7 +24,7 @@ def optimizer_of(weight, initial):
 
 
 def states(optimizer, weight, **tensors):
-    """Set the states of a weight; the values in row r are r + 1, and tenths in columns."""
+    """Set and return the states of a weight; element (r, c) of `sum` is r + 1 + c / 10."""
     rows = torch.arange(1.0, CAPACITY + 1)[:, None] + torch.arange(DIM) / 10
     state = {"sum": rows.clone(), "other": rows * 10, "of_row": rows[:, 0].clone(), **tensors}
     state["step"] = T(3.0)
@@ -51,7 +51,7 @@ BEFORE_AND_NOW = {
 
 
 def expected_rows(tensor, before, now, initial):
-    """Return the rows that follow from a dict of key to row."""
+    """Return the rows of a state after a change of keys, computed with a dict of key to row."""
     of_key = dict(zip(before, tensor.clone(), strict=False))
     made = torch.full_like(tensor, initial)
     moved = before[: len(now)] != now[: len(before)]
@@ -148,7 +148,7 @@ def test_states_whose_keys_are_unknown_belong_to_the_rows_of_now():
 
 
 def test_states_that_share_memory_keep_to_it():
-    """Our optimizers keep a row's states side by side; a move must not take them apart."""
+    """States that are adjacent in memory, as in our optimizers, are still so after a move."""
     weight = EmbeddingWeight(torch.zeros(CAPACITY, DIM))
     optimizer = optim.LazyAdam([weight])
     both = torch.arange(24.0).view(CAPACITY, 2, DIM)

@@ -1,4 +1,4 @@
-"""A table's state: what it holds, what is refused, and what a load leaves behind."""
+"""A table's state has the right entries, and a load refuses states that do not fit."""
 
 import re
 

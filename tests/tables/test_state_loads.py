@@ -1,4 +1,4 @@
-"""Loads leave no marks of before; values that new keys would lose are refused."""
+"""A load resets a table's marks, and refuses values that new keys would overwrite."""
 
 import copy
 

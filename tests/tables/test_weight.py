@@ -1,4 +1,4 @@
-"""The parameter of a layer: its marks, the writes that it counts, and the gradient it gets."""
+"""The parameter of a layer keeps its marks, notices writes, and lets late rows catch up."""
 
 import copy
 import gc
@@ -171,7 +171,7 @@ def test_a_weight_belongs_to_a_table_as_long_as_it_exists():
 @pytest.mark.parametrize("place", [None, 1, 2, 4])
 @pytest.mark.parametrize("keys", [[], [3, 4]])
 def test_values_of_rows_without_keys_count_as_moved_by_an_optimizer(place, keys):
-    """Saved rows without a key may hold the steps of an optimizer, unless no row has a key."""
+    """Nonzero rows without a key count as moved by an optimizer, unless no row has a key."""
     moved = bool(keys) and place is not None and place >= 2
     values, table = torch.zeros(5, 2), HashTable(5)
     table.find_or_insert(torch.tensor(keys, dtype=torch.int64))
@@ -212,7 +212,7 @@ def test_rows_that_get_other_keys_count_as_written_by_the_library():
 
 
 def optimizers_of(weight, number=2):
-    """Return optimizers with a state of each row: its number, with the optimizer's beside it."""
+    """Return optimizers; the state of row r under optimizer i is r + 1 + 10 i."""
     optimizers = [torch.optim.SGD([weight], lr=0.1) for _ in range(number)]
     for i, optimizer in enumerate(optimizers):
         weight.is_stepped_by(optimizer)

@@ -98,7 +98,7 @@ def test_a_gradient_has_its_own_dtype(dtype):
 
 
 class Deliver(torch.autograd.Function):
-    """Returns the gradients of `deliver_gradients` from a backward."""
+    """Function whose backward returns the gradients that `deliver_gradients` delivers."""
 
     @staticmethod
     def forward(ctx, weight, rows, shard_of):
