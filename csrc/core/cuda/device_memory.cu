@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "cuda/simt.cuh"
@@ -122,10 +124,22 @@ void copy_to_device(void* device, const void* host, int64_t bytes, void* stream)
 }
 #else
 bool is_capturing(void*) {
-  return false;
+  return simt::host::is_recording();
 }
 
+namespace {
+
+// Throws an error like that of a device whose stream is being captured.
+void refuse_capture(const char* what) {
+  if (is_capturing(nullptr)) {
+    throw std::runtime_error(std::string("simt: ") + what + " while a graph is captured");
+  }
+}
+
+}  // namespace
+
 void read_back(const Piece* pieces, int count, void*) {
+  refuse_capture("a wait");
   ++waits;
   int64_t bytes = 0;
   for (int i = 0; i < count; ++i) {
@@ -142,6 +156,7 @@ void read_back(const Piece* pieces, int count, void*) {
 }
 
 void copy_to_device(void* device, const void* host, int64_t bytes, void*) {
+  refuse_capture("a copy from memory that is not page-locked");
   if (!simt::host::lacks_memory(device)) std::memcpy(device, host, static_cast<size_t>(bytes));
   // Record this copy like a memset: it is queued on the stream without a wait.
   simt::host::note(simt::host::Request::kMemset, "copy to the device", 0, bytes);

@@ -80,6 +80,9 @@ int64_t sort_workspace_bytes(int64_t n) {
 
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void*, void*) {
   if (n == 0) return;
+  if (simt::host::is_recording()) {
+    return simt::host::record([=] { exclusive_scan(in, out, n, nullptr, nullptr); });
+  }
   int32_t sum = 0;
   for (int64_t i = 0; i < (simt::host::only_plans() ? 0 : n); ++i) {
     const int32_t value = in[i];
@@ -93,6 +96,10 @@ void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void*, void*) {
 void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
                 int32_t* sorted_values, int64_t n, int bits, void*, void*) {
   if (n == 0) return;
+  if (simt::host::is_recording()) {
+    return simt::host::record(
+        [=] { sort_pairs(keys, sorted_keys, values, sorted_values, n, bits, nullptr, nullptr); });
+  }
   const auto low = [=](int64_t i) { return keys[i] & ((uint64_t{1} << bits) - 1); };
   std::vector<int64_t> order(static_cast<size_t>(simt::host::only_plans() ? 0 : n));
   std::iota(order.begin(), order.end(), 0);

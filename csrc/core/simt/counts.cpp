@@ -73,6 +73,7 @@ bool only_plans() {
 }
 
 void* address_without_memory(int64_t bytes) {
+  if (is_recording()) return recorded_memory(bytes);
   if (next_address == 0) return nullptr;
   constexpr uintptr_t kAlignment = 512;
   const uintptr_t address = next_address;

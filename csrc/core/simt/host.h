@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simt/recording.h"
+
 #define SPARSEKIT_KERNEL [[maybe_unused]] static void
 #define SPARSEKIT_DEVICE inline
 #define SPARSEKIT_GRID_CONSTANT(Type) const Type&
@@ -46,7 +48,8 @@ void note(Request request, const char* name, int64_t read, int64_t written, int6
 // Returns true if the calling thread only plans calls. Its launches are checked and recorded, but
 // do not run. Its outputs and workspace have addresses without memory, so a call may have any size.
 bool only_plans();
-// Returns an address for `bytes` bytes if the call is only planned, otherwise null.
+// Returns an address for `bytes` bytes if the call is only planned, memory if it is recorded
+// (recording.h), otherwise null.
 void* address_without_memory(int64_t bytes);
 bool lacks_memory(const void* address);
 void wait_for_block();
@@ -217,6 +220,9 @@ void reduce_add(float* address, const Vec<float, N>& value) {
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, void*,
             const Arguments&... arguments) {
+  if (host::is_recording()) {  // a graph keeps arguments by value
+    return host::record([=] { launch(name, kernel, grid, nullptr, arguments...); });
+  }
   const auto call = [&] { kernel(arguments...); };
   host::run_grid(
       name, grid, [](const void* context) { (*static_cast<decltype(&call)>(context))(); }, &call);
@@ -224,6 +230,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, v
 
 inline void fill_bytes(void* memory, int byte, int64_t bytes, void*) {
   if (bytes <= 0) return;
+  if (host::is_recording()) return host::record([=] { fill_bytes(memory, byte, bytes, nullptr); });
   if (!host::only_plans()) std::memset(memory, byte, bytes);
   host::note(host::Request::kMemset, "memset", 0, bytes);
 }

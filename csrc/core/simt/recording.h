@@ -1,0 +1,17 @@
+// Records the requests of a thread to the device instead of executing them, and executes them later
+// any number of times, as a CUDA graph does. Tests use the functions at the end of recording.cpp
+// (tests/graphs.py).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace sparsekit::simt::host {
+
+// Returns true if the calling thread records. Nothing may then wait for the device.
+bool is_recording();
+void record(std::function<void()> request);
+// Returns memory that lives as long as the recording.
+void* recorded_memory(int64_t bytes);
+
+}  // namespace sparsekit::simt::host
