@@ -11,7 +11,7 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
   Arguments given("catch_up_rows_", Arguments::kWrites);
   given.dispatch_rows("weight", weight, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_rule(given, rule, settings, states.size(), [&](const auto& chosen) {
+    dispatch_rule(given, rule, settings, std::nullopt, states.size(), [&](const auto& chosen) {
       using Rule = std::decay_t<decltype(chosen)>;
       if constexpr (std::is_same_v<Rule, Sgd<true>> || std::is_same_v<Rule, Adam<false>>) {
         const auto table =

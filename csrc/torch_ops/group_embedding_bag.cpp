@@ -186,7 +186,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
                  const Tensors& weights, const Tensors& states, const Tensors& row_steps,
                  const Tensors& steps, const std::string& rule, const std::vector<double>& settings,
                  int64_t divisor, bool per_row, std::optional<int64_t> rounding_seed, bool counted,
-                 [[maybe_unused]] bool deterministic) {
+                 [[maybe_unused]] bool deterministic, const std::optional<Tensor>& lr) {
   Arguments given("group_embedding_bag_update_", Arguments::kWrites);
   const TableLists lists{given, weights, states, row_steps, steps};
   lists.check_sizes();
@@ -199,7 +199,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
                             divisor, !kOnDevice);
   const StepNumber number{counted, per_row};
   const Rounding rounding = rounding_of(rounding_seed);
-  dispatch_step(lists, rule, settings, per_row, [&](auto tag, const auto& chosen) {
+  dispatch_step(lists, rule, settings, lr, per_row, [&](auto tag, const auto& chosen) {
     using T = typename decltype(tag)::type;
     std::vector<SteppedTable<T>> tables(lists.size());
     given.for_each_table(lists.size(), [&](size_t t) {

@@ -50,11 +50,23 @@ RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* stat
   return table;
 }
 
+// Returns the address of a learning rate, after checks of the tensor; or `number` without a tensor.
+inline Rate rate_of(Arguments& given, const std::optional<Tensor>& lr, double number) {
+  if (!lr.has_value()) return number;
+  given.check_one("lr", given.read("lr", *lr));
+  const ScalarType dtype = dtype_of(*lr);
+  if (dtype == ScalarType::Float) return Rate(data<float>(*lr));
+  given.check(dtype == ScalarType::Double, "lr must be float32 or float64, got ",
+              torch::headeronly::toString(dtype));
+  return Rate(data<double>(*lr));
+}
+
 // Calls body(rule) with the rule of this name. Comments below list the settings of each rule. If
-// several structs have the same name, the number of states selects one of them.
+// several structs have the same name, the number of states selects one of them. A tensor `lr`
+// replaces the first setting.
 template <class Body>
-void dispatch_rule(const Arguments& given, const std::string& name,
-                   const std::vector<double>& settings, size_t states, Body&& body) {
+void dispatch_rule(Arguments& given, const std::string& name, const std::vector<double>& settings,
+                   const std::optional<Tensor>& lr, size_t states, Body&& body) {
   const auto takes = [&](const char* rule, size_t count, bool right_states) {
     if (name != rule) return false;
     given.check(settings.size() == count, "settings of ", name, " must be ", count, ", got ",
@@ -63,37 +75,38 @@ void dispatch_rule(const Arguments& given, const std::string& name,
     return true;
   };
   const auto& v = settings;
+  const auto rate = [&] { return rate_of(given, lr, v[0]); };
   if (takes("sgd", 4, states <= 1)) {  // lr, momentum, weight_decay, nesterov
-    if (states == 0) return body(Sgd<false>{v[0], v[1], v[2], v[3] != 0});
-    return body(Sgd<true>{v[0], v[1], v[2], v[3] != 0});
+    if (states == 0) return body(Sgd<false>{rate(), v[1], v[2], v[3] != 0});
+    return body(Sgd<true>{rate(), v[1], v[2], v[3] != 0});
   }
   // lr, beta1, beta2, eps, weight_decay, rescale_eps
   if (takes("adam", 6, states == 2 || states == 3)) {
-    if (states == 2) return body(Adam<false>{v[0], v[1], v[2], v[3], v[4], v[5] != 0});
-    return body(Adam<true>{v[0], v[1], v[2], v[3], v[4], v[5] != 0});
+    if (states == 2) return body(Adam<false>{rate(), v[1], v[2], v[3], v[4], v[5] != 0});
+    return body(Adam<true>{rate(), v[1], v[2], v[3], v[4], v[5] != 0});
   }
   // lr, lr_decay, eps, weight_decay, decoupled
   if (takes("adagrad", 5, states == 1)) {
-    return body(Adagrad{v[0], v[1], v[2], v[3], v[4] != 0});
+    return body(Adagrad{rate(), v[1], v[2], v[3], v[4] != 0});
   }
   if (takes("row_wise_adagrad", 5, states == 1)) {
-    const Adagrad rule{v[0], v[1], v[2], v[3], v[4] != 0};
+    const Adagrad rule{rate(), v[1], v[2], v[3], v[4] != 0};
     if (rule.weight_decay == 0 || rule.decoupled) return body(RowWiseAdagrad<false>{rule});
     return body(RowWiseAdagrad<true>{rule});
   }
   // lr, alpha, eps, momentum, eps_inside, weight_decay, decoupled
   if (takes("rms_prop", 7, states == 1 || states == 2)) {
     if (states == 1)
-      return body(RmsProp<false>{v[0], v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
-    return body(RmsProp<true>{v[0], v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
+      return body(RmsProp<false>{rate(), v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
+    return body(RmsProp<true>{rate(), v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
   }
   // lr, l1, l2, lr_power
-  if (takes("ftrl", 4, states == 2)) return body(Ftrl{v[0], v[1], v[2], v[3]});
+  if (takes("ftrl", 4, states == 2)) return body(Ftrl{rate(), v[1], v[2], v[3]});
   // lr, beta1, beta2, eps, weight_decay
   if (takes("partial_row_wise_adam", 5, states == 2)) {
-    return body(PartialRowWiseAdam{Adam<false>{v[0], v[1], v[2], v[3], v[4], true}});
+    return body(PartialRowWiseAdam{Adam<false>{rate(), v[1], v[2], v[3], v[4], true}});
   }
-  if (takes("lamb", 5, states == 2)) return body(Lamb{v[0], v[1], v[2], v[3], v[4]});
+  if (takes("lamb", 5, states == 2)) return body(Lamb{rate(), v[1], v[2], v[3], v[4]});
   given.error("rule must be sgd, adam, adagrad, row_wise_adagrad, rms_prop, ftrl, ",
               "partial_row_wise_adam or lamb, got ", name);
 }
@@ -153,11 +166,12 @@ inline Rounding rounding_of(const std::optional<int64_t>& seed) {
 // Calls body(TypeTag<T>, rule), where T is the type of the weights and `rule` has the given name.
 template <class Body>
 void dispatch_step(const TableLists& lists, const std::string& rule,
-                   const std::vector<double>& settings, bool per_row, const Body& body) {
-  const Arguments& given = lists.given;
+                   const std::vector<double>& settings, const std::optional<Tensor>& lr,
+                   bool per_row, const Body& body) {
+  Arguments& given = lists.given;
   given.check(!per_row || !lists.row_steps.empty(), "per_row needs row_steps");
   given.dispatch_rows("weight", lists.weights[0], [&](auto tag) {
-    dispatch_rule(given, rule, settings, lists.num_states(), [&](const auto& chosen) {
+    dispatch_rule(given, rule, settings, lr, lists.num_states(), [&](const auto& chosen) {
       given.check(!per_row || std::decay_t<decltype(chosen)>::kPerRow,
                   "rows cannot count their own steps under ", rule);
       body(tag, chosen);

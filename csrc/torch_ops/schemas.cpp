@@ -68,12 +68,12 @@ constexpr const char* kSchemas[] = {
     " Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? key_starts,"
     " Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps, Tensor(d!)[] steps,"
     " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
-    " bool count_steps=False, bool deterministic=True) -> ()",
+    " bool count_steps=False, bool deterministic=True, Tensor? lr=None) -> ()",
 
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"
     " Tensor[] rows, Tensor[] grads, Tensor(d!)[] steps, str rule, float[] settings,"
-    " bool per_row=False, int? rounding_seed=None, bool count_steps=False, Tensor? num_grads=None)"
-    " -> ()",
+    " bool per_row=False, int? rounding_seed=None, bool count_steps=False, Tensor? num_grads=None,"
+    " Tensor? lr=None) -> ()",
     "catch_up_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!) row_step, Tensor? rows,"
     " Tensor numbers, int first_step, str rule, float[] settings) -> ()",
 };

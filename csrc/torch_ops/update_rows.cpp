@@ -101,11 +101,11 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
 void update_rows(Tensors weights, Tensors states, Tensors row_steps, Tensors rows, Tensors grads,
                  Tensors steps, std::string rule, std::vector<double> settings, bool per_row,
                  std::optional<int64_t> rounding_seed, bool count_steps,
-                 std::optional<Tensor> num_grads) {
+                 std::optional<Tensor> num_grads, std::optional<Tensor> lr) {
   Arguments given("update_rows_", Arguments::kWrites);
   const Lists lists{{given, weights, states, row_steps, steps}, rows, grads};
   lists.check_sizes(num_grads);
-  dispatch_step(lists, rule, settings, per_row, [&](auto tag, const auto& chosen) {
+  dispatch_step(lists, rule, settings, lr, per_row, [&](auto tag, const auto& chosen) {
     update<std::decay_t<decltype(chosen)>, typename decltype(tag)::type>(
         lists, chosen, {count_steps, per_row}, rounding_of(rounding_seed), num_grads);
   });

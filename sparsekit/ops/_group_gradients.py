@@ -128,6 +128,7 @@ def group_embedding_bag_update_(
     rounding_seed: int | None = None,
     count_steps: bool = False,
     deterministic: bool = True,
+    lr: torch.Tensor | None = None,
 ) -> None:
     """Apply an optimizer step to all tables' distinct rows, given the gradients of the outputs.
 
@@ -157,6 +158,7 @@ def group_embedding_bag_update_(
         rounding_seed: as in `update_rows_`.
         count_steps: as in `update_rows_`.
         deterministic: no effect so far; sums are always taken in the order of entries.
+        lr: as in `update_rows_`.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward` and `update_rows_`.
@@ -167,6 +169,7 @@ def group_embedding_bag_update_(
     _update(
         grads, index, rows, counts, bags, features, sample_weights, key_starts, weights, states,
         row_steps, steps, rule, settings, divisor, per_row, rounding, count_steps, deterministic,
+        lr,
     )  # fmt: skip
     increment_version(weights)
 

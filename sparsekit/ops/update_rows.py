@@ -28,7 +28,9 @@ class _UpdateRows(Op):
             }
             for name, argument in lists.items():
                 tensors |= {name: named[argument][i]} if i < len(named[argument]) else {}
-            check_same_device(of_table, weight=weight, **tensors, num_grads=named["num_grads"])
+            check_same_device(
+                of_table, weight=weight, **tensors, num_grads=named["num_grads"], lr=named["lr"]
+            )
             check_same_device(
                 op, **{"weight of table 0": weights[0], f"weight of table {i}": weight}
             )
@@ -51,6 +53,7 @@ def update_rows_(
     per_row: bool = False,
     rounding_seed: int | None = None,
     count_steps: bool = False,
+    lr: torch.Tensor | None = None,
 ) -> None:
     """Apply an optimizer step to the rows that have a gradient; other rows are left unchanged.
 
@@ -97,6 +100,8 @@ def update_rows_(
             nearest.
         count_steps: step has the number of earlier steps, initially 0, and the call increments it.
             An interruption then cannot come between the update of the rows and that of the number.
+        lr: float32 or float64, one element: replaces the first setting. It is read when the rows
+            are updated, so a CUDA graph follows its changes.
 
     Raises:
         TypeError: weight has a wrong dtype.
@@ -111,7 +116,7 @@ def update_rows_(
     seed = None if rounding_seed is None else signed_64(rounding_seed)
     _update(
         weights, states, row_steps, all_rows, grads, steps, rule, settings, per_row, seed,
-        count_steps,
+        count_steps, None, lr,
     )  # fmt: skip
     # Ops outside of torch do not increment a tensor's version by themselves: without this, a
     # backward that has saved the old weight would silently use the new weight.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import NotNegative, given
+from .settings import LearningRate, NotNegative, given
 
 
 class Adagrad(RowOptimizer):
@@ -41,7 +41,7 @@ class Adagrad(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-2,
+        lr: LearningRate = 1e-2,
         lr_decay: NotNegative = 0.0,
         initial_accumulator_value: NotNegative = 0.0,
         eps: NotNegative = 1e-10,
@@ -58,10 +58,8 @@ class Adagrad(RowOptimizer):
         return {"sum": group["initial_accumulator_value"]}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        return [
-            float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"],
-            group["decoupled_weight_decay"],
-        ]  # fmt: skip
+        names = "lr_decay", "eps", "weight_decay", "decoupled_weight_decay"
+        return [group[name] for name in names]
 
 
 class RowWiseAdagrad(Adagrad):

@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any
 
+import torch
+
 from .catch_up import CatchUpOptimizer
-from .settings import Betas, EpsConvention, NotNegative, given, one_of
+from .settings import Betas, EpsConvention, LearningRate, NotNegative, given, in_float64, one_of
 
 
 class Adam(CatchUpOptimizer):
@@ -60,7 +62,7 @@ class Adam(CatchUpOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-3,
+        lr: LearningRate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: NotNegative = 1e-8,
         *,
@@ -85,11 +87,10 @@ class Adam(CatchUpOptimizer):
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        return [lr, beta1, beta2, group["eps"], 0.0, group["eps_convention"] == "torch"]
+        return [*group["betas"], group["eps"], 0.0, group["eps_convention"] == "torch"]
 
-    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
+    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float | torch.Tensor, float]:
         beta1, beta2 = group["betas"]
         root = math.sqrt(1 - beta2**step)
         eps = group["eps"] * (root if group["eps_convention"] == "torch" else 1)
-        return float(group["lr"]) * root / (1 - beta1**step), eps
+        return in_float64(group["lr"]) * root / (1 - beta1**step), eps

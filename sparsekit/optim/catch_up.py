@@ -31,8 +31,7 @@ class _Missed:
         # either is interrupted, the number follows from the parameter's step, which is updated
         # together with the rows.
         self.count: int | None = 0
-        # Settings of the missed steps (the learning rate among them is not used), and names of the
-        # states.
+        # Settings of the missed steps, without the learning rate, and names of the states.
         self.settings: list[float] = []
         self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
@@ -41,7 +40,7 @@ class _Missed:
     def numbers(self) -> torch.Tensor:
         return self._numbers[: self.count]
 
-    def write(self, numbers: tuple[float, float]) -> None:
+    def write(self, numbers: tuple[float | torch.Tensor, float]) -> None:
         """Write the numbers of the next step; the caller counts the step later."""
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
@@ -86,8 +85,11 @@ class CatchUpOptimizer(RowOptimizer):
         """Return whether rows without a gradient move in every step, rather than catch up later."""
         raise NotImplementedError
 
-    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
-        """Return the two numbers that `catch_up_rows_` needs for a step."""
+    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float | torch.Tensor, float]:
+        """Return the two numbers that `catch_up_rows_` needs for a step.
+
+        The first depends on the learning rate, and is a tensor if that is one.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -114,7 +116,7 @@ class CatchUpOptimizer(RowOptimizer):
                     missed.numbers,
                     missed.first_step,
                     self.rule,
-                    missed.settings,
+                    [0.0, *missed.settings],  # numbers has the learning rates
                 )
                 count_own_writes([parameter])
             if rows is None:
@@ -150,7 +152,7 @@ class CatchUpOptimizer(RowOptimizer):
             for parameter, _, _ in updates:
                 missed, count = self._counted(parameter)
                 if missed is not None and count:
-                    changed = missed.settings[1:] != settings[1:]  # compare all settings except lr
+                    changed = missed.settings != settings
                     if not moves_all or changed or count == _MOST:
                         self.catch_up(parameter)  # with the settings of the missed steps
             if not moves_all:

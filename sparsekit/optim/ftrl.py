@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import NotNegative, NotPositive, given
+from .settings import LearningRate, NotNegative, NotPositive, given
 
 
 class Ftrl(RowOptimizer):
@@ -50,7 +50,7 @@ class Ftrl(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-3,
+        lr: LearningRate = 1e-3,
         lr_power: NotPositive = -0.5,
         initial_accumulator_value: NotNegative = 0.1,
         l1: NotNegative = 0.0,
@@ -66,4 +66,4 @@ class Ftrl(RowOptimizer):
         return {"accumulator": group["initial_accumulator_value"], "linear": 0.0}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        return [float(group["lr"]), group["l1"], group["l2"], group["lr_power"]]
+        return [group["l1"], group["l2"], group["lr_power"]]

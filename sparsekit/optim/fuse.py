@@ -25,7 +25,7 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     """Let backward update the tables of embedding layers, without a ``weight.grad``.
 
     This saves the gradient's memory and a pass over it. On CUDA the host does not wait for the
-    device, unless the learning rate is a CUDA tensor. The weights are bitwise the same as after a
+    device. The weights are bitwise the same as after a
     normal step if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these

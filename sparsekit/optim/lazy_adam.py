@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import Betas, BiasCorrection, EpsConvention, NotNegative, given
+from .settings import Betas, BiasCorrection, EpsConvention, LearningRate, NotNegative, given
 
 
 class LazyAdam(RowOptimizer):
@@ -54,7 +54,7 @@ class LazyAdam(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-3,
+        lr: LearningRate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: NotNegative = 1e-8,
         weight_decay: NotNegative = 0.0,
@@ -73,6 +73,5 @@ class LazyAdam(RowOptimizer):
         return states | {"max_exp_avg_sq": 0.0} if group["amsgrad"] else states
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         rescale_eps = group["eps_convention"] == "torch"
-        return [lr, beta1, beta2, group["eps"], group["weight_decay"], rescale_eps]
+        return [*group["betas"], group["eps"], group["weight_decay"], rescale_eps]

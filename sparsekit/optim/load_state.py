@@ -35,6 +35,15 @@ class StatesOfRows(Protocol):
     def _per_row(self, group: dict[str, Any]) -> bool: ...
 
 
+def keep_kind(lr: Any, loaded: Any) -> Any:
+    """Return a loaded learning rate as a tensor or a number, as the one that it replaces is.
+
+    A tensor is filled in place: a CUDA graph may read it, and it may be on another device.
+    """
+    number = float(loaded)
+    return lr.fill_(number) if isinstance(lr, torch.Tensor) else number
+
+
 def untouched(
     optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 from .row_optimizer import RowOptimizer
-from .settings import Fraction, NotNegative, given, one_of
+from .settings import Fraction, LearningRate, NotNegative, given, one_of
 
 # Default settings of each form.
 _FORMS = {
@@ -57,7 +57,7 @@ class RMSProp(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-2,
+        lr: LearningRate = 1e-2,
         alpha: Fraction | None = None,
         eps: NotNegative | None = None,
         momentum: Fraction = 0.0,
@@ -80,7 +80,7 @@ class RMSProp(RowOptimizer):
         inside = group["form"] == "tensorflow"
         alpha, eps = _usual(group, "alpha"), _usual(group, "eps")
         return [
-            float(group["lr"]), alpha, eps, group["momentum"], inside, group["weight_decay"],
+            alpha, eps, group["momentum"], inside, group["weight_decay"],
             group["decoupled_weight_decay"],
         ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import Betas, BiasCorrection, NotNegative, given
+from .settings import Betas, BiasCorrection, LearningRate, NotNegative, given
 
 
 class _RowAdam(RowOptimizer):
@@ -13,7 +13,7 @@ class _RowAdam(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-3,
+        lr: LearningRate = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: NotNegative = 1e-8,
         weight_decay: NotNegative = 0.0,
@@ -29,7 +29,7 @@ class _RowAdam(RowOptimizer):
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        return [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
+        return [*group["betas"], group["eps"], group["weight_decay"]]
 
 
 class PartialRowWiseAdam(_RowAdam):

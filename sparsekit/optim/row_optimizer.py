@@ -15,8 +15,8 @@ from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
 from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
-from .load_state import loaded_states
-from .settings import Allowed, allowed_values
+from .load_state import keep_kind, loaded_states
+from .settings import Allowed, allowed_values, rate_on
 from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -26,7 +26,8 @@ class RowOptimizer(torch.optim.Optimizer):
     """Base of the optimizers; a subclass names its rule, states and settings (`ops.update_rows_`).
 
     Its settings are the arguments of its constructor: their names and defaults, and the values that
-    their annotations allow (`settings.py`).
+    their annotations allow (`settings.py`). The learning rate may be a tensor of one element,
+    float32 or float64, on the device of the parameters, where kernels read it, or on the CPU.
 
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 parameters
     are float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
@@ -118,7 +119,7 @@ class RowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        """Return the rule's settings, in the order of `ops.update_rows_`."""
+        """Return the rule's settings but lr, in the order of `ops.update_rows_`."""
         raise NotImplementedError
 
     def _per_row(self, group: dict[str, Any]) -> bool:
@@ -222,6 +223,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         """Return a parameter's rows that have a gradient (None for all), and the gradients."""
         check_parameter(type(self).__name__, local(parameter))
+        rate_on(parameter.device, type(self).__name__, group["lr"])
         grad = local(cast(torch.Tensor, parameter.grad))
         if update_of(parameter) is not None:
             layer = self._layers.get(parameter, f"a weight of shape {tuple(parameter.shape)}")
@@ -252,7 +254,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 call.weights, call.states, call.row_steps,
                 [rows for _, rows, _ in taken if rows is not None],
                 [as_rows(w, r, g) for w, (_, r, g) in zip(call.weights, taken, strict=True)],
-                call.steps, self.rule, self._settings(group), **self._options(group),
+                call.steps, **self._step(group, call.weights[0].device),
             )  # fmt: skip
             count_own_writes([parameter for parameter, _, _ in taken])
 
@@ -271,17 +273,22 @@ class RowOptimizer(torch.optim.Optimizer):
         if len(calls) > 1:
             return False
         (call,) = calls
-        update(
-            call.states, call.row_steps, call.steps, self.rule, self._settings(group),
-            **self._options(group),
-        )  # fmt: skip
+        step = self._step(group, call.weights[0].device)
+        update(call.states, call.row_steps, call.steps, **step)
         count_own_writes(weights)
         return True
 
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the update ops."""
-        seed = group["seed"] if group["stochastic_rounding"] else None
-        return {"per_row": self._per_row(group), "rounding_seed": seed, "count_steps": True}
+    def _step(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return the arguments of the update ops that do not depend on the parameters."""
+        number, lr = rate_on(device, type(self).__name__, group["lr"])
+        return {
+            "rule": self.rule,
+            "settings": [number, *self._settings(group)],
+            "per_row": self._per_row(group),
+            "rounding_seed": group["seed"] if group["stochastic_rounding"] else None,
+            "count_steps": True,
+            "lr": lr,
+        }
 
     def _calls(
         self, group: dict[str, Any], parameters: Sequence[torch.Tensor], dense: Sequence[bool]
@@ -369,7 +376,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Load a state, possibly from torch's optimizer of the same name or from another device.
 
         States of bfloat16 parameters stay float32. Settings are replaced by the saved settings, as
-        in torch, including mode, form and bias correction. The table of an embedding layer with a
+        in torch, including mode, form and bias correction. A learning rate that is a tensor stays
+        the same tensor, and a number stays a number. The table of an embedding layer with a
         hash table may have had another capacity: rows that the state lacks start like new rows.
 
         Raises:
@@ -380,4 +388,7 @@ class RowOptimizer(torch.optim.Optimizer):
         loaded = loaded_states(self, state_dict)
         # Key the states by parameter, since torch then keeps them as they are. It would cast states
         # keyed by index to the parameter's dtype, which is wrong for some states.
+        rates = [group["lr"] for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": loaded})
+        for group, lr in zip(self.param_groups, rates, strict=True):
+            group["lr"] = keep_kind(lr, group["lr"])

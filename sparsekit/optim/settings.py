@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias, get_args
 
+import torch
+
 from ..errors import check_number
 
 
@@ -39,6 +41,42 @@ class Allowed:
         return self.words
 
 
+class _AllowedRates(Allowed):
+    """The values of a learning rate, which may be a tensor that kernels read."""
+
+    def check(self, name: str, argument: str, value: Any) -> None:
+        """Raise like `Allowed`, or TypeError for a dtype that kernels cannot read."""
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if value.dtype not in (torch.float32, torch.float64):
+                raise TypeError(
+                    f"{name}: {argument} must be a number, or a float32 or float64 tensor, got one "
+                    f"of {value.dtype}"
+                )
+            if not value.is_cpu:
+                return  # to read the value would wait for its device
+        super().check(name, argument, value)
+
+
+def rate_on(device: torch.device, name: str, lr: Any) -> tuple[float, torch.Tensor | None]:
+    """Return a learning rate as a number, or as a tensor on the device, which kernels read.
+
+    Raises:
+        ValueError: lr is on another device than the CPU and this one; errors begin with `name`.
+    """
+    if not isinstance(lr, torch.Tensor):
+        return float(lr), None
+    if lr.device == device:
+        return 0.0, lr  # the number is not used
+    if not lr.is_cpu:
+        raise ValueError(f"{name}: lr is on {lr.device}, but its parameters are on {device}")
+    return float(lr), None
+
+
+def in_float64(lr: Any) -> float | torch.Tensor:
+    """Return a learning rate as a float or, without waiting for it, as a 0-dim float64 tensor."""
+    return lr.double().reshape(()) if isinstance(lr, torch.Tensor) else float(lr)
+
+
 def one_of(*choices: str) -> Allowed:
     """Return an `Allowed` for one of these strings."""
     return Allowed(" or ".join(map(repr, choices)), lambda value: value in choices, False)
@@ -50,6 +88,9 @@ def _are_betas(value: Any) -> bool:
 
 
 NotNegative: TypeAlias = Annotated[float, Allowed(">= 0", lambda value: value >= 0)]
+LearningRate: TypeAlias = Annotated[
+    float | torch.Tensor, _AllowedRates(">= 0", lambda value: value >= 0)
+]
 NotPositive: TypeAlias = Annotated[float, Allowed("<= 0", lambda value: value <= 0)]
 Fraction: TypeAlias = Annotated[float, Allowed("in [0, 1)", lambda value: 0 <= value < 1)]
 Betas: TypeAlias = Annotated[

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from typing import Annotated, Any
 
+import torch
+
 from .catch_up import CatchUpOptimizer
-from .settings import Fraction, NotNegative, given, one_of
+from .settings import Fraction, LearningRate, NotNegative, given, in_float64, one_of
 
 
 class SGD(CatchUpOptimizer):
@@ -43,7 +45,7 @@ class SGD(CatchUpOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: NotNegative = 1e-3,
+        lr: LearningRate = 1e-3,
         momentum: Fraction = 0.0,
         weight_decay: NotNegative = 0.0,
         nesterov: bool = False,
@@ -75,7 +77,7 @@ class SGD(CatchUpOptimizer):
         return {"momentum_buffer": 0.0} if group["momentum"] > 0 else {}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        return [float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"]]
+        return [group["momentum"], group["weight_decay"], group["nesterov"]]
 
-    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
-        return float(group["lr"]), 0.0
+    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float | torch.Tensor, float]:
+        return in_float64(group["lr"]), 0.0

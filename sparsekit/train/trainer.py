@@ -392,7 +392,7 @@ class Trainer:
             "epoch": len(self.history) + 1,
             "loss": loss,
             "samples_per_second": samples / seconds,
-            "lr": {str(i): each.param_groups[0]["lr"] for i, each in enumerate(self.optimizers)},
+            "lr": {str(i): float(o.param_groups[0]["lr"]) for i, o in enumerate(self.optimizers)},
             "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / steps,
             "tables": self._telemetry.read(self.steps, self._exchange),
         }

@@ -243,6 +243,7 @@ CASES = {
         *(group_step(group(dtype), "lazy adam", True) for dtype in ROW_DTYPES),
         group_step(group(weighted=True), "momentum"),
         group_step(group(), "row-wise adagrad"),
+        (*group_step(group(), "lazy adam"), True, torch.tensor(0.1)),
     ],
     "init_rows_": lambda: [
         *(
@@ -257,6 +258,7 @@ CASES = {
         update("lazy adam", torch.float32),
         update("lazy adam", torch.float32, int64()),
         update("lazy adam", torch.float32, int64(3, 0), int64(1), own_steps=True, count_steps=True),
+        (*update("lazy adam", torch.float32, int64(3, 0)), None, torch.tensor(0.1)),
     ],
     "catch_up_rows_": lambda: [
         *(catch_up("exact adam", dtype, int64(3, 0)) for dtype in ROW_DTYPES),

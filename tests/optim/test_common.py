@@ -78,7 +78,8 @@ def test_defaults(kind):
 def test_steps_are_those_of_the_reference(name):
     weight, expected = start(), start().detach()
     optimizer = make(name, [weight])
-    group, settings = optimizer.param_groups[0], optimizer._settings(optimizer.param_groups[0])
+    group = optimizer.param_groups[0]
+    settings = [group["lr"], *optimizer._settings(group)]
     states = {
         state: expected.new_full((ROWS,) if state in optimizer.row_states else (ROWS, DIM), value)
         for state, value in optimizer._initial_states(group).items()

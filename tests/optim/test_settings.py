@@ -16,6 +16,7 @@ def allowed(kind):
     ("kind", "values"),
     [
         ("NotNegative", [0, 0.0, 5, np.float32(1), torch.tensor(0.5), float("inf")]),
+        ("LearningRate", [0, 0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)]),
         ("NotPositive", [0, -0.5, -3]),
         ("Fraction", [0, 0.5, 1 - 1e-9]),
         ("Betas", [(0, 0.999), [0.5, 0.5], (np.float64(0.1), 0)]),

@@ -27,29 +27,12 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
+#include "sparsekit/decay.h"
 #include "sparsekit/host_device.h"
+#include "sparsekit/learning_rate.h"
 
 namespace sparsekit {
-
-// Returns the smallest k for which the sum ratio^k + ratio^(k + 1) + ... is below 2^-53 * ratio.
-inline int64_t steps_to_vanish(double ratio) {
-  if (ratio <= 0) return 0;
-  if (ratio >= 1) return std::numeric_limits<int64_t>::max();
-  return static_cast<int64_t>(
-      std::ceil(1 + (std::log(1 - ratio) - 53 * std::log(2.0)) / std::log(ratio)));
-}
-
-// Returns base^steps for a base in [0, 1). Squaring needs fewer registers in a kernel than pow. Its
-// error, at most steps * 2^-53, does not matter for a state that has decayed.
-SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
-  double power = 1;
-  for (; steps > 0; steps >>= 1, base *= base) {
-    if (steps & 1) power *= base;
-  }
-  return power;
-}
 
 // Number of states with one element per element of the weight.
 template <class Rule>
@@ -72,7 +55,8 @@ struct Sgd {
   static constexpr bool kRowWise = false;
   static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
-  double lr, momentum, weight_decay;
+  Rate lr;
+  double momentum, weight_decay;
   bool nesterov;
 
   template <class A>
@@ -119,7 +103,8 @@ struct Adam {
   static constexpr bool kRowWise = false;
   static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = true;
-  double lr, beta1, beta2, eps, weight_decay;
+  Rate lr;
+  double beta1, beta2, eps, weight_decay;
   bool rescale_eps;
 
   template <class A>
@@ -136,8 +121,9 @@ struct Adam {
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t t) const {
     const double root = std::sqrt(1 - std::pow(beta2, static_cast<double>(t)));
-    const double step_size = lr * root / (1 - std::pow(beta1, static_cast<double>(t)));
-    return constants<A>(step_size, rescale_eps ? eps * root : eps, 1 - lr * weight_decay);
+    const double rate = lr;
+    const double step_size = rate * root / (1 - std::pow(beta1, static_cast<double>(t)));
+    return constants<A>(step_size, rescale_eps ? eps * root : eps, 1 - rate * weight_decay);
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
@@ -176,7 +162,8 @@ struct Adagrad {
   static constexpr bool kRowWise = false;
   static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
-  double lr, lr_decay, eps, weight_decay;
+  Rate lr;
+  double lr_decay, eps, weight_decay;
   bool decoupled;
 
   template <class A>
@@ -240,7 +227,8 @@ struct RmsProp {
   static constexpr bool kRowWise = false;
   static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
-  double lr, alpha, eps, momentum;
+  Rate lr;
+  double alpha, eps, momentum;
   bool eps_inside;
   double weight_decay;
   bool decoupled;
@@ -251,16 +239,17 @@ struct RmsProp {
   };
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t) const {
-    return {static_cast<A>(lr),
+    const double rate = lr;
+    return {static_cast<A>(rate),
             static_cast<A>(alpha),
             static_cast<A>(1 - alpha),
             static_cast<A>(eps_inside ? eps : 0),
             static_cast<A>(eps_inside ? 0 : eps),
             static_cast<A>(momentum),
-            static_cast<A>(eps_inside ? lr : 1),
-            static_cast<A>(eps_inside ? 1 : lr),
+            static_cast<A>(eps_inside ? rate : 1),
+            static_cast<A>(eps_inside ? 1 : rate),
             static_cast<A>(decoupled ? 0 : weight_decay),
-            static_cast<A>(decoupled ? 1 - lr * weight_decay : 1)};
+            static_cast<A>(decoupled ? 1 - rate * weight_decay : 1)};
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
@@ -287,7 +276,8 @@ struct Ftrl {
   static constexpr bool kRowWise = false;
   static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
-  double lr, l1, l2, lr_power;
+  Rate lr;
+  double l1, l2, lr_power;
 
   template <class A>
   struct StepConstants {
@@ -351,7 +341,8 @@ struct Lamb {
   static constexpr bool kMeansReadWeight = true;
   static constexpr bool kMeansReadStates = true;
   static constexpr bool kPerRow = true;
-  double lr, beta1, beta2, eps, weight_decay;
+  Rate lr;
+  double beta1, beta2, eps, weight_decay;
 
   template <class A>
   struct StepConstants {
