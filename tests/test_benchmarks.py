@@ -37,7 +37,7 @@ def run_suite(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Run all suites once; the GPU's suite is rehearsed on the CPU."""
-    # One thread: several would spin while they wait for one another; this is slow on a busy
+    # Use one thread: several would spin while they wait for one another, which is slow on a busy
     # machine.
     options = {suite: ["--suite", suite, "--quick", "--threads", "1"] for suite in SUITES}
     options["gpu"] = ["--rehearse"]

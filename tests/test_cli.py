@@ -42,7 +42,7 @@ def data(tmp_path) -> Path:
 
 
 SMALL = ["--batch-size", "64", "--dim", "8", "--capacity", "100"]
-# One rank: starting more takes seconds. The tests of ranks are below.
+# Use one rank, since starting more takes seconds. Tests of several ranks are below.
 ONE = ["--ranks", "1"]
 
 

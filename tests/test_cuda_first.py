@@ -1,4 +1,4 @@
-"""Basics of a device, tested within seconds: `gpu_check.sh` runs these tests first.
+"""Tests of the basics of a device, which take seconds: `gpu_check.sh` runs them first.
 
 Two shortcuts past torch's dispatcher, which save time on the CPU, must also work here:
 aoti_torch_empty_strided makes outputs and workspace, and ops that need no gradient are called below

@@ -290,7 +290,7 @@ def test_how_often_a_step_waits(backend, device, mode):
 
 
 def fused_and_layer(device, steps):
-    """Return a step by ops, its inputs, the outputs of a layer on the CPU, and that layer."""
+    """Return a step that calls ops, its inputs, the outputs of a CPU layer, and that layer."""
     offsets = torch.tensor([0, 3, 3, 7, 12])
     batches = [torch.randint(0, 9 + 4 * n, (12,), generator=generator(n)) for n in range(steps)]
     grads = [randn(4, 8, seed=n) for n in range(steps)]

@@ -336,7 +336,7 @@ def test_damaged_cache_is_fetched_again(pip, tmp_path, damage):
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_fifo_in_the_cache_is_replaced(pip, tmp_path, opened):
-    """Nothing writes to the FIFO, so opening or reading it would block forever."""
+    """A FIFO is replaced without being read, which would block forever: nothing writes to it."""
     cached = tmp_path / "ml-100k.inter"
     os.mkfifo(cached)
     writer = os.open(cached, os.O_RDWR) if opened else None

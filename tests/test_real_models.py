@@ -115,7 +115,7 @@ def test_widedeep():
 
     def loss_of(model, random, ids=lambda ids: ids):
         a, b = torch.randint(1, 31, (2, 32), generator=random)
-        # Crossed columns: the second column's ids follow the first column's ids.
+        # The second column's ids follow the first column's ids, since both share a table.
         wide = ids(torch.stack([a, b + 30], 1))
         deep = ids(torch.stack([a, b], 1))
         predicted = model({"wide": wide, "deeptabular": deep}).squeeze(1)

@@ -133,7 +133,7 @@ def test_new_rows_of_zeros(tmp_path):
 
 
 def test_a_change_of_any_element_is_saved(tmp_path):
-    """A change in any byte counts, even if a row's size is not a multiple of 8 bytes."""
+    """A change in any byte is saved, even if a row's size is not a multiple of 8 bytes."""
     keep = keeps_changes(tmp_path)
     layer, loaded = (sparsekit.Embedding(20, 3, name="ids") for _ in range(2))
     optimizer, of_loaded = (

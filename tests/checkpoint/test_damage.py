@@ -201,7 +201,7 @@ def of_x(dtype, shape, *offsets):
 
 
 NO_SIZE = r"ValueError\('a size or place is no number >= 0: "
-# Faults by name, each with the error. Bytes are a whole file; other values become a header.
+# Faults by name, with the error of each. Bytes are a whole file; other values are a file's header.
 HEADERS = {
     "nothing": (b"", "it ends in the middle of it$"),
     "no header": (b"abcdefg", "it ends in the middle of it$"),

@@ -1,4 +1,4 @@
-"""Batches and their bags of keys, checked on small examples."""
+"""Tests of batches and their bags of keys on small examples."""
 
 import pytest
 import torch

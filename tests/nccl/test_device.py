@@ -21,7 +21,7 @@ on_gpu = [
 
 @pytest.fixture
 def on_device():
-    # A device name without an index, as users may write it.
+    # Use a device without an index, as users may.
     transport = one_rank(torch.device("cuda"))
     yield transport
     transport.close()

@@ -78,7 +78,7 @@ def test_equals_embedding_bag(dtype, combiner, weighted, form):
 def test_any_bags_equal_embedding_bag(bags, combiner, weighted, form, dim):
     layer = make_layer(combiner, embedding_vec_size=dim, padding_key=PADDING)
     weights = random_weights(sum(map(len, bags))) if weighted else None
-    # First new keys, then the same keys in a different order.
+    # Check new keys first, then the same keys in a different order.
     for each in (bags, [bag[::-1] for bag in bags[::-1]]):
         check_equal(layer, form, each, weights)
     assert set(layer.table.keys().tolist()) == {key for bag in bags for key in bag}

@@ -1,4 +1,4 @@
-"""Features that drop-ins add to torch's layers: any id, and options of our other layers."""
+"""Drop-ins add features to torch's layers: they accept any id, and our other layers' options."""
 
 import copy
 import inspect

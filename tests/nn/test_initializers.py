@@ -1,4 +1,4 @@
-"""Initializers of a layer: Uniform, Normal, Constant, or a function that fills a tensor."""
+"""Tests of a layer's initializers: Uniform, Normal, Constant, or a function that fills a tensor."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Access to vectors by key: `vectors`, `assign` and `items` of every layer."""
+"""Tests of access to vectors by key: `vectors`, `assign` and `items` of every layer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pooling of random groups, and the gradients of pooling, compared with the reference."""
+"""Compares pooling of random groups, and the gradients of pooling, with the reference."""
 
 import random
 

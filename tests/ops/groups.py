@@ -1,4 +1,4 @@
-"""Random arguments for the ops on many tables."""
+"""Draws random arguments for the ops on many tables."""
 
 import random
 from dataclasses import dataclass, field

@@ -336,8 +336,8 @@ def test_what_is_of_a_wrong_type(call, message):
     assert_unchanged(table, before)
 
 
-# Damage: the table lies between two pages that must not be touched, and a call that hangs is killed
-# at its time limit. The cases run in another process.
+# Tests of damaged tables run in another process. A table lies between two pages that must not be
+# touched, and a call that hangs is killed at its time limit.
 
 DAMAGED = """
 import ctypes, mmap, random, signal, sys

@@ -82,7 +82,7 @@ def test_known_answers_of_philox(counter, key, words):
 
 
 def test_known_answer_of_the_op(device):
-    # Seed 0, key 0, columns 0 to 3: 24 bits of each word of the first known answer.
+    # For seed 0 and key 0, columns 0 to 3 have 24 bits of each word of the first known answer.
     result = vectors(torch.tensor([0]), 4, device, a=0.0, b=1.0)
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert result.tolist() == [[(word >> 8) / 2**24 for word in words]]

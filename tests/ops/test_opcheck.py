@@ -1,4 +1,4 @@
-"""torch.library.opcheck for every op in the namespace; an op without a case here fails the suite.
+"""Runs torch.library.opcheck on every op in the namespace; an op without a case fails the suite.
 
 opcheck compares an op with its schema (what it changes, what aliases what), its fake kernel (shapes
 and dtypes without data) and its gradient under AOT autograd, as torch.compile uses it.

@@ -142,7 +142,7 @@ def test_results_whose_bytes_overflow(engine, sizes):
 
 
 def pooling(bags):
-    """Yield the ops that take bags of many tables, with arguments of one table and two features."""
+    """Yield each op on bags of many tables, with arguments for one table and two features."""
     half = bags // 2
     features = [[0, 0, 0, half, 0, 1, 0, 0, 1], [0, 0, half, bags - half, 0, 1, 0, half, 1]]
     index, grad, weight = none(0, dtype=torch.int32), none(0), none(1, 1)

@@ -134,7 +134,7 @@ def test_many_keys_of_one_part():
     keys = (part == 7).nonzero().flatten()[: n - 1]
     assert len(keys) > 100_000
     check_with_numpy(torch.cat([torch.tensor([-5]), keys, keys.flip(0)]))
-    # Enough keys to be split into parts with any number of threads.
+    # These are enough keys to be split into parts with any number of threads.
     check_with_numpy(torch.cat([keys.flip(0)] + 22 * [keys]))
 
 

@@ -1,4 +1,4 @@
-"""Behaviour that all optimizers share."""
+"""Tests of behaviour that all optimizers share."""
 
 import copy
 import inspect

@@ -122,7 +122,7 @@ def test_calls_are_of_one_group_and_dtype():
     weights[0].grad = sparse([0], torch.ones(1, 5), 12)
     with Calls() as calls:
         optimizer.step()
-    # One call each for sparse gradients, dense ones, the other dtype, and the second group.
+    # There is a call each for sparse gradients, dense ones, the other dtype, and the second group.
     assert sorted(calls.tables) == [1, 2, 2, 3]
 
 

@@ -1,7 +1,7 @@
 """Makes the ranks of a pool work on a device, although their tests are written for the CPU.
 
-SPARSEKIT_RANKS_DEVICE=cuda: all ranks share one GPU. Tensors that tests make without naming a
-device are on the GPU. Results return to the CPU, where a single rank has computed the same. Ranks
+With SPARSEKIT_RANKS_DEVICE=cuda, all ranks share one GPU. Tensors that tests make without `device`
+are on the GPU. Results return to the CPU, where a single rank has computed the same. Ranks
 exchange through host memory and gloo, since NCCL refuses two ranks on one GPU; the rest is as on
 several GPUs. With "simt" the host runner stands in for the GPU, as a rehearsal.
 """

@@ -41,7 +41,7 @@ def train(rank, file, kind, accumulate):
     prefetch = model.prefetch
     model.prefetch = lambda batch: (prefetched.append(batch.rows), prefetch(batch))
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)
-    # SGD for both parts: Adam would amplify rounding where a gradient is near zero.
+    # Use SGD for both parts: Adam would amplify rounding where a gradient is near zero.
     optimizers = [torch.optim.SGD(sparse, lr=0.5), torch.optim.SGD(dense, lr=0.1)]
     trainer = Trainer(
         model, losses, optimizers, stream=io.StringIO(), accumulate=accumulate, clip_norm=0.3

@@ -18,7 +18,7 @@ from sparsekit.train import JsonLines, Trainer
 
 from .pool import Raised
 
-# Batches of 7, 7, 7 and 1: shares are uneven, and only rank 0 has a sample of the last batch.
+# Batches have 7, 7, 7 and 1 samples, so shares are uneven, and the last sample is on rank 0.
 SAMPLES, BATCH, EPOCHS = 22, 7, 5
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 

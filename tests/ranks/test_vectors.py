@@ -1,4 +1,4 @@
-"""Vectors by key on several ranks: a rank may request or assign keys of any owner."""
+"""On several ranks, each rank may request or assign vectors of keys that any rank owns."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Numbers as categories: bucket edges are quantiles, and numbers fall into the right bucket."""
+"""Bucket edges are quantiles of the numbers, and numbers fall into the right bucket."""
 
 import math
 

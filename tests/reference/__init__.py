@@ -1,1 +1,1 @@
-"""The ops in plain torch: they define the meaning that kernels are tested against."""
+"""Implements the ops in plain torch; tests compare the kernels with these functions."""

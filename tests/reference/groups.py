@@ -1,4 +1,4 @@
-"""The ops on many tables in plain torch, table by table; other ops are in ops.py.
+"""Implements the ops on many tables in plain torch, table by table; other ops are in ops.py.
 
 Functions have the signatures of `sparsekit.ops`, but take a list of `HashTable` from ops.py instead
 of the tensors of hash tables.

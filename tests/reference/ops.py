@@ -1,4 +1,4 @@
-"""Every op in plain torch: this defines the meaning that kernels are tested against.
+"""Implements every op in plain torch; tests compare the kernels with these functions.
 
 Functions have the signatures of `sparsekit.ops`. Nothing here is fast. Differentiable ops get their
 gradients here from autograd alone. The hash table is a class around a dict, since the layout of

@@ -1,4 +1,4 @@
-"""The rules of `update_rows_` in ops.py, in plain torch.
+"""Implements the rules of `update_rows_` in plain torch, for ops.py.
 
 A rule maps gradient g, weight w and states s of the rows in step t to the new weight and states; v
 holds its settings. A state with one value per row has one column. The formulas are in the

@@ -70,7 +70,7 @@ def test_tf_rmsprop_equals_a_numpy_reference_to_1e_12():
     means = [np.ones(shape) for shape in shapes]
     for step in range(200):
         for i, parameter in enumerate(parameters):
-            # Gradients of all sizes: eps matters for tiny ones once the average has decayed.
+            # Gradients have all sizes: eps matters for tiny ones once the average has decayed.
             g = draw.normal(size=shapes[i]) * 10.0 ** draw.uniform(-12, 2, shapes[i])
             parameter.grad = torch.tensor(g if step < 150 else g * 0)
             g = parameter.grad.numpy()
@@ -209,7 +209,7 @@ def lookup(model, name, item):
 
 
 def plain_loss(model, row, kept, drawn):
-    """Compute one user's loss by loops over the formula; a rating r has the weight r / 5."""
+    """Compute one user's loss with plain loops; a rating r has the weight r / 5."""
     ratings = make_ratings(30, 20, 6)
     mine = (ratings.users == model.history.users[row]).nonzero()[:, 0]
     columns = torch.searchsorted(model.history.items, ratings.items[mine]).tolist()

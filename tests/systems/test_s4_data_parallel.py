@@ -158,5 +158,5 @@ def batch_norm(rank):
 def test_batch_norm_is_refused_as_documented(ranks):
     ranks(batch_norm)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    # One rank has the whole batch, so it accepts the layer.
+    # A single rank has the whole batch, so the trainer accepts the layer.
     Trainer(model, lambda model, batch: (model(batch[0])[:, 0], 0.0), [])
