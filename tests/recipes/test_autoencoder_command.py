@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from fake_trainer import Epoch, FakeTrainer
 
 from sparsekit.datasets import Ratings
 from sparsekit.models import Autoencoder, DenseAutoencoder, RatedItems
@@ -23,32 +24,10 @@ def arguments(**others):
     return argparse.Namespace(**given | others)
 
 
-class Epoch(argparse.Namespace):
-    pass
-
-
-class Trainer:
-    """Trainer that trains nothing; it records its calls."""
-
-    def __init__(self, interrupted_after=None):
-        self.history, self.interrupted, self.calls = [], False, []
-        self._left = interrupted_after
-
-    def fit(self, data, *, epochs, **options):
-        self.calls.append({"rows": data[0].tolist(), "epochs": epochs, **options})
-        self.history += [Epoch(loss=0.5 / (1 + i), seconds=0.25) for i in range(epochs)]
-        self.interrupted = len(self.calls) == self._left
-
-
 @pytest.fixture
 def trainer(monkeypatch):
-    made = Trainer()
-
-    def make(args, model, loss, optimizers, **options):
-        made.model, made.loss, made.optimizers, made.options = model, loss, optimizers, options
-        return made
-
-    monkeypatch.setattr(command.training, "make_trainer", make)
+    made = FakeTrainer()
+    monkeypatch.setattr(command.training, "make_trainer", made.make)
     return made
 
 
@@ -68,9 +47,10 @@ def test_defaults_of_training(trainer, monkeypatch, given, epochs, batch_size, s
     args = arguments(resume="yes", **given)
     assert command._fit(model, ratings(first=100), args) is trainer
     (call,) = trainer.calls
-    evaluate = call.pop("evaluate")
+    evaluate, (rows,) = call.pop("evaluate"), call.pop("data")
+    assert rows.tolist() == [0, 1, 2]
     assert call == {
-        "rows": [0, 1, 2], "epochs": epochs, "global_batch_size": batch_size, "resume": "yes"
+        "epochs": epochs, "global_batch_size": batch_size, "resume": "yes"
     }  # fmt: skip
     assert evaluate(None) == {"test P@10": 0.0}
     assert falls == [(trainer.optimizers, steps)]
@@ -93,7 +73,7 @@ def test_epochs_of_the_original(trainer, capsys, given, epochs, batch_size):
     assert command._fit_original(model, arguments(resume=False, **given)) is trainer
     assert [call["epochs"] for call in trainer.calls] == epochs
     assert all(call["global_batch_size"] == batch_size for call in trainer.calls)
-    assert trainer.calls[0]["rows"] == [0, 1, 2]
+    assert trainer.calls[0]["data"][0].tolist() == [0, 1, 2]
     assert trainer.options.keys() == {"stream"}
     done = [*itertools.accumulate(epochs)]
     assert capsys.readouterr().out.splitlines() == [
@@ -152,7 +132,7 @@ def test_the_model_gets_dim_seed_and_source(trainer, monkeypatch):
 
 @pytest.mark.parametrize("original", [False, True])
 def test_an_interrupted_run_saves_and_reports_nothing(trainer, monkeypatch, tmp_path, original):
-    trainer._left = 1
+    trainer.interrupted_after = 1
     monkeypatch.setattr(command.training, "save", None)
     monkeypatch.setattr(command, "recommend", None)
     args = arguments(original=original, recs=str(tmp_path / "x"), save="x", resume=False)
@@ -161,7 +141,7 @@ def test_an_interrupted_run_saves_and_reports_nothing(trainer, monkeypatch, tmp_
 
 
 def test_the_report(capsys):
-    trainer = Trainer()
+    trainer = FakeTrainer()
     trainer.history = [Epoch(loss=2.0, seconds=1.25), Epoch(loss=0.123456, seconds=1.25)]
     command._report(trainer, (0.5, 0.25, 0.125), (0.4, 0.3, 0.2))
     assert capsys.readouterr().out.splitlines() == [
