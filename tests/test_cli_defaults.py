@@ -1,10 +1,12 @@
 """Each option of a command has its documented default, and reads numbers as numbers."""
 
 import argparse
+import dataclasses
 
 import pytest
 
 from sparsekit.cli.dispatch import make_parser
+from sparsekit.recipes.clicks.config import DeepFMConfig, DLRMConfig, RunConfig
 
 # Options of all commands that train.
 TRAINING = {"--ranks": 2, "--checkpoint-every": 1000, "--keep": 3}
@@ -64,3 +66,51 @@ def test_numbers_are_read_as_numbers(command):
             assert action.type(str(action.default)) == action.default, action.option_strings
             with pytest.raises((argparse.ArgumentTypeError, ValueError)):
                 action.type("many")
+
+
+# The range of each option that is a number. Others are at least 1 and less than 2**31.
+MOST = 2**31 - 1
+RANGES = {
+    "--ranks": (1, 1024),
+    "--threads": (1, 1024),
+    "--lr": (1e-12, 1e12),
+    "--length": (4, 100_000),
+    "--k": (1, 2**20),
+    "--show": (0, 2**31),
+    "--world": (1, 4096),
+    "autoencoder --dim": (1, 2**16),
+    "scaling --threads": (1, MOST),
+}
+
+
+def test_ranges_of_numbers():
+    checked = 0
+    for command, parser in parsers(make_parser()).items():
+        for action in parser._actions:
+            name = action.option_strings[-1] if action.option_strings else ""
+            beyond = {"int": "9" * 19, "float": "1e300"}.get(getattr(action.type, "__name__", ""))
+            if beyond is None or name in ("--seed", "--rows") or action.type is int:
+                continue
+            of_command = f"{command.split()[-1]} {name}"
+            with pytest.raises(argparse.ArgumentTypeError) as caught:
+                action.type(beyond)
+            low, high = RANGES.get(of_command, RANGES.get(name, (1, MOST)))
+            assert f"{beyond} is not in [{low}, {high}]" == str(caught.value), of_command
+            assert (action.type(str(low)), action.type(str(high))) == (low, high)
+            checked += 1
+    assert checked > 90
+
+
+def test_defaults_of_settings():
+    found = dataclasses.asdict(RunConfig(DLRMConfig()))
+    assert found == {
+        "model": {"rows": 100_000, "dim": 16, "bottom": (64,), "top": (128, 64)}
+        | {"cross_layers": 3, "cross_rank": 64},
+        "data": {"train": (), "validation": (), "test": (), "format": "csv", "label": "label"}
+        | {"dense": (), "sparse": (), "separator": None},
+        "optimizer": {"name": "lazy_adam", "lr": 0.002, "dense_lr": 0.001, "lr_scale": 1.0}
+        | {"warmup_steps": 0},
+        "trainer": {"epochs": 3, "global_batch_size": 1024, "accumulate": 1, "clip_norm": None}
+        | {"bfloat16": False, "patience": None, "log_every": 20, "tensorboard": False},
+    }
+    assert dataclasses.asdict(DeepFMConfig()) == {"rows": 100_000, "dim": 16, "deep": (128, 64)}
