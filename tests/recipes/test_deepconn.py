@@ -164,11 +164,22 @@ def test_torchs_random_state_is_left_alone():
 
 
 def test_errors_of_baselines_and_model_are_reported(monkeypatch, capsys):
-    baseline = argparse.Namespace(mean=3.0, predict=lambda *_: torch.tensor([1.0, 2]))
-    monkeypatch.setattr(command, "fit_bias_baseline", lambda train: baseline)
     ids = torch.arange(2)
-    test = Ratings(ids, ids, torch.tensor([1.0, 5]), ids.double())
-    command._report(command.Data(test, test, None), 9.0)
+    train, test = (
+        Ratings(ids + first, ids + first + 5, torch.tensor([1.0, 5]), ids.double())
+        for first in (100, 0)
+    )
+
+    def predict(users, items):
+        assert (users.tolist(), items.tolist()) == ([0, 1], [5, 6])
+        return torch.tensor([1.0, 2])
+
+    def fit(data):
+        assert data is train
+        return argparse.Namespace(mean=3.0, predict=predict)
+
+    monkeypatch.setattr(command, "fit_bias_baseline", fit)
+    command._report(command.Data(train, test, None), 9.0)
     assert [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[2:]] == [
         ["4.0000", "2.0000"], ["4.5000", "2.1213"], ["9.0000", "3.0000"]
     ]  # fmt: skip

@@ -1,9 +1,12 @@
 """The best items are recommended to each user."""
 
+import argparse
+
 import pytest
 import torch
 
-from sparsekit.datasets import Ratings
+from sparsekit.cli.common import UsageError
+from sparsekit.datasets import DatasetUnavailableError, Ratings
 from sparsekit.models import (
     Autoencoder,
     DenseAutoencoder,
@@ -14,6 +17,7 @@ from sparsekit.models import (
     popular,
     recommend,
 )
+from sparsekit.recipes.autoencoder import recommend as command
 from sparsekit.recipes.autoencoder import recommendations
 
 
@@ -112,6 +116,67 @@ def test_a_model_is_in_its_mode_again_after_an_error(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             recommend(model, 1)
         assert model.training == training
+
+
+@pytest.mark.parametrize(("source", "titled"), [("MovieLens-100K", True), ("mine", False)])
+def test_the_command_writes_the_best_items(tmp_path, monkeypatch, capsys, source, titled):
+    loaded, model = [], Constant()
+    model.source = source
+    monkeypatch.setattr(command, "load_recommender", lambda path: loaded.append(path) or model)
+    monkeypatch.setattr(command, "movielens_100k_titles", lambda: {30: "Film"})
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(command, "set_threads", loaded.append)
+    out = tmp_path / "recs.tsv"
+    args = argparse.Namespace(model="saved", out=str(out), k=99, show=2)
+    assert command._recommend(args) == 0
+    assert loaded == [None, "saved"]
+    lines = out.read_text().splitlines()
+    assert lines[:3] == ["1\t30\t1.000000", "1\t40\t1.000000", "2\t10\t1.000000"]
+    assert len(lines) == 10
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{out}: 10 items for 4 users"
+    assert printed[2:] == [f"   1    30  1.0000{'  Film' * titled}", "   1    40  1.0000"]
+    args.k, args.show = 1, 0
+    command._recommend(args)
+    assert capsys.readouterr().out == f"{out}: 4 items for 4 users\n"
+    assert torch.get_num_threads() == threads
+
+
+def test_titles_that_cannot_be_had_are_left_out(tmp_path, monkeypatch, capsys):
+    def unavailable():
+        raise DatasetUnavailableError("no network")
+
+    model = Constant()
+    model.source = "MovieLens-100K"
+    monkeypatch.setattr(command, "load_recommender", lambda path: model)
+    monkeypatch.setattr(command, "movielens_100k_titles", unavailable)
+    monkeypatch.setattr(command, "set_threads", lambda threads: None)
+    args = argparse.Namespace(model="saved", out=str(tmp_path / "x"), k=1, show=1)
+    assert command._recommend(args) == 0
+    assert "title" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file or directory"), ValueError("why")]
+)
+def test_a_model_that_cannot_be_loaded(tmp_path, monkeypatch, error):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(command, "load_recommender", fail)
+    args = argparse.Namespace(model="saved", out=str(tmp_path / "x"), k=1, show=1)
+    message = "^why$" if isinstance(error, ValueError) else "^saved: .*o such file"
+    with pytest.raises(UsageError, match=message):
+        command._recommend(args)
+    args.model = str(tmp_path)
+    with pytest.raises(UsageError, match=f"^{tmp_path}: is a folder; needed is the file that"):
+        command._recommend(args)
+    args.model = args.out = "same"
+    with pytest.raises(UsageError, match="--out same: is the file that is read"):
+        command._recommend(args)
+    args.out = str(tmp_path / "no" / "x")
+    with pytest.raises(UsageError, match="--out .*: cannot write into"):
+        command._recommend(args)
 
 
 @pytest.mark.parametrize("k", [0, 2**20 + 1, 1.0])
