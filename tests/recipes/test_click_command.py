@@ -306,6 +306,14 @@ def test_files_to_predict_that_cannot_be_read(monkeypatch, error, said):
             predict._predict({"buckets": buckets}, arguments(data=["x"], out="y"))
 
 
+def test_predictions_are_made_on_ranks(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(predict.ranks, "start", lambda *args: calls.append(args) or 7)
+    args = arguments(folder=str(tmp_path), data=["x"], out=str(tmp_path / "out"))
+    assert predict._run(args) == 7
+    assert calls == [(args, predict._load, predict._predict)]
+
+
 def test_rank_0_alone_writes_the_predictions(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     monkeypatch.setattr(trained, "reader", lambda run, files, batch: files)
