@@ -174,7 +174,7 @@ def check_rows(device, mode, n, dim, dtype):
 
 
 def check_groups(device, mode, seed, dtype):
-    """Check the ops on many tables with random groups, by the functions of tests/ops."""
+    """Check the ops on many tables with random groups, using the functions of tests/ops."""
     draw = random.Random(seed)
 
     def group():

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, port: str, printed: Path) -> dict[str, Any]:
-    """Run an example whose ranks meet at the port; returns its global variables."""
+    """Run an example whose ranks connect through the port; return its global variables."""
     os.environ["MASTER_PORT"] = port
     with printed.open("w") as file, redirect_stdout(file if os.environ["RANK"] == "0" else None):
         return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -235,7 +235,7 @@ def test_a_peer_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_device_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for a device whose events are always 3 ms apart covers the GPU's timer."""
+    """The GPU's timer works with a stand-in for a device, whose events are always 3 ms apart."""
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

@@ -88,7 +88,7 @@ class Run:
         self.optimizer.load_state_dict(state[1])
 
     def tensors(self):
-        """Return the tensors of layer and optimizer by name."""
+        """Return the tensors of the layer and the optimizer by name."""
         return {**self.layer.state_dict(), **self.optimizer.state[self.layer.weight]}
 
 

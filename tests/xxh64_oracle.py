@@ -4,7 +4,7 @@ import xxhash
 
 
 def unsigned(value, seed=0):
-    """Return the 64-bit hash of one value, unsigned."""
+    """Return the unsigned 64-bit hash of a value."""
     if value is None:
         data = b""
     elif isinstance(value, bytes):

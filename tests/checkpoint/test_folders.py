@@ -374,7 +374,7 @@ def test_a_folder_that_was_made_again_by_another_job(tmp_path):
 @pytest.mark.parametrize("gone", ["folder", "base", "its file", "another's"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_base_that_is_gone(tmp_path, gone, in_background):
-    """If its base is gone, the next checkpoint is complete, so that it can be loaded."""
+    """If the base of a new checkpoint is gone, the checkpoint is complete, and can be loaded."""
     model, optimizers = made()
     run = tmp_path / "run"
     keep = Checkpoints(run, complete_every=9)

@@ -1,4 +1,4 @@
-"""Optimizers load saved states that fit, and stay unchanged if a state does not."""
+"""Optimizers load saved states that fit, and stay unchanged if a state does not fit."""
 
 import copy
 

@@ -61,7 +61,7 @@ def with_footer(content, footer):
 
 
 def nodes(kind, value, found):
-    """Collect all structs and lists inside a value in `found`."""
+    """Append all structs and lists inside a value to `found`, and return `found`."""
     if kind == thrift.STRUCT:
         found.append((kind, value))
         for _, inner, each in value:

@@ -71,7 +71,7 @@ def _calls(case: Case):
     }, hash_table
 
 
-# Arguments that can have an element out of range, and the error for it.
+# Arguments that can have an element out of range, with the error that it raises.
 BEYOND = {
     ("gather_rows", "rows"): IndexError,
     ("unsorted_segment_sum", "segment_ids"): IndexError,

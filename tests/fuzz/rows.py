@@ -41,7 +41,7 @@ def gather_rows(case: Case) -> None:
 
 
 def _check_sum(case, name, actual, data, ids, num_segments) -> None:
-    """Check a sum by segment; sums of whole numbers are exact."""
+    """Check a segment sum; sums of whole numbers must be exact."""
     wide = data.double()
     expected = reference.unsorted_segment_sum(wide, ids, num_segments)
     magnitude = reference.unsorted_segment_sum(wide.abs(), ids, num_segments)

@@ -45,7 +45,7 @@ def _in_double(tensors):
 
 
 def _check(case, weight, states, expected, before, touched, scale=1.0) -> None:
-    """Check that untouched rows keep their bits, and others up to rounding times `scale`."""
+    """Check that untouched rows keep their bits, and others match up to rounding times `scale`."""
     names = ["weight", *(f"states[{k}]" for k in range(len(states)))]
     untouched = torch.ones(len(weight), dtype=torch.bool)
     untouched[touched] = False

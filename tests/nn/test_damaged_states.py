@@ -81,7 +81,7 @@ def another_size(rng, state, name):
 
 
 def exchanged(rng, state, name):
-    """Replace the state's table or vectors by another layer's."""
+    """Replace the state's table or vectors with another layer's."""
     other = trained(some_keys(rng, rng.randint(1, 30)), embedding_vec_size=rng.choice([5, 6]))
     for name in rng.choice([["weight"], ["table.buckets"], ["table.size"], ENTRIES[3:]]):
         state[name] = other.state_dict()[name].clone()

@@ -126,7 +126,7 @@ def test_gradients_in_evaluation(device):
 
 
 def expected_gradient(layer, inputs, weights, grad):
-    """Compute with torch the gradient of the rows that a layer has."""
+    """Compute the gradient of a layer's rows with torch."""
     weight = layer.weight.detach().clone().requires_grad_()
     keys = inputs[0] if isinstance(inputs, tuple) else inputs.reshape(-1)
     rows = layer.table.find(keys) if layer.table else keys

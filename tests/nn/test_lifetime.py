@@ -106,7 +106,7 @@ def test_a_copy_goes_on_as_the_original(way):
         twin.train(training)
         assert torch.equal(vectors(twin, keys), vectors(layer, keys))
     assert torch.equal(twin.table.keys(), layer.table.keys())
-    # Layer and copy have separate memory.
+    # The layer and its copy have separate memory.
     twin(inputs).sum().backward()
     sparsekit.optim.LazyAdam(twin.parameters(), lr=0.1).step()
     vectors(twin, [123])

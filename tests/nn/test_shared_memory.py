@@ -29,7 +29,7 @@ def in_another(layer, answers):
 def use(layer):
     """Use a layer in another process; return the vectors read and the errors raised."""
     calls = [
-        # The same call as before the fork, with the plan of that call.
+        # Repeat the call from before the fork, whose plan is kept.
         lambda: layer(torch.arange(60)),
         lambda: layer.train()(torch.arange(60)),
         lambda: layer.assign(torch.tensor([70]), torch.ones(1, 2)),

@@ -85,7 +85,7 @@ class Group:
         return [source.weights.to(self.device) for source in self.sources]
 
     def entries(self) -> int:
-        """Return the number of keys of all features."""
+        """Return the total number of keys of all features."""
         return sum(map(self.keys_of, self.features))
 
     def keys_of(self, feature: list[int]) -> int:

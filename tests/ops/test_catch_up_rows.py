@@ -36,7 +36,7 @@ def settings_of(case):
 
 
 def step_by_step(case, table, row_step, rates, first_step):
-    """Take the missed steps by update_rows_ with zero gradients, for rows that have had a step."""
+    """Take the missed steps with update_rows_ and zero gradients, for rows that have had a step."""
     rule, settings = settings_of(case)
     for i, rate in enumerate(rates):
         step = first_step + i

@@ -22,7 +22,7 @@ def unshift(x, shift):
 
 
 def key_of_hash(hash):
-    """Return the key with a given hash, by the inverse of splitmix64's finaliser."""
+    """Return the key with a given hash, using the inverse of splitmix64's finaliser."""
     x = unshift(hash, 31) * pow(0x94D049BB133111EB, -1, 2**64) & MASK
     x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
     x = unshift(x, 30)

@@ -56,7 +56,7 @@ def test_gradients_of_any_strides(device, kind, dim):
 
 
 def at(group, found, out, row_strides=(4,), **changed):
-    """Write the gradients to `out`, for upstream gradients of ones."""
+    """Write the gradients to `out`; all upstream gradients are ones."""
     rows, inverse, counts, bags, key_starts = found
     arguments = {
         "out": out,

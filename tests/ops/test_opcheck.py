@@ -316,7 +316,7 @@ ON_CPU = {name for name, of in TENSORS.items() if of.on_cpu}
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_where_the_keys_and_rows_are(name):
-    """Check by fake kernels, without a GPU, that results are on the device of keys and rows."""
+    """Check with fake kernels, without a GPU, that results are on the device of keys and rows."""
     op = getattr(torch.ops.sparsekit, name).default
     names = [argument.name for argument in op._schema.arguments]
     arguments = next(iter(CASES[name]()))

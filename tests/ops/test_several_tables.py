@@ -124,7 +124,7 @@ def test_equals_the_reference(device):
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 def test_tables_of_which_some_are_not_aligned(device, dtype):
-    """Some tables are not aligned and need narrower accesses than the others."""
+    """Results are the same if some tables are not aligned and need narrower accesses."""
     results = []
     for odd in (False, True):
         call = Call("lazy adam", dtype, device, sizes=[(30, 16, 9)] * 5)

@@ -104,7 +104,7 @@ CASES = {
 @pytest.mark.parametrize("huge", HUGE)
 @pytest.mark.parametrize("case", CASES)
 def test_huge_sizes(engine, case, huge):
-    """An op returns a result without elements, or raises an error that names op and size."""
+    """An op returns an empty result, or raises an error that names the op and the size."""
     op, arguments = CASES[case]
     try:
         arguments = arguments(huge)

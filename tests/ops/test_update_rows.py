@@ -313,7 +313,7 @@ def test_a_row_out_of_range(device, backend, bad):
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", ["momentum", "amsgrad", "ftrl"])
 def test_states_whose_rows_are_not_aligned(device, case, dtype):
-    """A GPU, like a sanitizer, faults on a wide access to rows with an odd stride."""
+    """Rows with an odd stride get narrow accesses: a GPU and sanitizers fault on wide ones."""
     rule, settings, _ = CASES[case]
     rows = distinct_rows(11, 30).to(device)
     grad, step = randn(11, 16, dtype=dtype).to(device), torch.tensor([3], device=device)
@@ -334,7 +334,7 @@ MOST = 2**31 - 1
 
 @pytest.mark.parametrize("step", [MOST - 1, MOST, MOST + 1, 2**32 + 5, 2**62])
 def test_steps_beyond_what_row_step_can_have(device, step):
-    """A step number beyond the range of row_step is clamped, in kernels and reference."""
+    """A step number beyond the range of row_step is clamped, in the kernels and the reference."""
     rule, settings, _ = CASES["lazy adam"]
     for per_row in (False, True):
         expected = table_of("lazy adam", 4, 3, torch.float64)

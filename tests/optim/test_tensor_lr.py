@@ -1,4 +1,4 @@
-"""A learning rate that is a tensor is read by the kernels, and stays the same tensor."""
+"""Kernels read a learning rate that is a tensor, and the optimizer keeps that same tensor."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ def keys(seed=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_schedule_fills_the_tensor_and_steps_follow(name, dtype, rate_dtype):
-    """The bits are those of a number that the schedule replaces."""
+    """The weights have the same bits as with a learning rate that is a number."""
     lr = rate(0.3, rate_dtype)
     weight, other = start(dtype), start(dtype)
     ours, expected = make(name, [weight], lr=lr), make(name, [other])
@@ -115,7 +115,7 @@ def test_tensors_that_optimizers_refuse(name, lr, error, message):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_tensor_on_another_device_is_refused_before_anything_changes(fused):
-    """The value is not read where that would wait: not even a negative one is noticed."""
+    """The step raises without reading the value, even a negative one, since a read would wait."""
     layer, other = layer_of(), start()
     lr = torch.tensor(-0.1, device="meta")  # stands for another GPU
     groups = [{"params": [other], "lr": 0.1}, {"params": layer.parameters()}]
@@ -161,14 +161,14 @@ def test_steps_wait_as_often_and_launch_as_much_as_with_a_number(name, fused):
     assert waits == expected_waits
     if fused and name in TOUCHED and "maximize" not in TOUCHED[name][1]:
         assert waits.total() == 0
-    # The step size of rows that are late is computed by kernels of torch.
+    # torch's kernels compute the step size of late rows.
     more = (3 if name.startswith("Adam") else 1) if name in ALL_ROWS else 0
     assert found.launches == expected.launches + more
     assert found.kernels == expected.kernels
 
 
 def test_a_number_is_not_made_a_tensor():
-    """With a number, the kernels read no other memory than before there were tensors."""
+    """A learning rate that is a number is passed as a number; a tensor is passed as a tensor."""
     layer, batch = layer_of(), keys()
     optimizer = optim.LazyAdam(layer.parameters(), lr=0.1)
     fuse_in_backward(optimizer, layer)
@@ -243,7 +243,7 @@ def test_a_copy_has_its_own_tensor():
 
 
 def test_late_rows_catch_up_with_the_rates_of_the_steps_that_they_missed():
-    """The values are kept, not the tensor: it changes in place."""
+    """The optimizer keeps the values of past steps, since the tensor changes in place."""
     lr, weight, other = rate(0.5), start(), start()
     late = optim.Adam([weight], lr=lr)
     swept = optim.Adam([other], lr=0.5, mode="sweep")

@@ -133,7 +133,7 @@ def test_more_tables_than_a_handshake_has_room_for(ranks, count):
 
 
 def interrupted_at_the_rest(rank):
-    """Rank 1 is interrupted before it sends its remaining counts, and starts a new lookup."""
+    """Interrupt rank 1 before it sends its remaining counts; then start a new lookup on it."""
     group, keys = many_tables(508)
     exchange = group.layers["t0"].exchange
     if rank == 1:

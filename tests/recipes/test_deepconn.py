@@ -46,7 +46,7 @@ def test_the_ranks_of_a_placement(monkeypatch, options, elastic, expected):
 
 
 def ratings_of(each):
-    """Return `each` ratings by two users; each user rates the items in the order of their ids."""
+    """Return `each` ratings by each of two users, who rate the items in the order of their ids."""
     users, items = torch.arange(2).repeat_interleave(each), torch.arange(each).repeat(2)
     return Ratings(users, items, 1.0 + items % 5, items.double())
 

@@ -149,7 +149,7 @@ def test_split_has_a_tower_on_each_rank_and_alternating_every_second_layer(two):
 
 
 def bytes_of_steps(rank, placement, trace=None):
-    """Return the bytes of each exchange in two steps by the profiler, and the profiler's table."""
+    """Return the bytes of each exchange in two profiled steps, and the profiler's table."""
     model = small_model(placement)
     optimizer = model.optimizer()
 
