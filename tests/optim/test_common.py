@@ -193,11 +193,11 @@ def test_a_state_that_does_not_fit(name):
     if key is None:
         return  # plain SGD has no state
     for damage, message in (
-        (lambda: own.update({key: own[key][:-1]}), rf"{key} must have shape .* got"),
+        (lambda: own.update({key: own[key][:-1]}), rf"{key} must have shape \(12,.* got \(11,"),
         (lambda: own.pop(key), rf"has no {key}, but .*step"),
     ):
         damage()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^{type(optimizer).__name__}: .*{message}"):
             make(name, [start()]).load_state_dict(state)
 
 
@@ -315,7 +315,8 @@ def test_weight_decay_of_torchs_adam_is_another():
             ours.load_state_dict(theirs.state_dict())
             assert ours.param_groups[0]["weight_decay"] == 0.5
         else:
-            with pytest.raises(ValueError, match=r"weight_decay of 0\.5 that is part of the grad"):
+            message = r"^LazyAdam: .* weight_decay of 0\.5 that is part of the gradient"
+            with pytest.raises(ValueError, match=message):
                 ours.load_state_dict(theirs.state_dict())
 
 

@@ -96,6 +96,28 @@ def test_norms_of_replicas_count_once(two_ranks):
     assert two_ranks(replicas) == [[whole, 5, 5, whole]] * 2
 
 
+def broken(rank):
+    """Return the report of a sharded gradient of which rank 1 has a NaN in its second row."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, module = init_device_mesh("cpu", (2,)), torch.nn.Module()
+    own = torch.zeros(2, 3)
+    module.sharded = torch.nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)]))
+    own = own.clone()
+    own[1, 2] = math.nan if rank == 1 else 0
+    module.sharded.grad = DTensor.from_local(own, mesh, [Shard(0)])
+    with pytest.raises(sparsekit.optim.NonFiniteGradientError) as caught:
+        sparsekit.optim.check_finite_gradients(module)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_looks_at_its_own_shard(two_ranks):
+    message = "sharded: the gradient on rank 1 has nan at index (1, 2)"
+    assert two_ranks(broken) == [message] * 2
+
+
 def ignored(rank):
     made = torch.nn.Sequential(model(None), torch.nn.BatchNorm1d(1))
     found = ignored_parameters(made)

@@ -302,6 +302,8 @@ def test_the_group_of_the_check_may_be_given(two_ranks):
     none, raised = two_ranks.outcomes(check_alone)
     assert none is None
     assert raised.type == "NonFiniteGradientError"
+    assert raised.message.startswith("layer: the gradient on rank 0 has nan at key ")
+    assert "\n" not in raised.message
 
 
 def test_what_is_made_of_a_shards_gradient_is_one():
