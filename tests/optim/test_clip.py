@@ -78,11 +78,12 @@ def test_equals_torch_on_dense_gradients(dtype, rows, norm_type, max_norm):
         assert p.grad is grad or (grad.is_sparse and not grad.is_coalesced())
 
 
-def test_several_dtypes_together():
+@pytest.mark.parametrize("norm_type", [1, 2, math.inf])
+def test_several_dtypes_together(norm_type):
     parameters = [p for dtype in DTYPES for p in every_kind(dtype)]
     copies = dense_copies(parameters)
-    norm = clip_grad_norm_(parameters, 0.7)
-    expected = torch.nn.utils.clip_grad_norm_(copies, 0.7)
+    norm = clip_grad_norm_(parameters, 0.7, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(copies, 0.7, norm_type)
     assert norm.dtype == torch.float64
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     for p, q in zip(parameters, copies, strict=True):
