@@ -340,7 +340,7 @@ def test_ctrl_c_before_training(monkeypatch, capsys):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_in_training(data, ranks):
-    # If the tests run in the background, SIGINT may be ignored: restore the default handler.
+    # Restore the default handler: if the tests run in the background, SIGINT may be ignored.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from sparsekit.cli import main; sys.exit(main())"

@@ -68,7 +68,7 @@ def test_numbers_are_read_as_numbers(command):
                 action.type("many")
 
 
-# The range of each option that is a number. Others are at least 1 and less than 2**31.
+# Ranges of options that are numbers. Options not listed here must be from 1 to 2**31 - 1.
 MOST = 2**31 - 1
 RANGES = {
     "--ranks": (1, 1024),

@@ -226,7 +226,7 @@ def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
     printed = capfd.readouterr().out
     assert "1 epochs and 2 batches are done" in printed
     assert "the epoch begins again, as batches were those of 1 ranks, not 2" in printed
-    # An epoch has 10 steps: 12 before the interruption, then two whole epochs.
+    # An epoch has 10 steps. There are 12 steps before the interruption, then two whole epochs.
     assert checkpoint.latest(folder).name == "step-000000000032"
     # At the end of an epoch there is nothing to start over.
     assert cli.main([*command("dlrm", data, folder, "--resume", "--ranks", "1")]) == 0

@@ -123,7 +123,7 @@ def test_the_oldest_go_first():
 
 @pytest.mark.parametrize(("varies", "most_changes"), [(0, 0), (0.1, 70)])
 def test_a_steady_loop_takes_hardly_any_new_memory(varies, most_changes):
-    """As in training, the outputs of a forward are freed only after the backward of the step."""
+    """Steps reuse memory although, as in training, outputs are freed only after backward."""
     draw = random.Random(3)
 
     def step():

@@ -347,7 +347,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_torch_counts_what_is_written(name):
-    """The version counter makes backward raise if it needs overwritten values."""
+    """Ops increase the version counters of written tensors, so backward notices lost values."""
     arguments = next(iter(CASES[name]()))
     written = [arguments[0]] if isinstance(arguments[0], torch.Tensor) else arguments[0]
     before = [tensor._version for tensor in written]

@@ -1,4 +1,4 @@
-"""Weights and gradients for tests of optimizers, and all optimizers by name."""
+"""Provides weights and gradients for tests of optimizers, and all optimizers by name."""
 
 import torch
 from conftest import generator

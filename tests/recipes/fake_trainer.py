@@ -1,4 +1,4 @@
-"""A trainer that trains nothing, for tests of what commands pass to it and do afterwards."""
+"""Stand-in for Trainer that records what commands pass to it, and trains nothing."""
 
 import argparse
 
@@ -8,7 +8,7 @@ class Epoch(argparse.Namespace):
 
 
 class FakeTrainer:
-    """Records the calls of `fit`; each adds epochs to the history."""
+    """Stand-in for Trainer; it records calls of `fit`, each of which adds epochs to the history."""
 
     def __init__(self, interrupted_after=None):
         self.history, self.interrupted, self.calls = [], False, []

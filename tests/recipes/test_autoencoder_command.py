@@ -1,4 +1,4 @@
-"""The command of the autoencoder: defaults, the original's epochs, and what follows training."""
+"""Tests of the autoencoder's command: defaults, the original's epochs, and work after training."""
 
 import argparse
 import itertools
@@ -13,7 +13,7 @@ from sparsekit.recipes.autoencoder import command
 
 
 def ratings(users=3, items=12, first=0):
-    """Return ratings of each item by each user, in order of items."""
+    """Return a rating of every item by every user; times follow the order of items."""
     user, item = torch.arange(users).repeat_interleave(items), torch.arange(items).repeat(users)
     return Ratings(user, item + first, 1.0 + item % 5, item.double())
 

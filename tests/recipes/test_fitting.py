@@ -36,7 +36,7 @@ def trainer(monkeypatch):
 
 @pytest.fixture
 def saves(monkeypatch):
-    """List the arguments of each save."""
+    """Replace saving; return a list of the arguments of each save."""
     found = []
     monkeypatch.setattr(ratings.training, "save", lambda *args: found.append(args))
     return found

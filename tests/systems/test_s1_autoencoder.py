@@ -162,7 +162,7 @@ def test_each_batch_is_used_once_per_epoch(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reported_loss_is_the_global_mean(kind):
-    """The loss is the mean over all users for any batch size; each user's loss is known."""
+    """The reported loss is the mean of all users' losses, for any batch size."""
     model = make_model(kind)
     losses = []
 

@@ -218,7 +218,7 @@ def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
-    """Without the error, the old checkpoints would stay the latest, and new ones be deleted."""
+    """Without the error, old checkpoints would stay the latest, and new ones would be deleted."""
     old, steps = fit(trainer_for(tmp_path), few(20)), []
 
     def losses(model, batch):
