@@ -87,7 +87,7 @@ class RowBound:
     def add(self, size: torch.Tensor, entries: int) -> int:
         """Count keys that are about to be looked up, and return `entries`."""
         version = _UNKNOWN if self._lost or size.is_inference() else size._version
-        if self._size is not size or self._version != version or version == _UNKNOWN:
+        if self._size is not size or self._version != version:
             self._size, self._version = size, version
             self.most, self._known_since = math.inf, self.entries
         entries = max(entries, 1)  # so that each lookup changes `entries`

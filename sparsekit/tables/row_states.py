@@ -89,5 +89,9 @@ def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> 
     now = places[coalesced.indices()[0]]
     kept = now >= 0
     return torch.sparse_coo_tensor(
-        now[kept].unsqueeze(0), coalesced.values()[kept], state.shape, check_invariants=False
+        now[kept].unsqueeze(0),
+        coalesced.values()[kept],
+        state.shape,
+        device=state.device,
+        check_invariants=False,
     ).coalesce()

@@ -191,8 +191,10 @@ def test_a_table_on_meta_is_reset_where_it_gets_memory(monkeypatch):
     for call in (table.refuse_meta, table.process_exchange, lambda: table.exchange):
         with pytest.raises(RuntimeError, match=r"^n: the layer is on meta, and has no vectors"):
             call()
-    table.to_empty(device="cpu")
+    with torch.device("meta"):
+        table.to_empty(device="cpu")
     table.refuse_meta()
+    assert {each.device.type for each in table.state_dict().values()} == {"cpu"}
     assert table.shard.tolist() == [1, 2]
     assert int(table.seed) == table._given_seed
     assert table.owners is even_map(2, CPU)

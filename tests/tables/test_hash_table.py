@@ -9,11 +9,9 @@ import re
 import pytest
 import torch
 
-from sparsekit import Embedding, HashTable, TableFullError, ops
+from sparsekit import HashTable, TableFullError
 from sparsekit.tables import hash_table as module
 from sparsekit.tables.hash_table import RowBound, RowsOf
-
-from .made import parts_of
 
 T = torch.tensor
 INT64 = torch.int64
@@ -70,8 +68,12 @@ def test_rows_of_no_layer_or_of_a_plain_weight_may_change():
     with gone.changing():
         gone.clear_from(0)
     RowsOf().clear_from(0)
-    rows_of = RowsOf(plain)
+    rows_of, version = RowsOf(plain), plain.weight._version
     rows_of.clear_from(1)
+    assert plain.weight._version > version  # a backward that saved the weight raises
+    for copied in (copy.deepcopy(rows_of), pickle.loads(pickle.dumps(rows_of))):
+        assert type(copied) is RowsOf
+        assert copied._layer is None
     assert bool(plain.weight[0].any())
     assert not plain.weight[1].any()
 
@@ -114,6 +116,14 @@ def test_reports_from_before_a_write_teach_nothing():
     assert bound.most == math.inf
 
 
+def test_a_bound_belongs_to_its_tensor():
+    bound, size, other = RowBound(), torch.zeros(1), torch.zeros(1)
+    bound.learn(3, bound.add(size, 10))
+    assert other._version == size._version
+    bound.add(other, 5)
+    assert bound.most == math.inf
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_lost_bound_stays_lost(known):
     bound, size = RowBound(), torch.zeros(1)
@@ -141,6 +151,26 @@ def test_buckets_of_a_capacity(capacity, load_factor, buckets):
     assert (table.load_factor, table.capacity, table.rank) == (load_factor, capacity, 0)
     assert table.name == "HashTable"
     assert len(HashTable(9).buckets) == len(HashTable(9, load_factor=0.6).buckets)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"capacity": 0}, ValueError, "capacity must be in [1, 2147483647], got 0"),
+        ({"capacity": 2**31}, ValueError, "capacity must be in [1, 2147483647], got 2147483648"),
+        ({"capacity": 2.0}, TypeError, "capacity must be an int, got 2.0"),
+        ({"load_factor": "1"}, TypeError, "load_factor must be a number, got '1'"),
+        ({"load_factor": None}, TypeError, "load_factor must be a number, got None"),
+        ({"load_factor": 0}, ValueError, "load_factor must be in (0, 1], got 0"),
+        ({"load_factor": -0.5}, ValueError, "load_factor must be in (0, 1], got -0.5"),
+        ({"load_factor": 1.01}, ValueError, "load_factor must be in (0, 1], got 1.01"),
+        ({"load_factor": math.nan}, ValueError, "load_factor must be in (0, 1], got nan"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^n: {re.escape(message)}$"):
+        HashTable(**{"capacity": 9, "name": "n", "device": "meta", **arguments})
 
 
 def test_seeds_are_drawn_but_not_from_torch():
@@ -270,151 +300,3 @@ def test_keys_that_are_refused(keys, error, message):
     for call in (table.find, table.find_or_insert):
         with pytest.raises(error, match=f"^n: {message}$"):
             call(keys)
-
-
-# Saved states
-
-
-def with_buckets(state, change):
-    """Return the state after a change of the keys [buckets, 5] and the rows [buckets, 5]."""
-    buckets = state["buckets"].clone()
-    change(buckets[:, :5], buckets.view(torch.int32)[:, 10:15])
-    return {**state, "buckets": buckets}
-
-
-def set_row(key, row):
-    def change(keys, rows):
-        rows[(keys == key) & (rows >= 0)] = row
-
-    return change
-
-
-def set_key(key, other):
-    def change(keys, rows):
-        keys[(keys == key) & (rows >= 0)] = other
-
-    return change
-
-
-DAMAGED = "the state is damaged: its {} rows do not have one key each"
-STATES = {
-    "too many rows": (lambda s: {**s, "size": T([10])}, ValueError,
-                      "the state has 10 rows in use, which must be in [0, 9], the capacity here"),
-    "negative": (lambda s: {**s, "size": T([-1])}, ValueError,
-                 "the state has -1 rows in use, which must be in [0, 9], the capacity here"),
-    "one row more": (lambda s: {**s, "size": T([4])}, ValueError, DAMAGED.format(4)),
-    "one row less": (lambda s: {**s, "size": T([2])}, ValueError,
-                     "the state is damaged: a key has row 2, but 2 rows are in use"),
-    "a row beyond": (lambda s: with_buckets(s, set_row(7, 3)), ValueError,
-                     "the state is damaged: a key has row 3, but 3 rows are in use"),
-    "no key": (lambda s: with_buckets(s, set_row(7, -1)), ValueError, DAMAGED.format(3)),
-    "a row twice": (lambda s: with_buckets(s, set_row(7, 1)), ValueError, DAMAGED.format(3)),
-    "a row twice beside none": (lambda s: {**with_buckets(s, set_row(7, 1)), "size": T([4])},
-                                ValueError, DAMAGED.format(4)),
-    "more keys than rows": (
-        lambda s: {**with_buckets(s, set_row(9, 1)), "size": T([2])}, ValueError,
-        DAMAGED.format(2)),
-    "a key twice": (lambda s: with_buckets(s, set_key(7, 8)), ValueError,
-                    "the state is damaged: a key has two rows"),
-    "buckets of floats": (lambda s: {**s, "buckets": s["buckets"].float()}, TypeError,
-                          "buckets in the state must be int64, got torch.float32"),
-    "narrow buckets": (lambda s: {**s, "buckets": s["buckets"][:, :7]}, ValueError,
-                       "buckets in the state must have shape [any, 8], got [3, 7]"),
-    "two seeds": (lambda s: {**s, "hash_seed": T([1, 2])}, ValueError,
-                  "hash_seed in the state must have shape [1], got [2]"),
-    "a seed of int32": (lambda s: {**s, "hash_seed": T([1]).int()}, TypeError,
-                        "hash_seed in the state must be int64, got torch.int32"),
-    "two sizes": (lambda s: {**s, "size": T([3, 3])}, ValueError,
-                  "size in the state must have shape [1], got [2]"),
-    "a size of int32": (lambda s: {**s, "size": T([3]).int()}, TypeError,
-                        "size in the state must be int64, got torch.int32"),
-    "no size": (lambda s: {n: s[n] for n in ("buckets", "hash_seed")}, ValueError,
-                "the state has no size, only buckets, hash_seed; all entries are loaded together"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(("change", "error", "message"), STATES.values(), ids=STATES)
-def test_states_that_are_refused(change, error, message, assign):
-    state, table = change(parts_of(table_of(7, 8, 9))), table_of(5, 6)
-    with pytest.raises(error, match=f"^n: {re.escape(message)}$"):
-        table.restored(state, None)
-    before = parts_of(table)
-    with pytest.raises(RuntimeError, match=re.escape(f"n: {message}")):
-        table.load_state_dict(state, assign=assign)
-    assert all(torch.equal(each, before[name]) for name, each in table.state_dict().items())
-
-
-@pytest.mark.parametrize("keys", [[], [3], [7, -8, 9, 2**40, 5]])
-@pytest.mark.parametrize("capacity", [5, 40])
-def test_restored_buffers(keys, capacity):
-    saved, table = table_of(*keys, capacity=20), table_of(1, 2, capacity=capacity)
-    state, own = parts_of(saved), parts_of(table)
-    for device in (None, torch.device("cpu")):
-        new = table.restored(state, device)
-        assert new.keys() == own.keys()
-        assert new["buckets"].shape == own["buckets"].shape
-        assert int(new["hash_seed"]) == int(state["hash_seed"])
-        assert int(new["size"]) == len(keys)
-        assert ops.hash_table_keys(*new.values()).tolist() == keys
-    assert all(torch.equal(each, own[name]) for name, each in parts_of(table).items())
-    with pytest.raises(
-        ValueError, match=r"^n: the module is on meta, where a state cannot be copied"
-    ):
-        table.restored(state, torch.device("meta"))
-
-
-def test_keys_are_read_from_all_parts_of_large_buckets():
-    saved = parts_of(table_of(*range(30), capacity=30))
-    rows = 1 << 20
-    buckets = torch.empty(2 * rows + 5, 8, dtype=INT64)
-    ops.hash_table_clear_(buckets)
-    places = [0, 7, rows - 1, rows, rows + 1, 2 * rows - 1, 2 * rows, 2 * rows + 4]
-    places += range(20, 20 + len(saved["buckets"]) - len(places))
-    buckets[places] = saved["buckets"]
-    table = HashTable(40)
-    table.load_state_dict({**saved, "buckets": buckets})
-    assert table.keys().tolist() == list(range(30))
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_load_changes_rows_and_clears_the_free_ones(assign):
-    layer = Embedding(9, 2)
-    layer.assign(torch.arange(4), torch.ones(4, 2))
-    table, calls = layer.table, []
-    layer.weight.note_keys = lambda: calls.append(len(table))
-    layer.weight.follow_keys = lambda: calls.append((len(table), bool(layer.weight[2:].any())))
-    before = table.tensors()
-    state = parts_of(table_of(7, 8))
-    given = dict(state)
-    table.load_state_dict(state, assign=assign)
-    assert calls == [4, (2, False)]
-    assert [each is mine for each, mine in zip(table.tensors(), before, strict=True)] == [
-        not assign
-    ] * 3
-    assert table.keys().tolist() == [7, 8]
-    assert list(state) == list(given)
-    assert all(state[name] is given[name] for name in given)
-
-
-def test_a_load_that_fails_is_told_beside_other_errors():
-    model = torch.nn.ModuleDict({"a": HashTable(2, name="a"), "b": HashTable(9, name="b")})
-    state = {f"{name}.{n}": v for name in "ab" for n, v in parts_of(table_of(7, 8, 9)).items()}
-    with pytest.raises(RuntimeError, match="a: the state has 3 rows in use") as raised:
-        model.load_state_dict(state)
-    assert "size mismatch" not in str(raised.value)
-    assert model["b"].keys().tolist() == [7, 8, 9]
-    assert len(model["a"]) == 0
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"a.buckets\""):
-        model.load_state_dict({n: v for n, v in state.items() if n[0] == "b"})
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"b.other\""):
-        model["b"].load_state_dict({**parts_of(model["b"]), "b.other": T([1])})
-
-
-def test_a_state_of_the_tables_own_tensors_is_taken_as_it_is():
-    table = table_of(7, 8)
-    calls = []
-    table.restored = lambda *_: calls.append(1)
-    table.load_state_dict(table.state_dict(keep_vars=True))
-    assert calls == []
-    assert table.keys().tolist() == [7, 8]

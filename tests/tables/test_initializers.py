@@ -84,7 +84,7 @@ def orthogonal(tensor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("initializer", [Uniform(), Normal(), Filled(orthogonal)], ids=str)
-def test_rows_of_a_rank_are_every_so_manieth(initializer, dtype):
+def test_a_rank_fills_its_rows_as_one_process_would(initializer, dtype):
     whole, state = torch.zeros(12, 4, dtype=dtype), torch.get_rng_state()
     initializer.fill_(whole, 0, 1, seed=3)
     for rank in range(3):

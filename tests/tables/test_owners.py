@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 def test_an_even_map_gives_each_rank_its_share(ranks):
     made = even_map(ranks, CPU)
     assert made is even_map(ranks, CPU)
+    assert even_map(ranks, torch.device("meta")).is_meta
     assert (made.dtype, made.shape) == (torch.int16, (65536,))
     assert (made.diff() >= 0).all()
     counts = torch.bincount(made.long(), minlength=ranks)

@@ -76,7 +76,8 @@ def test_a_deep_copy_keeps_marks(moved, written):
     weight.moved = moved
     if written:
         write(weight)
-    other = copy.deepcopy(weight)
+    other, again = copy.deepcopy([weight, weight])
+    assert other is again
     assert (other.moved, other.written(), weight.written()) == (moved, written, written)
 
 
@@ -169,10 +170,10 @@ def test_a_weight_belongs_to_a_table_as_long_as_it_exists():
 
 
 @pytest.mark.parametrize("place", [None, 1, 2, 4])
-@pytest.mark.parametrize("keys", [[], [3, 4]])
+@pytest.mark.parametrize("keys", [[], [3], [3, 4]])
 def test_values_of_rows_without_keys_count_as_moved_by_an_optimizer(place, keys):
     """Nonzero rows without a key count as moved by an optimizer, unless no row has a key."""
-    moved = bool(keys) and place is not None and place >= 2
+    moved = bool(keys) and place is not None and place >= len(keys)
     values, table = torch.zeros(5, 2), HashTable(5)
     table.find_or_insert(torch.tensor(keys, dtype=torch.int64))
     if place is not None:
@@ -269,7 +270,8 @@ def test_keys_of_a_table_without_values_are_none_at_all(monkeypatch):
         raise ValueError("damaged")
 
     monkeypatch.setattr(table, "keys", damaged)
-    weight.note_keys()
+    with torch.device("meta"):
+        weight.note_keys()
     keys = optimizer.state[weight]["keys"]
     assert (keys.dtype, keys.shape, keys.device) == (torch.int64, (0,), weight.device)
 
@@ -288,7 +290,7 @@ def test_an_optimizer_is_not_kept_alive_by_a_weight():
     assert EmbeddingWeight._optimizers is None
 
 
-@pytest.mark.parametrize("rows", [1, 2, SEEN_ROWS, SEEN_ROWS + 1, 2 * SEEN_ROWS, 5 * SEEN_ROWS + 3])
+@pytest.mark.parametrize("rows", [1, 2, SEEN_ROWS, SEEN_ROWS + 2, 2 * SEEN_ROWS, 5 * SEEN_ROWS + 3])
 def test_two_samples_of_the_free_rows(rows):
     keys, step = 3, max(1, rows // SEEN_ROWS)
     seen = {*range(min(rows, SEEN_ROWS)), *range(0, rows, step)}
