@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import sparsekit
 from sparsekit import HashTable, TableFullError
-from sparsekit.tables import hash_table
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 EXTREMES = [0, -1, INT64_MIN, INT64_MAX, 1]
@@ -294,22 +293,3 @@ def test_bad_arguments(case):
 
 def test_numpy_capacity():
     assert type(HashTable(np.int32(9)).capacity) is int
-
-
-REFUSALS = {
-    "another thread": (RuntimeError("op: another thread is inserting"), r"^users: op: another thr"),
-    "any other": (RuntimeError("out of memory"), r"^out of memory$"),
-    "damage on a device": (None, r"^users: the table is damaged: its size is 3 of 4, and no slot"),
-}
-
-
-@pytest.mark.parametrize(("error", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_what_the_op_says_is_said_of_the_table(error, message, monkeypatch):
-    def refuse(*_):
-        if error is not None:
-            raise error
-        return torch.tensor([-1]), torch.tensor([3, -1])
-
-    monkeypatch.setattr(hash_table, "_find_or_insert", refuse)
-    with pytest.raises((RuntimeError, ValueError), match=message):
-        HashTable(4, name="users").find_or_insert(torch.tensor([1]))

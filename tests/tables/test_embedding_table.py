@@ -154,7 +154,9 @@ def test_an_initializer_is_asked_for_the_table_of_all_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("use_hashtable", [True, False])
-@pytest.mark.parametrize(("options", "same"), [({}, True), ({"name": None}, False)])
+@pytest.mark.parametrize(
+    ("options", "same"), [({}, True), ({"name": None}, False), ({"name": None, "seed": 0}, True)]
+)
 def test_a_reset(options, same, use_hashtable):
     table = table_of(*([1, 2] if use_hashtable else []), use_hashtable=use_hashtable, **options)
     calls = []

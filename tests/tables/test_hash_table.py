@@ -191,6 +191,9 @@ def test_seeds_are_drawn_but_not_from_torch():
 def test_tables_on_meta():
     table = HashTable(9, device="meta")
     assert {each.device.type for each in table.buffers()} == {"meta"}
+    table.clear_ = None  # there is nothing to clear yet
+    table.to("meta")
+    del table.clear_
     table.to_empty(device="cpu")
     assert table.find_or_insert(T([3])).tolist() == [0]
     seed = int(table.hash_seed)
@@ -216,10 +219,13 @@ def test_only_the_process_that_made_shared_memory_inserts(monkeypatch):
     assert table.row_bound is not shared.row_bound
     monkeypatch.setattr(module.os, "getpid", lambda: own)
     private.refuse_sharing()
+    assert shared.__getstate__()["_maker"] == made
     assert private.find_or_insert(T([4])).tolist() == [1]
     with pytest.raises(RuntimeError, match=REFUSED.format(made, own)):
         shared.find_or_insert(T([4]))
     assert shared.find(T([3, 4])).tolist() == [0, -1]
+    private._maker = made
+    assert private.__getstate__()["_maker"] == own
     for each in (copy.deepcopy(private), pickle.loads(pickle.dumps(private))):
         assert each._maker == own
     shared._note_maker()
@@ -300,3 +306,22 @@ def test_keys_that_are_refused(keys, error, message):
     for call in (table.find, table.find_or_insert):
         with pytest.raises(error, match=f"^n: {message}$"):
             call(keys)
+
+
+REFUSALS = {
+    "another thread": (RuntimeError("op: another thread is inserting"), r"^users: op: another thr"),
+    "any other": (RuntimeError("out of memory"), r"^out of memory$"),
+    "damage on a device": (None, r"^users: the table is damaged: its size is 3 of 4, and no slot"),
+}
+
+
+@pytest.mark.parametrize(("error", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_the_op_says_is_said_of_the_table(error, message, monkeypatch):
+    def refuse(*_):
+        if error is not None:
+            raise error
+        return T([-1]), T([3, -1])
+
+    monkeypatch.setattr(module, "_find_or_insert", refuse)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        HashTable(4, name="users").find_or_insert(T([1]))

@@ -142,8 +142,12 @@ def test_a_saved_shard_counts_and_is_plain_in_the_file():
     ],
 )
 def test_a_part_that_was_not_saved_is_warned_of(saved, said):
-    with pytest.warns(UserWarning, match=f"^sparsekit: a state with tables has been saved {said},"):
+    message = (
+        f"^sparsekit: a state with tables has been saved {said}, whose rows are then in no file"
+    )
+    with pytest.warns(UserWarning, match=message) as found:
         warn_of_parts_not_saved(saved)
+    assert found[0].filename == __file__  # the caller's line
 
 
 @pytest.mark.parametrize("saved", [[0, 0], [3, 3, 3], [1]])

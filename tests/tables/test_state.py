@@ -199,11 +199,11 @@ def test_a_state_brings_its_map(assign, monkeypatch):
     of_rank(monkeypatch, 0, 2)
     table, saved = table_of(5), table_of(7, 8, seed=3)
     even = table.owners
-    saved.owners = flipped()
+    saved.owners = flipped().repeat_interleave(2)[::2]
     table.load_state_dict(saved.state_dict(), assign=assign)
     assert torch.equal(table.owners, flipped())
     assert table.owners is not even
-    assert (table.owners.data_ptr() == saved.owners.data_ptr()) == assign
+    assert table.owners.is_contiguous()
     assert torch.equal(even, even_map(2, CPU).sort()[0])  # which other layers share
     mine, code = table.owners, table._code_of_map.of("n", table.owners, 2)
     saved.owners = even.clone()
