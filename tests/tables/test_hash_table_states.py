@@ -101,6 +101,9 @@ def test_restored_buffers(keys, capacity):
         assert new["buckets"].shape == own["buckets"].shape
         assert int(new["hash_seed"]) == int(state["hash_seed"])
         assert int(new["size"]) == len(keys)
+        assert not {each.data_ptr() for each in new.values()} & {
+            each.data_ptr() for each in (*state.values(), *table.buffers())
+        }
         assert ops.hash_table_keys(*new.values()).tolist() == keys
     assert all(torch.equal(each, own[name]) for name, each in parts_of(table).items())
     with pytest.raises(

@@ -10,7 +10,6 @@ import torch
 
 from sparsekit.tables.hash_table import HashTable
 from sparsekit.tables.weight import (
-    SEEN_ROWS,
     EmbeddingWeight,
     count_own_writes,
     free_rows_hold,
@@ -139,6 +138,10 @@ def test_a_block_of_own_writes():
             write(each)
     assert not one.written()
     assert not other.written()
+    write(other)
+    with own_writes([other]):
+        write(other)
+    assert other.written()  # the write before
     with pytest.raises(IndexError), own_writes([one]):
         write(one, row=99)
     assert one.noted_version is None
@@ -293,10 +296,10 @@ def test_an_optimizer_is_not_kept_alive_by_a_weight():
     assert EmbeddingWeight._optimizers is None
 
 
-@pytest.mark.parametrize("rows", [1, 2, SEEN_ROWS, SEEN_ROWS + 2, 2 * SEEN_ROWS, 5 * SEEN_ROWS + 3])
+@pytest.mark.parametrize("rows", [1, 2, 64, 64 + 2, 128, 5 * 64 + 3])
 def test_two_samples_of_the_free_rows(rows):
-    keys, step = 2 * SEEN_ROWS, max(1, rows // SEEN_ROWS)
-    seen = {*range(min(rows, SEEN_ROWS)), *range(0, rows, step)}
+    keys, step = 2 * 64, max(1, rows // 64)
+    seen = {*range(min(rows, 64)), *range(0, rows, step)}
     weight = torch.zeros(keys + rows, 2)
     weight[:keys] = 1  # rows with keys are not asked
     assert not free_rows_hold(weight, keys)
