@@ -299,7 +299,7 @@ class EmbeddingTable(TableTensors):
         # Use the shared even map of the new device, unless the layer has another map. A map that
         # was on meta has no values.
         own = owners is not None and owners is not even_map(self.world_size, owners.device)
-        if owners is not None and device.type != "meta" and (was_meta or not own):
+        if owners is not None and (was_meta or not own):
             self._buffers["owners"] = even_map(self.world_size, device)
         if was_meta:
             self.reset_parameters()

@@ -115,7 +115,7 @@ class TableTensors(torch.nn.Module, Sharded):
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the entries of a layer and its table in a state, by the layer's names."""
     own = ("weight", "seed", "shard", "owners")
-    names = (name.removeprefix(prefix) for name in state_dict if name.startswith(prefix))
+    names = (name.removeprefix(prefix) for name in state_dict)
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
 
 

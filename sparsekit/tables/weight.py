@@ -245,11 +245,10 @@ def _watch_gradient(weight: torch.Tensor) -> None:
 
 
 def _mark(weight: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():  # the gradient may have been marked before
-        _mark_coalesced(weight)
+    _mark_coalesced(weight)
     shard_of = getattr(weight, "_shard_of", None)
     grad = weight.grad
-    if shard_of is None or grad is None or type(grad) is not torch.Tensor or grad.requires_grad:
+    if shard_of is None or type(grad) is not torch.Tensor or grad.requires_grad:
         return
     weight.grad = ShardGradient.of(grad, shard_of)
 

@@ -144,6 +144,7 @@ def test_a_weight_is_checked_after_writes_and_once_in_each_mode(monkeypatch):
     table, checks = table_of(4), []
     monkeypatch.setattr(module, "refuse_lost_values", lambda *given: checks.append(given))
     for inserts, written, expected in [
+        (True, False, [(table, False)]),
         (False, False, [(table, False)]),
         (False, False, []),  # found to be right before
         (False, True, [(table, True)]),

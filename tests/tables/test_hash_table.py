@@ -189,7 +189,13 @@ def test_seeds_are_drawn_but_not_from_torch():
 
 
 def test_tables_on_meta():
+    table, saved = HashTable(9, device="meta"), table_of(3, 5)
+    with pytest.raises(RuntimeError, match="HashTable: the module is on meta"):
+        table.load_state_dict(saved.state_dict())
+    table.load_state_dict(saved.state_dict(), assign=True)
+    assert table.keys().tolist() == [3, 5]
     table = HashTable(9, device="meta")
+    assert table  # though it is empty, and has no size to ask for
     assert {each.device.type for each in table.buffers()} == {"meta"}
     table.clear_ = None  # there is nothing to clear yet
     table.to("meta")

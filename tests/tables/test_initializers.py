@@ -145,6 +145,7 @@ def test_initializers_are_taken_as_they_are():
                 resolved(bad, use_hashtable)
 
 
+OTHER = torch.ones(40, 10)
 TOO_FAR = math.sqrt(64 * math.log(2))
 
 
@@ -162,6 +163,7 @@ TOO_FAR = math.sqrt(64 * math.log(2))
         ({"b": 9}, False),
         ({"a": -7, "b": 7}, True),
         ({"std": 0.01, "a": 1, "b": -1}, False),
+        ({"std": 0.01, "a": 1, "b": 9}, False),
     ],
     ids=str,
 )
@@ -190,6 +192,7 @@ def test_a_cut_that_no_draw_reaches_is_a_normal_distribution(keywords, fits):
         (functools.partial(init.trunc_normal_, std=0.01, generator=torch.Generator()),
          "it has a generator, and vectors depend on the layer's seed alone"),
         (lambda t: t[:9].uniform_(), "it calls "),
+        (lambda t: [torch.zero_(OTHER), t][1], "it calls zero_"),
         (lambda t: t.uniform_(3, 1), "Uniform|from"),
         (lambda t: torch.zeros(40, 10), "returns another tensor than the one that it is to fill"),
     ],

@@ -157,8 +157,11 @@ def test_a_name_and_the_seed_of_init_give_the_seed(monkeypatch):
 
 def test_defaults_of_torch_are_those_of_the_moment():
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float16)
     try:
+        with pytest.raises(ValueError, match=r"^n: dtype must be .*; got torch.float16$"):
+            options().checked("n")
+        torch.set_default_dtype(torch.float64)
         with torch.device("meta"):
             checked = options().checked("n")
             assert options(device="cpu").checked("n").device == CPU

@@ -76,7 +76,11 @@ def test_moved_rows_of_a_state_count_as_moved(assign):
 @both
 def test_a_load_without_the_table(assign):
     rows, saved = table_of(use_hashtable=False, seed=1), table_of(use_hashtable=False, seed=2)
+    calls = []
+    rows.weight.before_read = lambda weight, at: calls.append((at, float(weight.data[0, 0])))
+    first = float(rows.weight.data[0, 0])
     rows.load_state_dict(saved.state_dict(), assign=assign)
+    assert calls == [(None, first)]  # missed steps belong to the rows of before
     assert same(parts_of(rows), parts_of(saved))
     state = without(parts_of(saved), "shard")
     state["seed"] += 1
@@ -94,6 +98,7 @@ def test_weights_in_other_strides_become_contiguous(assign):
     state["weight"] = state["weight"].T.contiguous().T
     table.load_state_dict(state, assign=assign)
     assert table.weight.is_contiguous()
+    assert not table.weight.moved
     assert table.weight[:2].tolist() == [[1, 1], [2, 2]]
 
 

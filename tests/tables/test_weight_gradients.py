@@ -129,6 +129,9 @@ def test_a_gradient_is_coalesced_and_marked_as_that_of_a_shard(shard_of, kind):
     Deliver.apply(weight, T([0]), shard_of).backward()  # other rows
     assert weight.grad.is_coalesced()
     assert weight.grad.indices().tolist() == [[0, 1, 4]]
+    weight.grad = None
+    Deliver.apply(weight, T([1, 4]), None).backward()
+    assert type(weight.grad) is torch.Tensor
 
 
 def test_a_dense_gradient_of_a_shard_is_marked_and_a_differentiable_one_is_not():
