@@ -143,6 +143,16 @@ def test_states_of_a_table_tell_their_keys():
     assert moments[0] == moments[2] != 0
 
 
+def test_states_of_all_groups_tell_their_keys():
+    layers = table(), table()
+    optimizer = optim.Adagrad([{"params": layer.parameters()} for layer in layers])
+    for key, layer in enumerate(layers):
+        layer(torch.tensor([key])).sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()["state"]
+    assert [states[i]["keys"].tolist() for i in range(2)] == [[0], [1]]
+
+
 def test_steps_do_not_add_up_hooks_of_torchs_optimizers():
     layer = table()
     optimizer = torch.optim.Adagrad(layer.parameters())

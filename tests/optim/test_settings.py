@@ -75,6 +75,40 @@ def test_a_subclass_with_other_arguments_keeps_the_checks():
             Heavy([{"params": [weight], name: value}])
 
 
+META = torch.empty((), device="meta")  # stands in for a tensor on a GPU
+RATE = torch.tensor([0.5])
+
+
+@pytest.mark.parametrize(
+    ("lr", "device", "expected"),
+    [
+        (0.5, "cpu", (0.5, None)),
+        (np.float32(0.5), "meta", (0.5, None)),
+        (RATE, "cpu", (0.0, RATE)),
+        (RATE, "meta", (0.5, None)),
+        (META, "meta", (0.0, META)),
+    ],
+)
+def test_a_rate_is_a_tensor_on_the_device_of_the_parameters_only(lr, device, expected):
+    number, tensor = settings.rate_on(torch.device(device), "Adam", lr)
+    assert (number, type(number)) == (expected[0], float)
+    assert tensor is expected[1]
+
+
+def test_rates_on_another_device_are_not_read():
+    allowed(settings.LearningRate).check("Adam", "lr", META)
+    with pytest.raises(ValueError, match=r"^Adam: lr is on meta, but its parameters are on cpu$"):
+        settings.rate_on(torch.device("cpu"), "Adam", META)
+    with pytest.raises(TypeError, match=r"^Adam: lr must be .*, got one of torch\.int64$"):
+        allowed(settings.LearningRate).check("Adam", "lr", META.long())
+
+
+def test_rates_in_float64():
+    wide = settings.in_float64(RATE)
+    assert (wide.dtype, wide.shape, wide.item()) == (torch.float64, (), 0.5)
+    assert type(settings.in_float64(np.float32(0.5))) is float
+
+
 def test_choices_are_named():
     mark = one_of("a", "b")
     assert (mark.words, mark.is_number, mark.or_none) == ("'a' or 'b'", False, False)

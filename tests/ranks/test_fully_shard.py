@@ -71,7 +71,7 @@ def replicas(rank):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
-    norms = []
+    norms, of_all = [], []
     for mesh, placements in (
         (line, [Shard(0)]),
         (line, [Replicate()]),
@@ -84,16 +84,18 @@ def replicas(rank):
         )
         parameter = torch.nn.Parameter(parameter)
         parameter.grad = gradient
+        of_all.append(copy.deepcopy(parameter))
+        of_all[-1].grad = copy.deepcopy(gradient)
         norms.append(clip_grad_norm_(parameter, 1.0).item())
         scale = torch.tensor([3.0, 4.0]) / norms[-1]
         torch.testing.assert_close(parameter.grad.to_local(), scale, rtol=1e-5, atol=0)
-    return norms
+    return [*norms, clip_grad_norm_(of_all, 1.0).item()]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_norms_of_replicas_count_once(two_ranks):
-    whole = pytest.approx(math.sqrt(50))
-    assert two_ranks(replicas) == [[whole, 5, 5, whole]] * 2
+    whole, of_all = pytest.approx(math.sqrt(50)), pytest.approx(math.sqrt(150))
+    assert two_ranks(replicas) == [[whole, 5, 5, whole, of_all]] * 2
 
 
 def broken(rank):
