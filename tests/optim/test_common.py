@@ -11,7 +11,7 @@ from conftest import generator, same_bits
 from reference import ops as reference
 
 import sparsekit
-from sparsekit.optim import RowOptimizer
+from sparsekit.optim import LazyAdam, RowOptimizer
 
 from .cases import DIM, OPTIMIZERS, ROWS, TOUCHED, gradients, make, run, sparse, start
 
@@ -221,6 +221,15 @@ def test_a_state_that_does_not_fit(name):
             make(name, [start()]).load_state_dict(state)
 
 
+def test_a_copy_from_before_a_setting_existed_gets_its_default():
+    state = LazyAdam([start()], amsgrad=True).__getstate__()
+    del state["param_groups"][0]["maximize"]
+    copied = LazyAdam.__new__(LazyAdam)
+    copied.__setstate__(state)
+    assert copied.param_groups[0]["maximize"] is False
+    assert copied.param_groups[0]["amsgrad"] is True
+
+
 def test_a_state_that_counts_no_steps():
     optimizer = make("LazyAdam", [start()])
     run(optimizer, optimizer.param_groups[0]["params"][0], gradients(steps=1))
@@ -253,6 +262,7 @@ def test_dense_gradients_of_any_shape(name, shape):
             optimizer.step()
     assert weight.shape == shape
     assert same_bits(weight.detach().reshape(flat.shape), flat.detach())
+    assert not vars(flat)  # only the weights of layers have attributes
 
 
 def test_a_state_that_does_not_fit_changes_nothing():
@@ -469,6 +479,17 @@ def test_empty_gradient_counts_as_a_step(name):
     run(optimizer, weight, [nothing])
     assert same_bits(caught_up(optimizer, weight), start())
     assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Adam sweep"])
+def test_a_step_touches_the_rows_of_its_gradient_only(name):
+    """Under exact Adam too, whose other rows move only when they are read."""
+    weight = start()
+    optimizer = make(name, [weight])
+    run(optimizer, weight, gradients(steps=3))
+    before = weight.detach().clone()
+    run(optimizer, weight, [sparse([3, 5], torch.ones(2, DIM).double())])
+    assert (weight != before).any(1).nonzero().flatten().tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

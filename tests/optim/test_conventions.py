@@ -262,15 +262,6 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     assert [g[setting] for g in resumed.param_groups] == [resumed.defaults[setting]] * 2
 
 
-def test_a_copy_from_before_a_setting_existed_gets_its_default():
-    state = optim.LazyAdam([start()], amsgrad=True).__getstate__()
-    del state["param_groups"][0]["maximize"]
-    copied = optim.LazyAdam.__new__(optim.LazyAdam)
-    copied.__setstate__(state)
-    assert copied.param_groups[0]["maximize"] is False
-    assert copied.param_groups[0]["amsgrad"] is True
-
-
 def test_a_state_of_torch_before_its_first_step_with_momentum():
     """A state of torch in which momentum is None and the step count is missing can be loaded."""
     weight, other = start(), start()

@@ -217,13 +217,14 @@ def test_tables_of_one_group_are_updated_in_a_single_pass(monkeypatch):
 
 def test_weights_are_checked_before_an_update_is_noted():
     """The error is the same in a second call, so the refused update has not been noted."""
-    weight = sparsekit.nn.EmbeddingWeight(torch.zeros(2, 3).t())
-    optimizer = optim.SGD([weight])
+    weights = [sparsekit.nn.EmbeddingWeight(torch.zeros(3, 2)) for _ in range(2)]
+    weights[1].data = torch.zeros(2, 3).t()
+    optimizer = optim.SGD(weights)
     for _ in range(2):
         with pytest.raises(
             ValueError, match=r"^SGD: parameters must be contiguous, got .*\(3, 2\)"
         ):
-            optimizer.update_in_backward([weight], lambda: [], None)
+            optimizer.update_in_backward(weights, lambda: [], None)
 
 
 def test_an_update_in_backward_has_no_graph():
@@ -343,7 +344,7 @@ def test_an_optimizer_that_is_dropped_is_detached():
         r"^Adagrad: a parameter of shape \(20, 3\) is updated in backward by another optimizer"
     )
     with pytest.raises(ValueError, match=message):
-        optim.Adagrad([layer.weight])
+        optim.Adagrad([torch.nn.Parameter(torch.ones(2)), layer.weight])
     del optimizer, handle
     gc.collect()
     other = optim.Adagrad([layer.weight], lr=0.1)

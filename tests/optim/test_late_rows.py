@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsekit
 from sparsekit import optim
 
-from .cases import ALL_ROWS
+from .cases import ALL_ROWS, make
 from .test_catch_up import Twins, keys_of, layer_of, loss_of
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -160,10 +160,38 @@ def test_rows_of_all_parameters_catch_up(way):
             optimizer.zero_grad()
             sum(loss_of(layers[i](keys_of(step + i)), step) for i in range(2)).backward()
             optimizer.step()
+        assert mode == "catch_up" or all(layer.weight.before_read is None for layer in layers)
         getattr(optimizer, way)(*arguments)
         assert all(layer.weight.before_read is None for layer in layers)
         found.append([layer.weight.detach() for layer in layers])
     assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("SGD catch_up", {4: {"momentum": 0.0}, 8: {"momentum": 0.5}}),
+        ("SGD catch_up", {4: {"mode": "touched"}, 8: {"mode": "catch_up"}}),
+        ("Adam", {4: {"betas": (0.5, 0.9)}, 8: {"eps": 0.1, "eps_convention": "tensorflow"}}),
+        ("Adam", {4: {"mode": "sweep"}, 8: {"mode": "catch_up"}}),
+    ],
+)
+def test_settings_that_change_for_several_layers(name, changes):
+    layers, twins = ([layer_of(), layer_of()] for _ in range(2))
+    optimizers = [make(name, [layer.weight for layer in layers])]
+    optimizers += [make(name, [twin.weight]) for twin in twins]
+    for step in range(12):
+        for optimizer in optimizers:
+            optimizer.param_groups[0].update(changes.get(step, {}))
+            optimizer.zero_grad()
+        for each in (layers, twins):
+            sum(loss_of(each[i](keys_of(step + i)), step) for i in range(2)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.state_dict()
+    for layer, twin in zip(layers, twins, strict=True):
+        assert same_bits(layer.weight, twin.weight)
 
 
 def test_a_mode_that_changes_while_rows_are_late():

@@ -43,10 +43,14 @@ def test_each_group_gets_the_states_of_its_own_parameters():
     for i, weight in enumerate(weights):
         weight.grad = torch.full_like(weight, i)
     ours.step()
+    rates = [torch.tensor(0.25), torch.tensor(0.25)]
+    for group, rate in zip(again.param_groups, rates, strict=True):
+        group["lr"] = rate
     again.load_state_dict(ours.state_dict())
     for weight, other in zip(weights, others, strict=True):
         assert torch.equal(ours.state[weight]["exp_avg"], again.state[other]["exp_avg"])
-    assert [group["lr"] for group in again.param_groups] == [1e-3, 0.5]
+    assert all(group["lr"] is rate for group, rate in zip(again.param_groups, rates, strict=True))
+    assert torch.equal(torch.stack(rates), torch.tensor([1e-3, 0.5]))
 
 
 def test_a_momentum_that_torch_has_not_begun_is_zero():

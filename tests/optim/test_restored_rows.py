@@ -79,7 +79,8 @@ def test_states_of_dropped_keys_go_back_to_their_initial_value(kind):
 def test_states_follow_keys_to_other_rows(copied):
     layer, other = table(), table()
     layer = copy.deepcopy(layer) if copied == "layer" else layer
-    optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
+    groups = [table().weight], [table().weight, layer.weight]
+    optimizer = optim.Adagrad([{"params": group} for group in groups], lr=0.1)
     if copied == "both":
         layer, optimizer = copy.deepcopy((layer, optimizer))
     train(layer, optimizer, [1, 2, 3], 1000.0)
@@ -143,14 +144,34 @@ def test_states_of_a_table_tell_their_keys():
     assert moments[0] == moments[2] != 0
 
 
-def test_states_of_all_groups_tell_their_keys():
-    layers = table(), table()
-    optimizer = optim.Adagrad([{"params": layer.parameters()} for layer in layers])
-    for key, layer in enumerate(layers):
-        layer(torch.tensor([key])).sum().backward()
-    optimizer.step()
-    states = optimizer.state_dict()["state"]
-    assert [states[i]["keys"].tolist() for i in range(2)] == [[0], [1]]
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_of_all_tables_tell_their_keys_and_follow_them(fused):
+    def three(keys):
+        layers = {name: table(name) for name in "abc"}
+        for i, layer in enumerate(layers.values()):
+            layer(torch.tensor(keys) + i)
+        groups = [layers["a"].weight], [layers["b"].weight, layers["c"].weight]
+        optimizer = optim.Adagrad([{"params": group} for group in groups], lr=0.1)
+        if fused:
+            optim.fuse_in_backward(optimizer, torch.nn.ModuleList(layers.values()))
+        return layers, optimizer
+
+    def step(layers, optimizer, key, factor):
+        keys = {name: torch.tensor([key + i]) for i, name in enumerate(layers)}
+        found = sparsekit.EmbeddingGroup(layers)(keys)
+        (sum(found.values()) * factor).sum().backward()
+        optimizer.step()
+
+    (layers, optimizer), (others, of_others) = three([5, -6]), three([-6, 8, 5])
+    step(layers, optimizer, 5, 3.0)
+    state = optimizer.state_dict()
+    assert [state["state"][i]["keys"].tolist() for i in range(3)] == [
+        [5 + i, i - 6] for i in range(3)
+    ]
+    of_others.load_state_dict(state)
+    step(others, of_others, 8, 2.0)
+    for layer in others.values():
+        assert of_others.state[layer.weight]["sum"][:4, 0].tolist() == [0, 4, 9, 0]
 
 
 def test_steps_do_not_add_up_hooks_of_torchs_optimizers():
@@ -199,12 +220,15 @@ def test_a_state_of_more_keys_than_there_are_rows_now():
     assert of_small.state[small.weight]["sum"][:3, 0].tolist() == [4, 1, 0]
 
 
-def test_a_key_that_is_new_to_adam_has_made_all_steps():
+@pytest.mark.parametrize(
+    ("name", "steps"), [("Adam", [3] * 100), ("LazyAdam per row", [3] + [0] * 99)]
+)
+def test_a_new_key_has_made_all_steps_or_none(name, steps):
     layer, other = table(), table()
-    optimizer = optim.Adam(layer.parameters())
+    optimizer = make_any(name, layer.parameters())
     for _ in range(3):
         train(layer, optimizer, [1, 2])
     other(torch.tensor([2, 7]))
     layer.load_state_dict(other.state_dict())
     (state,) = optimizer.state_dict()["state"].values()
-    assert state["row_step"].tolist() == [3] * 100
+    assert state["row_step"].tolist() == steps
