@@ -53,6 +53,8 @@ def test_defaults_of_training(trainer, monkeypatch, given, epochs, batch_size, s
         "epochs": epochs, "global_batch_size": batch_size, "resume": "yes"
     }  # fmt: skip
     assert evaluate(None) == {"test P@10": 0.0}
+    monkeypatch.setattr(command, "_metrics", lambda best, test: (best.items.shape[1], 7, 8))
+    assert evaluate(None) == {"test P@10": 10}
     assert falls == [(trainer.optimizers, steps)]
     assert trainer.options == {"schedulers": "falls"}
     losses, penalty = trainer.loss(None, (torch.tensor([1, 2]),))
