@@ -44,14 +44,13 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     ]
     end = len(before) or len(weight)  # without keys, states may belong to a dropped table
     both = min(len(before), len(keys))
-    differs = (before[:both] != keys[:both]).nonzero()
-    same = int(differs[0]) if len(differs) else both
+    moved = bool((before[:both] != keys[:both]).any())
     sparse = any(state[name].is_sparse for name in names)
-    if same == both and not sparse:
+    if not moved and not sparse:
         # Fill in place, since there may be no memory for a copy. An interrupted fill can be
         # repeated.
         for name in names:
-            state[name][same:end].fill_(initial.get(name, 0.0))
+            state[name][both:end].fill_(initial.get(name, 0.0))
         del state["keys"]
         return
     lookup = HashTable(max(1, len(before)), device=keys.device)
@@ -59,17 +58,17 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     of_rows = lookup.find(keys)  # the row that each key had before
     rows = (of_rows >= 0).nonzero().squeeze(1)
     taken = of_rows[rows]
-    moved: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     for name in names:
         if state[name].is_sparse:
-            moved[name] = _moved_sparse(state[name], taken, rows)
-    strided = {name: state[name] for name in names if name not in moved}
+            found[name] = _moved_sparse(state[name], taken, rows)
+    strided = {name: state[name] for name in names if name not in found}
     for name, tensor in copy.deepcopy(strided).items():  # a copy keeps states interleaved
         tensor.fill_(initial.get(name, 0.0))
         tensor[rows] = state[name][taken]
-        moved[name] = tensor
+        found[name] = tensor
     rest = {name: value for name, value in state.items() if name != "keys"}
-    optimizer.state[weight] = {**rest, **moved}
+    optimizer.state[weight] = {**rest, **found}
 
 
 def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Mapping[str, float]:
