@@ -16,10 +16,18 @@ from .made import both, of_rank, parts_of, same, table_of, without
 T = torch.tensor
 
 
+WAYS = {
+    "load_state_dict": lambda table, state, assign: table.load_state_dict(state, assign=assign),
+    "load": lambda table, state, assign: module.load(table, module.entries_of(state, ""), assign),
+}
+ways = pytest.mark.parametrize("load", WAYS.values(), ids=WAYS)
+
+
 @both
+@ways
 @pytest.mark.parametrize("capacity", [3, 9, 20])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_a_load_leaves(capacity, assign, frozen, monkeypatch):
+def test_what_a_load_leaves(capacity, assign, frozen, load, monkeypatch):
     of_rank(monkeypatch, 1, 2)
     table = table_of(1, 2, 3, 4, seed=2).requires_grad_(not frozen)
     saved = table_of(7, 8, 9, seed=3, capacity=capacity)
@@ -31,7 +39,7 @@ def test_what_a_load_leaves(capacity, assign, frozen, monkeypatch):
     assert own.written()
     table.checked_modes, own.moved = {True, False}, False
     with torch.device("meta"):  # nothing may be made on the default device
-        table.load_state_dict(saved.state_dict(), assign=assign)
+        load(table, saved.state_dict(), assign)
     assert {each.device.type for each in table.state_dict().values()} == {"cpu"}
     assert calls[:1] == [4]
     weight = table.weight
@@ -65,10 +73,11 @@ def test_states_of_optimizers_follow_a_load(assign):
 
 
 @both
-def test_moved_rows_of_a_state_count_as_moved(assign):
+@ways
+def test_moved_rows_of_a_state_count_as_moved(assign, load):
     table, saved = table_of(1), table_of(7)
     saved.weight.data[5] = 3
-    table.load_state_dict(saved.state_dict(), assign=assign)
+    load(table, saved.state_dict(), assign)
     assert table.weight.moved
     refuse_lost_values(table, True)
 
