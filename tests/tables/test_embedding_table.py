@@ -205,6 +205,16 @@ def test_a_table_on_meta_is_reset_where_it_gets_memory(monkeypatch):
     assert table.weight._table() is table.table
 
 
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_no_seed_is_drawn_on_meta(use_hashtable):
+    state = torch.get_rng_state()
+    table = table_of(name=None, device="meta", use_hashtable=use_hashtable)
+    table.reset_parameters()
+    assert torch.equal(torch.get_rng_state(), state)
+    table.to_empty(device="cpu")
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_move_keeps_type_keys_and_marks(frozen):
     table = table_of(4, 5).requires_grad_(not frozen)
