@@ -133,6 +133,9 @@ def test_a_rank_of_several(rank, world_size, use_hashtable, monkeypatch):
     if use_hashtable:
         assert table.table.rank == rank
         assert not table.weight.any()
+        if placed:  # all keys are on this rank
+            table.owners = torch.full_like(table.owners, rank)
+            assert table.owned(keys).tolist() == keys.tolist()
         return
     assert of_ranks[rank] == keys[rank::world_size].tolist()
     expected = torch.zeros(9 * world_size, 2)
