@@ -111,10 +111,10 @@ def test_a_function_sees_zeros_on_the_cpu_without_grad():
         seen.append((tensor.clone(), tensor.device.type, torch.is_grad_enabled()))
         tensor[:, 0] = torch.arange(len(tensor)).to(tensor.dtype)
 
-    weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
-    with torch.no_grad():
-        Filled(function).fill_(weight, 1, 2, seed=3)
+    weight = torch.ones(3, 2, dtype=torch.bfloat16)
+    Filled(function).fill_(weight, 1, 2, seed=3)
     assert weight.tolist() == [[1, 0], [3, 0], [5, 0]]
+    assert seen[0][0].dtype == torch.bfloat16
     assert torch.equal(seen[0][0], torch.zeros(6, 2, dtype=torch.bfloat16))
     assert seen[0][1:] == ("cpu", False)
 

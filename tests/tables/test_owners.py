@@ -23,6 +23,7 @@ def test_an_even_map_gives_each_rank_its_share(ranks):
     made = even_map(ranks, CPU)
     assert made is even_map(ranks, CPU)
     assert even_map(ranks, torch.device("meta")).is_meta
+    assert even_map(ranks, CPU) is made
     assert (made.dtype, made.shape) == (torch.int16, (65536,))
     assert (made.diff() >= 0).all()
     counts = torch.bincount(made.long(), minlength=ranks)

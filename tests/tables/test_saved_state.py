@@ -68,7 +68,8 @@ def test_an_entry_that_is_taken():
 
 def test_a_module_on_meta_takes_no_copies():
     saved.refuse_meta("n", None)
-    saved.refuse_meta("n", torch.device("cpu"))
+    for device in ("cpu", "cuda"):
+        saved.refuse_meta("n", torch.device(device))
     said = (
         r"^n: the module is on meta, where a state cannot be copied to; load it with assign=True, "
         r"or call to_empty\(device=\.\.\.\) before$"
