@@ -203,6 +203,14 @@ def test_values_that_new_keys_would_lose(keys, values, written, initializer, mov
     assert weight.noted_version == (weight._version if keys and written else -7)
 
 
+def test_zeros_of_keys_are_refused_beside_values_in_rows_that_no_sample_has():
+    table = table_of(5, capacity=201)
+    table.weight.data.zero_()
+    table.weight.data[1 + 100] = 1
+    with pytest.raises(RuntimeError, match="written to as zeros"):
+        refuse_lost_values(table, True)
+
+
 def test_rows_past_the_first_with_keys_are_looked_at_too():
     rows = module.SEEN_ROWS + 5
     table = table_of(*range(rows), capacity=rows + 9)

@@ -74,6 +74,7 @@ def test_gradients_are_delivered_or_used_up():
         assert gradient.is_coalesced()
         assert (gradient.shape, gradient.dtype) == (weight.shape, values.dtype)
         assert gradient.indices().tolist() == [rows.tolist()]
+        assert gradient.indices().data_ptr() == rows.data_ptr()
         assert gradient.values().tolist() == values.tolist()
     (call,), (of_second,) = updater.calls, second.calls
     assert all(mine is theirs for mine, theirs in zip(call[0], [one, third], strict=True))
@@ -129,6 +130,9 @@ def test_a_gradient_is_coalesced_and_marked_as_that_of_a_shard(shard_of, kind):
     Deliver.apply(weight, T([0]), shard_of).backward()  # other rows
     assert weight.grad.is_coalesced()
     assert weight.grad.indices().tolist() == [[0, 1, 4]]
+    weight.grad = None
+    weight.sum().backward()  # a dense gradient by other hands has the rows of one rank, too
+    assert type(weight.grad) is (ShardGradient if marked else torch.Tensor)
     weight.grad = None
     Deliver.apply(weight, T([1, 4]), None).backward()
     assert type(weight.grad) is torch.Tensor
