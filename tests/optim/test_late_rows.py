@@ -176,9 +176,12 @@ def test_rows_of_all_parameters_catch_up(way):
         ("Adam", {4: {"mode": "sweep"}, 8: {"mode": "catch_up"}}),
     ],
 )
-def test_settings_that_change_for_several_layers(name, changes):
+@pytest.mark.parametrize("fused", [False, True])
+def test_settings_that_change_for_several_layers(name, changes, fused):
     layers, twins = ([layer_of(), layer_of()] for _ in range(2))
     optimizers = [make(name, [layer.weight for layer in layers])]
+    if fused:
+        optim.fuse_in_backward(optimizers[0], torch.nn.ModuleList(layers))
     optimizers += [make(name, [twin.weight]) for twin in twins]
     for step in range(12):
         for optimizer in optimizers:

@@ -1,5 +1,7 @@
 """Settings of optimizers are checked against their type annotations."""
 
+from typing import Annotated
+
 import numpy as np
 import pytest
 import torch
@@ -52,7 +54,9 @@ def test_values_that_are_not(kind, words, values):
 
 
 def test_none_is_a_value_where_the_annotation_says_so():
-    def constructor(self, params, a: settings.Fraction, b: settings.Fraction | None, c: int, d=3):
+    noted = Annotated[int, "a note"]
+
+    def constructor(self, params, a: settings.Fraction, b: settings.Fraction | None, c: noted, d=3):
         pass
 
     found = allowed_values(constructor)
