@@ -452,6 +452,18 @@ def test_a_seed_is_an_int_of_64_bits():
             sparsekit.optim.SGD([start()], seed=seed)
 
 
+def test_rounding_is_at_random_if_wanted_and_depends_on_the_seed():
+    def trained(**settings):
+        weight = start(torch.bfloat16)
+        run(make("LazyAdam", [weight], **settings), weight, gradients(torch.bfloat16, 5))
+        return weight
+
+    one, two = (trained(stochastic_rounding=True, seed=seed) for seed in (1, 2))
+    assert not same_bits(one, two)
+    assert same_bits(one, trained(stochastic_rounding=True, seed=1))
+    assert same_bits(trained(seed=1), trained(seed=2))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_learning_rate_of_zero_moves_nothing(name):
     weight = start()

@@ -126,7 +126,9 @@ def test_calls_are_of_one_group_and_dtype():
     assert sorted(calls.tables) == [1, 2, 2, 3]
 
 
-def test_calls_are_of_one_device():
+def test_calls_are_of_one_device(engine):
+    if engine != "cpu":
+        return  # the host runner takes tensors of the CPU only
     weights = [torch.nn.Parameter(torch.empty(3, 2, device=device)) for device in ("cpu", "meta")]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
