@@ -197,6 +197,23 @@ def test_settings_that_change_for_several_layers(name, changes, fused):
         assert same_bits(layer.weight, twin.weight)
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD catch_up"])
+def test_a_step_that_fails_can_be_repeated(name, monkeypatch):
+    twins = Twins(name)
+    twins.steps(5)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sparsekit.ops, "update_rows_", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            twins.ours.step()
+    twins.ours.step()
+    twins.theirs.step()
+    twins.check_all()
+
+
 def test_a_mode_that_changes_while_rows_are_late():
     twins = Twins("SGD catch_up")
     twins.steps(10)
