@@ -17,7 +17,7 @@ import sparsekit
 
 Step = Callable[[int], object]  # called with the number of the batch
 
-# Uncounted first steps, one per batch, in which rows are seen for the first time.
+# Number of warm-up steps, which are not timed. One for each batch, so that no row is new later.
 WARM_UP = 4
 
 

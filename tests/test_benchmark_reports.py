@@ -83,7 +83,7 @@ def test_compare_flags_the_one_that_is_slower(
 
 
 def many(factor: float) -> dict[str, Any]:
-    """Return a run of five cases. Each alone is too noisy; only together they show the change."""
+    """Return a run of five cases, each too noisy to show the change; all five together show it."""
     run = synthetic(noise=0.2)
     one, changes = run["results"][0], (0.9, 1.02, 1.0, 0.97, 1.05)
     run["results"] = [

@@ -62,7 +62,7 @@ class Checkpoints:
         self._claimed = False
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None. Not a collective."""
+        """Return the newest complete checkpoint, or None. Not a collective."""
         return latest(self.folder)
 
     def save(

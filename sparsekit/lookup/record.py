@@ -75,8 +75,8 @@ class LookupRecord:
         Args:
             grads: gradients of the tensors that the lookup has written to.
             found: see `LookupResult`.
-            features: the descriptors' ``features``, with the positions of gradients instead of
-                outputs.
+            features: the `Descriptors.features` of the lookup, except that the columns ``begin``
+                locate each gradient in `grads` instead of an output.
         """
         return self._gradients([[grad] for grad in grads], found, features)
 

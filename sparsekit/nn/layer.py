@@ -15,7 +15,7 @@ from ..tables.options import TableOptions
 
 
 class EmbeddingLayer(EmbeddingTable):
-    """A table and lookups in it, with the parameters and state of `EmbeddingTable`."""
+    """A table and lookups in it; its parameters and state are those of `EmbeddingTable`."""
 
     def __init__(self, options: TableOptions) -> None:
         super().__init__(options)

@@ -226,7 +226,7 @@ class Trainer:
         return self.history
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of training, without model and optimizers. Call it between steps."""
+        """Return the state of training, without models or optimizers. Call it between steps."""
         return {
             "steps": self.steps,
             "history": [asdict(epoch) for epoch in self.history],

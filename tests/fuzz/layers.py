@@ -260,7 +260,7 @@ def _close(case, layer, name, actual, expected) -> None:
 
 
 def _evaluate(case, group, models) -> None:
-    """Check that unseen keys read their initial vectors and that nothing is inserted."""
+    """Check that lookups of unseen keys return initial vectors and insert nothing."""
     group.eval()
     inputs = {name: _input(case, model.layer, unseen=True) for name, model in models.items()}
     before = [buffer.clone() for buffer in group.buffers()]

@@ -379,7 +379,7 @@ def test_ranks_with_other_tables(pools, tmp_path):
 
 
 def layers_of_other_names(rank, world, folder):
-    """Save layers whose names differ by rank, as unnamed ones do if a rank made more layers."""
+    """Save layers whose names differ by rank, as generated names do if a rank made more layers."""
     layers = {"t": sparsekit.Embedding(9, 2, name=f"of {rank}", seed=3)}
     checkpoint.save(torch.nn.ModuleDict(layers), folder / "a")
     DcpState(torch.nn.ModuleDict(layers)).state_dict()

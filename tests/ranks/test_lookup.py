@@ -38,7 +38,7 @@ def whole_gradient(layer):
 
 
 def bags_of(rank):
-    """Return bags with keys of all ranks and of this rank alone; rank 2 has only empty bags."""
+    """Return bags whose keys all ranks have, but for one key per rank; rank 2's bags are empty."""
     if rank == 2:
         return [[]] * SLOTS
     rotated = BAGS[rank:] + BAGS[:rank]

@@ -1,4 +1,4 @@
-"""Tests of parts of the commands of click models: settings, metrics, report, and saved runs."""
+"""The commands of the click models check settings, compute metrics, and save and report runs."""
 
 import argparse
 import json

@@ -59,7 +59,7 @@ void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_
 
 }  // namespace cpu
 
-// Like the CPU versions, for the tables call.routed. The host does not wait for the device.
+// Like the CPU versions; the tables are in call.routed. The host does not wait for the device.
 namespace cuda {
 
 // Returns the size in bytes of the workspace. First pass the same workspace to begin_group.
