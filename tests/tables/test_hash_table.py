@@ -290,13 +290,17 @@ def test_inserts_count_as_writes():
     )
 
 
-def test_a_full_table_says_how_many_distinct_keys_it_refuses():
-    table = table_of(1, 2, capacity=3)
+@pytest.mark.parametrize(
+    ("size", "keys", "refused"), [(2, [9, 8, 1, 9, 8], 2), (3, [9], 1), (3, [1, 9, 9, 8, 7], 3)]
+)
+def test_a_full_table_says_how_many_distinct_keys_it_refuses(size, keys, refused):
+    table = table_of(*range(size), capacity=3)
     table.rank = 4
     with pytest.raises(TableFullError) as raised:
-        table.find_or_insert(T([9, 8, 1, 9, 8]))
-    error = raised.value
-    assert (error.layer, error.rank, error.size, error.capacity, error.refused) == ("n", 4, 2, 3, 2)
+        table.find_or_insert(T(keys))
+    assert vars(raised.value) == {
+        "layer": "n", "rank": 4, "size": size, "capacity": 3, "refused": refused,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

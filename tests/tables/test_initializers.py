@@ -119,6 +119,11 @@ def test_a_function_sees_zeros_on_the_cpu_without_grad():
     assert seen[0][1:] == ("cpu", False)
 
 
+def test_a_function_that_returns_another_tensor_fills_nothing():
+    with pytest.raises(TypeError, match="<lambda> returns another tensor than the one that it is"):
+        Filled(lambda tensor: tensor + 1).fill_(torch.zeros(3, 2), 0, 1, seed=3)
+
+
 def test_texts_of_functions_have_no_address():
     class Fills:
         def __call__(self, tensor):
@@ -223,6 +228,8 @@ def test_functions_without_one_distribution(function, said):
     ],
 )  # fmt: skip
 def test_functions_with_one_distribution(function, expected, use_hashtable):
+    state = torch.get_rng_state()
     found = resolved(function, use_hashtable)
+    assert torch.equal(torch.get_rng_state(), state)
     assert type(found) is type(expected)
     assert found.numbers == pytest.approx(expected.numbers)

@@ -50,6 +50,7 @@ CHECKED = {
         ({"placement": "modulo"}, None),
         ({"placement": "hash"}, None),
         ({"wire_dtype": torch.bfloat16}, None),
+        ({"wire_dtype": torch.bfloat16, "dtype": torch.bfloat16}, None),
         ({"wire_dtype": torch.float32}, {}),  # the dtype of the table needs no other
         (
             {"wire_dtype": torch.float64, "dtype": torch.float64},

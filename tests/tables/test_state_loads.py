@@ -99,6 +99,9 @@ def test_a_load_without_the_table(assign):
     result = torch.nn.ModuleDict({"a": rows}).load_state_dict({}, strict=False, assign=assign)
     assert result.missing_keys == ["a.weight", "a.seed", "a.shard"]
     assert same(parts_of(rows), before)
+    rows._parameters["weight"] = other = torch.nn.Parameter(rows.weight.detach())
+    torch.nn.ModuleDict({"a": rows}).load_state_dict({}, strict=False, assign=assign)
+    assert rows.weight is other
 
 
 @both
