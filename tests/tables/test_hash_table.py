@@ -291,7 +291,7 @@ def test_inserts_count_as_writes():
 
 
 @pytest.mark.parametrize(
-    ("size", "keys", "refused"), [(2, [9, 8, 1, 9, 8], 2), (3, [9], 1), (3, [1, 9, 9, 8, 7], 3)]
+    ("size", "keys", "refused"), [(2, [9, 8, 1, 9, 8], 2), (3, [9], 1), (3, [0, 1, 9, 9, 8, 7], 3)]
 )
 def test_a_full_table_says_how_many_distinct_keys_it_refuses(size, keys, refused):
     table = table_of(*range(size), capacity=3)

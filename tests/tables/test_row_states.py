@@ -13,10 +13,10 @@ INITIAL = 0.5
 
 
 def optimizer_of(weight, initial):
-    """Return a torch optimizer whose second parameter group contains the weight."""
-    other = torch.nn.Parameter(torch.zeros(3))
-    groups = [{"params": [other], "initial_accumulator_value": 9.0}, {"params": [other.clone()]}]
-    groups[1]["params"] = [torch.nn.Parameter(torch.zeros(3)), weight]
+    """Return a torch optimizer whose second parameter group of three contains the weight."""
+    others = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    groups = [{"params": [other], "initial_accumulator_value": 9.0} for other in others]
+    groups[1] = {"params": [others[1], weight]}
     if initial is not None:
         groups[1]["initial_accumulator_value"] = initial
         return torch.optim.Adagrad(groups)

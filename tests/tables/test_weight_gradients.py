@@ -83,6 +83,9 @@ def test_gradients_are_delivered_or_used_up():
     assert [each is other for each in of_second[0]] == [True]
     assert (free._shard_of, one._shard_of, other._shard_of) == ("b", None, None)
     assert free._on_its_way == (updates[1][1].data_ptr(), 1)
+    again = update_for(free, 2, 3)
+    deliver_gradients([again], ["b"])
+    assert free._on_its_way == (again[1].data_ptr(), 2)
     with pytest.raises(ValueError, match="zip"):
         deliver_gradients(updates[:1], [])
     assert deliver_gradients([], []) == []
