@@ -181,9 +181,10 @@ def test_seeds_are_drawn_but_not_from_torch():
     assert len(set(seeds)) == 24
     assert min(seeds) < 0 < max(seeds)
     table = table_of(3)
-    before = int(table.hash_seed)
+    before, tensors = int(table.hash_seed), table.tensors()
     table.clear_()
     assert int(table.hash_seed) != before
+    assert all(each is own for each, own in zip(table.tensors(), tensors, strict=True))
     assert (len(table), table.find(T([3])).tolist()) == (0, [-1])
     assert table.find_or_insert(T([4, 3])).tolist() == [0, 1]
 

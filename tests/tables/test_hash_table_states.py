@@ -137,6 +137,7 @@ def test_a_load_changes_rows_and_clears_the_free_ones(assign):
     given = dict(state)
     table.load_state_dict(state, assign=assign)
     assert calls == [4, (2, False)]
+    assert layer.weight[:2].tolist() == [[1, 1], [1, 1]]
     assert [each is mine for each, mine in zip(table.tensors(), before, strict=True)] == [
         not assign
     ] * 3

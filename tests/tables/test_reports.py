@@ -145,6 +145,7 @@ def test_a_report_in_a_graph_is_not_sent_and_loses_the_bounds(monkeypatch):
     monkeypatch.setattr(reports, "_is_capturing", lambda device: device == CPU)
     tables, sent = [inserting(0), inserting(1)], Sent()
     report_of(tables, [1, 1]).send(sent)
+    report_of([], []).send(sent)
     assert sent.calls == []
     assert [table.bound._lost for table in tables] == [True, True]
     monkeypatch.setattr(reports, "_is_capturing", lambda device: False)
