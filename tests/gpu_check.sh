@@ -257,7 +257,7 @@ if [ "$rehearse" = 1 ]; then
   first=(tests/test_cuda_first.py)
   of_ops=(-k "simt and not opcheck" tests/ops)
   nccl=(tests/nccl)
-  layers=(-k "simt" tests/nn tests/optim tests/test_table.py tests/test_cuda.py
+  layers=(-k "simt" tests/nn tests/optim tests/tables/test_hash_table_keys.py tests/test_cuda.py
     tests/test_cuda_layers.py)
 else
   first=(-m cuda tests/test_cuda_first.py)

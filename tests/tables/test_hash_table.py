@@ -224,6 +224,7 @@ def test_only_the_process_that_made_shared_memory_inserts(monkeypatch):
     private, shared = table_of(3), table_of(3).share_memory()
     table = pickle.loads(pickle.dumps(shared))
     assert table.row_bound is not shared.row_bound
+    assert private._maker == shared._maker == table._maker == made
     monkeypatch.setattr(module.os, "getpid", lambda: own)
     private.refuse_sharing()
     assert shared.__getstate__()["_maker"] == made
@@ -276,6 +277,9 @@ def test_rows_have_the_shape_of_the_keys():
         assert call(keys).tolist() == [[0, 1], [2, 0]]
         assert call(keys[0]).tolist() == [0, 1]
         assert call(T(3)).tolist() == 2
+    assert table.find(T([[7, 1], [3, 8]])).tolist() == [[-1, 0], [2, -1]]
+    assert table.keys().tolist() == [1, 2, 3]
+    assert table_of(9, -3, 5).keys().tolist() == [9, -3, 5]
     rows, status = table.find_or_insert_with_status(T([9, 1]))
     assert (rows.tolist(), status.tolist()) == ([3, 0], [3, 0])
 
@@ -309,6 +313,7 @@ def test_a_full_table_says_how_many_distinct_keys_it_refuses(size, keys, refused
     [
         ([1], TypeError, "keys must be a tensor, got list"),
         (T([1.0]), TypeError, "keys must be int64 or int32, got torch.float32"),
+        (T([1]).short(), TypeError, "keys must be int64 or int32, got torch.int16"),
         (T([1]).to("meta"), ValueError, "keys is on meta, the table on cpu"),
     ],
 )

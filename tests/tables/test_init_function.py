@@ -20,7 +20,9 @@ def test_a_function_sees_zeros_on_the_cpu_without_grad():
         tensor[:, 0] = torch.arange(len(tensor)).to(tensor.dtype)
 
     weight = torch.ones(3, 2, dtype=torch.bfloat16)
+    place = weight.data_ptr()
     Filled(function).fill_(weight, 1, 2, seed=3)
+    assert weight.data_ptr() == place
     assert weight.tolist() == [[1, 0], [3, 0], [5, 0]]
     assert seen[0][0].dtype == torch.bfloat16
     assert torch.equal(seen[0][0], torch.zeros(6, 2, dtype=torch.bfloat16))

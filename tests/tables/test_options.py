@@ -117,6 +117,7 @@ def test_options_that_are_taken(changes, differs):
              f"padding_key must be in [-9223372036854775808, 9223372036854775807], got {key}")
             for key in (-(2**63) - 1, 2**63)
         ),
+        ({"padding_key": False}, TypeError, "padding_key must be an int, got False"),
         ({"padding_key": 1.0}, TypeError, "padding_key must be an int, got 1.0"),
         *(
             ({"seed": seed}, ValueError,

@@ -93,7 +93,9 @@ REFUSED = {
     "only the weight": (lambda s: {"weight": s["weight"]},
         "the state has no seed, only weight, as that of a torch.nn.Embedding, whose row i is the "
         "vector of id i; so call assign(torch.arange(len(weight)), weight)"),
-    "no seed": (lambda s: without(s, "seed"), "the state has no seed, only "),
+    "no seed": (lambda s: without(s, "seed"),
+        "the state has no seed, only weight, shard, table.buckets, table.hash_seed, table.size; "
+        "all entries"),
     "no weight": (lambda s: without(s, "weight"), "the state has no weight, only "),
     "no buckets": (lambda s: without(s, *OF_TABLE), "the state has no buckets, only ; all"),
     "another rank": (lambda s: {**s, "shard": T([1, 2])},

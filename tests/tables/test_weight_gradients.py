@@ -65,7 +65,8 @@ def test_gradients_are_delivered_or_used_up():
         update_for(weight, *rows)
         for weight, rows in ((one, [0, 4]), (free, [1]), (other, [2]), (plain, [5]), (third, [3]))
     ]
-    gradients = deliver_gradients(updates, ["a", "b", None, None, "e"])
+    with torch.device("meta"):  # nothing may be made on the default device
+        gradients = deliver_gradients(updates, ["a", "b", None, None, "e"])
     assert [gradient is None for gradient in gradients] == [True, False, True, False, True]
     for gradient, (weight, rows, values) in (
         (gradients[1], updates[1]),
@@ -99,6 +100,13 @@ def of_dtype(weight, dtype):
 def test_a_gradient_has_its_own_dtype(dtype):
     (gradient,) = deliver_gradients([of_dtype(EmbeddingWeight(torch.zeros(6, 2)), dtype)], [None])
     assert gradient.dtype == dtype
+
+
+def test_a_gradient_is_on_the_device_of_its_values():
+    with torch.device("meta"):
+        update = EmbeddingWeight(torch.zeros(6, 2)), torch.arange(2), torch.zeros(2, 2)
+    (gradient,) = deliver_gradients([update], [None])
+    assert gradient.is_meta
 
 
 class Deliver(torch.autograd.Function):
