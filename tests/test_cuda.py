@@ -5,16 +5,12 @@ import ctypes
 import pytest
 import simt
 import torch
-from conftest import randn
+from conftest import generator, randn, same_bits
 
 import sparsekit
 from sparsekit import ops
-from sparsekit.optim import (
-    Adam,
-    LazyAdam,
-    RowWiseAdagrad,
-    fuse_in_backward,
-)
+from sparsekit.optim import SGD, Adam, LazyAdam, RowWiseAdagrad, fuse_in_backward
+from sparsekit.train import CapturedStep
 
 gpu = pytest.mark.cuda
 
@@ -96,6 +92,71 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
             graph.replay()
             assert (vectors == 2).all()
     assert len(table) == 1 + 128
+
+
+@gpu
+@pytest.mark.parametrize("kind", [LazyAdam, RowWiseAdagrad, SGD])
+def test_a_captured_step_follows_a_schedule_and_inserts_keys(kind):
+    """Ten steps, of which three warm up and seven are replays, give the bits of the step itself."""
+
+    def trained(captures: bool) -> list[torch.Tensor]:
+        layers = {
+            f"t{i}": sparsekit.DistributedEmbedding(
+                combiner, 1000, 8, 2, 3, seed=i, device="cuda", name=f"captured {i}"
+            )
+            for i, combiner in enumerate(("sum", "mean", "sqrtn"))
+        }
+        group = sparsekit.EmbeddingGroup(layers)
+        optimizer = kind(group.parameters(), lr=torch.tensor(0.5, device="cuda"))
+        fuse_in_backward(optimizer, group)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+        def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum(out.square().mean() for out in group(inputs).values())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        call = CapturedStep(step, group, optimizer) if captures else step
+        losses = []
+        for i in range(10):
+            keys = torch.randint(0, 10 + 5 * i, (3, 6, 2, 3), generator=generator(i)).cuda()
+            losses.append(call({f"t{t}": own for t, own in enumerate(keys)}).detach().clone())
+            scheduler.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        keys = [layer.table.keys() for layer in layers.values()]
+        return [*losses, *keys, *group.parameters(), *states]
+
+    with sparsekit.checked(False):
+        found, expected = trained(True), trained(False)
+        sparsekit.raise_errors("cuda")
+    assert all(map(same_bits, found, expected))
+
+
+@gpu
+def test_a_captured_step_raises_for_a_full_table_and_a_wait():
+    layer = sparsekit.DistributedEmbedding("sum", 60, 8, 1, 1, device="cuda", name="captured")
+    optimizer = LazyAdam(layer.parameters(), lr=0.1)
+    fuse_in_backward(optimizer, layer)
+
+    def step(keys: torch.Tensor, waits: bool) -> torch.Tensor:
+        loss = layer(keys).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.cpu() if waits else loss
+
+    with sparsekit.checked(False):
+        waiting = CapturedStep(step, layer, optimizer, warm_ups=1)
+        waiting(torch.arange(5).view(5, 1, 1), True)
+        with pytest.raises(RuntimeError, match=r"^CapturedStep: the step cannot be captured"):
+            waiting(torch.arange(5).view(5, 1, 1), True)
+        captured = CapturedStep(step, layer, optimizer, warm_ups=1)
+        for i in range(6):
+            captured(torch.arange(10 * i, 10 * i + 10).view(10, 1, 1), False)
+        with pytest.raises(sparsekit.TableFullError):
+            captured(torch.arange(60, 70).view(10, 1, 1), False)
+    assert len(layer.table) == 60
 
 
 @gpu

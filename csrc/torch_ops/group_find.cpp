@@ -68,10 +68,9 @@ void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t
   given.check_size("report", *report, 0, kNumErrors + num_words);
 }
 
-// While a graph is captured, leave errors in the device's error words, since the host reads no
-// report of a replay.
+// Without a report, as in a graph whose replays send none, errors stay in the words of the device.
 cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
-  if (!report.has_value() || context.capturing()) return {};
+  if (!report.has_value()) return {};
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};
 }
 
@@ -174,13 +173,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
       const int64_t num_words = cuda::kStatusWords * count;
       const Tensor own = report ? *report : new_output(like, {num_words}, ScalarType::Long);
       int64_t* status = mutable_data<int64_t>(own) + (report ? kNumErrors : 0);
-      int64_t* word =
-          context.capturing() ? context.error_word(DeviceError::kGroupRefused) : nullptr;
+      const bool unread = !report && context.capturing();
+      int64_t* word = unread ? context.error_word(DeviceError::kGroupRefused) : nullptr;
       cuda::group_find_or_insert<T>(
           device.call, device.bags, process_seed(), mutable_data<int32_t>(rows),
           mutable_data<int32_t>(inverse), mutable_data<int64_t>(counts), status, word,
           errors_to(report, context), device.memory.data(), context.stream());
-      if (report) return;
+      if (report || unread) return;
       std::vector<int64_t> host_status(num_words);
       context.read(status, num_words, host_status.data());
       for (int64_t t = 0; t < count; ++t) refused[t] = host_status[cuda::kStatusWords * t + 1];

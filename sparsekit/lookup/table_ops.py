@@ -162,7 +162,7 @@ class TableOps:
         device = sources.keys[0].device
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
         report = None if reports is None else self._report(reports)
-        words = () if report is None else (report.words,)
+        words = () if report is None or report.words is None else (report.words,)
         # Compare sizes on the CPU only: on a device, the host does not know whether there are new
         # keys.
         sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []

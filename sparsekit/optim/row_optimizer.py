@@ -209,6 +209,10 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         return False
 
+    def forget_updates(self) -> None:
+        """Forget the updates in backward since the last step: a graph captured them, and failed."""
+        self._updated.clear()
+
     def _take_over(self, parameter: torch.Tensor) -> None:
         """Let another optimizer apply the steps that rows of the parameter have missed, if any.
 

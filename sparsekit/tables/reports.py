@@ -10,8 +10,11 @@ if too many are on their way.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -41,6 +44,29 @@ class Inserting(NamedTuple):
         return cls(number, table.row_bound, table.name, table.rank, table.capacity)
 
 
+class _Captured(threading.local):
+    """The reports of lookups that this thread captures; see `captured_reports`."""
+
+    reports: list[Report] | None = None
+
+
+_captured = _Captured()
+
+
+@contextmanager
+def captured_reports() -> Iterator[list[Report]]:
+    """Collect the reports of lookups in the body, which a graph captures.
+
+    Each replay must then send what `Report.replayed` returns. Lookups that are captured without
+    this context have no reports, and their tables' bounds are unknown from then on.
+    """
+    reports = _captured.reports = []
+    try:
+        yield reports
+    finally:
+        _captured.reports = None
+
+
 class Report:
     """The report of one lookup: written by the op, sent to the host, and read later.
 
@@ -53,6 +79,7 @@ class Report:
 
     Attributes:
         words: the argument ``report`` of the op: the words of errors, then those of each table.
+            None in a graph without `captured_reports`.
     """
 
     def __init__(
@@ -64,16 +91,32 @@ class Report:
         entries: Sequence[int] = (),
     ) -> None:
         words = device_library().sparsekit_num_errors() + _STATUS_WORDS * len(entries)
-        self.words = torch.empty(words, dtype=torch.int64, device=device)
+        self.words: torch.Tensor | None = torch.empty(words, dtype=torch.int64, device=device)
         self._names = names
         self._inserting = inserting
+        self._sizes, self._entries = sizes, entries
         self._in_graph = _is_capturing(device)
-        if self._in_graph:  # replays insert keys without counting them
-            for table in inserting:
+        if not self._in_graph:
+            self._count()
+        elif _captured.reports is not None:
+            _captured.reports.append(self)
+        else:
+            self.words = None  # errors stay on the device, since no replay sends a report
+            for table in inserting:  # replays will insert keys without counting them
                 table.bound.lose()
-        each = zip(inserting, sizes, strict=True)
-        self._counted = [table.bound.add(size, entries[table.number]) for table, size in each]
-        self._fits = all(table.bound.most <= table.capacity for table in inserting)
+
+    def _count(self) -> None:
+        """Count the keys that are about to be looked up."""
+        each = zip(self._inserting, self._sizes, strict=True)
+        self._counted = [table.bound.add(size, self._entries[table.number]) for table, size in each]
+        self._fits = all(table.bound.most <= table.capacity for table in self._inserting)
+
+    def replayed(self) -> Report:
+        """Return the report of a replay that is about to write the words of this report."""
+        replay = copy.copy(self)
+        replay._in_graph = False
+        replay._count()
+        return replay
 
     def send(self, reports: Reports, waits: bool = True) -> None:
         """Start the copy to the host.
@@ -85,8 +128,8 @@ class Report:
         Raises:
             IndexError, ValueError, TableFullError: an error of this lookup or of an earlier one.
         """
-        if self._in_graph:
-            return  # a replay would repeat the copy; errors stay on the device
+        if self._in_graph or self.words is None:
+            return  # a replay would repeat the copy
         reports.send(self.words, self.read)
         if waits and not self._fits:
             reports.drain()

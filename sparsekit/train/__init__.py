@@ -1,6 +1,7 @@
 """Trains models: a trainer, learning rate schedules, metrics, logs and plots."""
 
 from ..errors import DivergedError, ResumeError
+from .captured_step import CapturedStep
 from .logs import JsonLines, TensorBoard
 from .progress import Progress
 from .resume import Epoch
@@ -10,6 +11,7 @@ from .telemetry import Telemetry
 from .trainer import Trainer
 
 __all__ = [
+    "CapturedStep",
     "DivergedError",
     "EarlyStopping",
     "Epoch",

@@ -154,6 +154,28 @@ def test_a_report_in_a_graph_is_not_sent_and_loses_the_bounds(monkeypatch):
     assert not free.bound._lost
 
 
+def test_a_report_that_is_collected_in_a_graph_is_sent_by_each_replay(monkeypatch):
+    table, size, sent = inserting(0), torch.zeros(1), Sent()
+    table.bound.add(size, 1)
+    table.bound.most = 3
+    monkeypatch.setattr(reports, "_is_capturing", lambda device: device == CPU)
+    with reports.captured_reports() as captured:
+        made = Report(CPU, ["n"], [table], [size], [2])
+    made.send(sent)
+    assert (captured, sent.calls) == ([made], [])
+    assert (table.bound._lost, table.bound.most) == (False, 3)
+    replays = [made.replayed(), made.replayed()]
+    assert table.bound.most == 7
+    for replay in replays:
+        replay.send(sent, waits=False)
+    assert [call[0] for call in sent.calls] == [made.words] * 2
+    assert [replay._counted for replay in replays] == [[3], [5]]
+    replays[1].read(words(0, [1, 0, 2]))
+    assert table.bound.most == 2
+    Report(CPU, ["n"], [table], [size], [2])
+    assert table.bound._lost
+
+
 def test_only_streams_of_cuda_capture(monkeypatch):
     for captures in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)  # noqa: B023

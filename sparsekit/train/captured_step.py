@@ -1,0 +1,332 @@
+"""Captures a training step in a CUDA graph, and replays it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .._reports import DEFERRING_DEVICES, Reports, reports_of
+from ..errors import check_int
+from ..optim.row_optimizer import RowOptimizer
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.reports import Report, captured_reports, raise_errors
+from ..tables.weight import count_own_writes, update_of
+
+T = TypeVar("T")
+# The owner of a value that a capture depends on, the value's name, and the value.
+Condition = tuple[str, str, Any]
+# Attributes of a table that are no options, but change as it is used.
+_NO_OPTIONS = {"training", "changes", "checked_modes", "plan_cache"}
+
+
+class Graph:
+    """A CUDA graph with the stream on which it is captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run a function on the stream of the capture, in the order of the current stream."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = run()
+        current.wait_stream(self._stream)
+        return result
+
+    def capture(self, run: Callable[[], T]) -> T:
+        """Capture the kernels that a function launches; they do not run."""
+        # Other threads, such as those that load data, may go on to allocate memory.
+        mode = "thread_local"
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
+            return run()
+
+    def replay(self) -> None:
+        """Run the captured kernels on the current stream."""
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+
+class CapturedStep:
+    """A training step that is captured in a CUDA graph, and called like the step itself.
+
+    The first `warm_ups` calls run the step as it is, on a stream of their own. The next call
+    captures it and replays the capture, as do all later calls: the host then launches one graph
+    instead of each kernel. Every call is one step on its own inputs, and gives the same bits as
+    the step itself.
+
+    The step runs forward, backward and the optimizers' ``step()``, zeroes gradients, and returns
+    tensors, or dicts, lists or tuples of them, which the next call overwrites. It may not wait for
+    the device: `fuse_in_backward` must update all tables, by an optimizer other than an exact
+    `Adam`. To follow a schedule, make ``lr`` of the optimizers a tensor on the device, and call
+    ``scheduler.step()`` after the captured step, not in it. Dense optimizers need
+    ``capturable=True``.
+
+    Replays count towards the rows in use like lookups: a step whose keys might not fit waits
+    for its result. Other errors, such as an invalid key, are raised by a call at most 8 lookups or
+    replays later, by `raise_errors`, or by a save of a checkpoint. A step on keys that do not fit
+    is made without these keys before the error is raised.
+
+    Args:
+        step: the step; its arguments are tensors, or dicts, lists or tuples of them.
+        model: the module that the step trains, on a CUDA device.
+        optimizers: all optimizers that the step calls, or the only one.
+        warm_ups: number of calls before the capture, at least 1.
+
+    Raises:
+        TypeError: warm_ups is not an int.
+        ValueError: the model is not on one CUDA device, its tables are sharded over ranks, or
+            warm_ups is less than 1; (in a call) a table is not updated in backward, or not by one
+            of the optimizers; or inputs differ in structure, shape, dtype or value (of what is not
+            a tensor) from those of the first call.
+        RuntimeError: (in a call) the step cannot be captured; or something that is part of the
+            capture has changed since: a parameter, buffer or state is another tensor, a layer or
+            the model is in another mode or has other options, a setting of an optimizer has
+            another value, an optimizer has been detached, or `sparsekit.checked` is on. Changes in
+            place, such as those of ``load_state_dict`` of a model, are followed.
+        IndexError, TableFullError: (in a call) the error of an earlier lookup or replay, or of this
+            one.
+
+    Example:
+        >>> def step(keys, labels):
+        ...     optimizer.zero_grad()
+        ...     loss = loss_fn(model(keys), labels)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> captured = sparsekit.train.CapturedStep(step, model, optimizer)
+        >>> for keys, labels in batches:
+        ...     loss = captured(keys, labels)
+        ...     scheduler.step()
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        warm_ups: int = 3,
+    ) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = (
+            [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+        )
+        self._warm_ups = check_int("CapturedStep", "warm_ups", warm_ups, 1, 2**62)
+        self._step, self._modules = step, list(model.named_modules())
+        self._tables = [m for _, m in self._modules if isinstance(m, EmbeddingTable)]
+        self._parameters = list(model.parameters())
+        devices = {tensor.device for tensor in [*self._parameters, *model.buffers()]}
+        self._device = next(iter(devices), torch.device("cpu"))
+        if len(devices) != 1 or self._device.type not in DEFERRING_DEVICES:
+            listed = ", ".join(sorted(map(str, devices))) or "none"
+            raise ValueError(f"CapturedStep: the model must be on one CUDA device, got {listed}")
+        for table in self._tables:
+            if table.world_size > 1:
+                raise ValueError(
+                    f"CapturedStep: {table.name} is sharded over {table.world_size} ranks, whose "
+                    f"messages have other lengths in each step; capture steps of one rank only"
+                )
+        self._graph = Graph(self._device)
+        self._inputs: list[Any] = []  # the leaves of the inputs, which the graph reads
+        self._structure: Any = None
+        self._captured = False
+        self._outputs: Any = None
+        self._reports: list[Report] = []
+        self._written: list[torch.Tensor] = []  # parameters that the step changes
+        self._conditions: list[Condition] = []
+        # Options of each table, and the number of changes of its attributes when they were read.
+        self._known_options: dict[EmbeddingTable, tuple[int, dict[str, Any]]] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Make a step on these inputs, and return its outputs, detached."""
+        leaves, structure = tree_flatten(inputs)
+        if self._structure is None:
+            self._inputs, self._structure = [self._like(leaf) for leaf in leaves], structure
+        self._check_inputs(leaves, structure)
+        reports = self._deferring() if self._warm_ups == 0 else None
+        if self._captured:
+            self._check_conditions()
+        for own, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(own, torch.Tensor):
+                own.copy_(leaf.detach(), non_blocking=True)
+        if reports is None:
+            outputs = _detached(self._graph.warm_up(self._run))
+            self._warm_ups -= 1
+            return outputs
+        if not self._captured:
+            self._capture()
+        self._replay(reports)
+        return self._outputs
+
+    def _run(self) -> Any:
+        return self._step(*tree_unflatten(self._inputs, self._structure))
+
+    def _like(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+
+    def _check_inputs(self, leaves: Sequence[Any], structure: Any) -> None:
+        if structure != self._structure:
+            raise ValueError(
+                f"CapturedStep: inputs must have the structure of the first call, "
+                f"{self._structure}, got {structure}"
+            )
+        for number, (own, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
+            if _form(own) != _form(leaf):
+                raise ValueError(
+                    f"CapturedStep: input {number} must be {_form(own)}, as in the first call, got "
+                    f"{_form(leaf)}; drop a smaller last batch, or make a step for each form"
+                )
+
+    def _deferring(self) -> Reports:
+        """Return the device's reports; raise RuntimeError if ops wait for their errors."""
+        reports = reports_of(self._device)
+        if reports is None:
+            raise RuntimeError(
+                "CapturedStep: with sparsekit.checked on, every op waits for the device, which a "
+                "graph cannot do; turn it off"
+            )
+        return reports
+
+    def _capture(self) -> None:
+        """Capture the step; its kernels run in the replays."""
+        for table in self._tables:
+            self._check_table(table)
+        # A lookup in the capture must not look for reports of lookups before it.
+        raise_errors(self._device)
+        versions = [parameter._version for parameter in self._parameters]
+        try:
+            with captured_reports() as self._reports:
+                outputs = self._graph.capture(self._run)
+        except Exception as error:
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, RowOptimizer):
+                    optimizer.forget_updates()  # no kernel has run
+            raise RuntimeError(
+                "CapturedStep: the step cannot be captured, since it waits for the device or "
+                "fails; the errors above say where"
+            ) from error
+        changed = map(operator.ne, versions, (p._version for p in self._parameters))
+        self._written = [p for p, differs in zip(self._parameters, changed, strict=True) if differs]
+        self._outputs = _detached(outputs)
+        self._conditions = list(self._current_conditions())
+        self._captured = True
+
+    def _check_table(self, table: EmbeddingTable) -> None:
+        """Raise ValueError if a step on this table would wait for the device."""
+        weight = table.weight
+        if not (table.training and weight.requires_grad):
+            return
+        update = update_of(weight)
+        if update is None:
+            raise ValueError(
+                f"CapturedStep: {table.name} has a gradient whose length only the device knows; "
+                f"attach its optimizer with fuse_in_backward"
+            )
+        optimizer = getattr(update, "__self__", None)
+        if not any(optimizer is own for own in self._optimizers):
+            raise ValueError(
+                f"CapturedStep: optimizers lacks the {type(optimizer).__name__} that updates "
+                f"{table.name} in backward"
+            )
+        if getattr(weight, "before_read", None) is not None:
+            raise ValueError(
+                f"CapturedStep: rows of {table.name} catch up with steps that they have missed, "
+                f"which waits for the device; use LazyAdam, or SGD with mode='touched'"
+            )
+
+    def _replay(self, reports: Reports) -> None:
+        for table in self._tables:
+            table.prepare(table.inserts)
+        reports.poll()
+        sent = [report.replayed() for report in self._reports]
+        self._graph.replay()
+        increment_version(self._written)
+        count_own_writes(self._written)
+        for report in sent:
+            report.send(reports)
+
+    def _check_conditions(self) -> None:
+        """Raise RuntimeError if something that the graph cannot follow has changed."""
+        now = list(self._current_conditions())
+        for (owner, name, value), (*now_named, now_value) in zip(
+            self._conditions, now, strict=False
+        ):
+            if now_named != [owner, name]:
+                break
+            if not _same(value, now_value):
+                hint = ""
+                if name == "lr" and not isinstance(value, torch.Tensor):
+                    hint = "make lr a tensor on the device, whose value may change, or "
+                raise RuntimeError(
+                    f"CapturedStep: {name} of {owner} has changed since the step was captured, and "
+                    f"replays would not follow; {hint}make a new CapturedStep"
+                )
+        else:
+            if len(now) == len(self._conditions):
+                return
+        raise RuntimeError(
+            "CapturedStep: a layer or an optimizer has other states or parameters since the step "
+            "was captured, and replays would not follow; make a new CapturedStep"
+        )
+
+    def _options(self, table: EmbeddingTable) -> dict[str, Any]:
+        """Return the attributes of a table that a lookup may depend on."""
+        known = self._known_options.get(table)
+        if known is None or known[0] != table.changes:
+            own = {k: v for k, v in vars(table).items() if k[0] != "_" and k not in _NO_OPTIONS}
+            known = self._known_options[table] = table.changes, own
+        return known[1]
+
+    def _current_conditions(self) -> Iterator[Condition]:
+        """Yield everything that must stay as it is for replays to be right."""
+        for name, module in self._modules:
+            owner = name or "the model"
+            yield owner, "training", module.training
+            for content in (module._parameters, module._buffers, module._modules):
+                for key, value in content.items():
+                    yield from _content(owner, key, value)
+            if isinstance(module, EmbeddingTable):
+                yield owner, "an option", self._options(module)
+                weight = module.weight
+                yield owner, "the update in backward", getattr(weight, "update_in_backward", None)
+                yield owner, "catching up", getattr(weight, "before_read", None)
+        for number, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                owner = f"optimizer {number}, a {type(optimizer).__name__}"
+                for key in optimizer.defaults:  # schedulers add other entries
+                    yield from _content(owner, key, group.get(key))
+                for parameter in group["params"]:
+                    yield owner, "a parameter", parameter
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        yield from _content(owner, key, value)
+
+
+def _content(owner: str, key: str, value: Any) -> Iterator[Condition]:
+    yield owner, key, tuple(value) if isinstance(value, list) else value
+    if isinstance(value, torch.Tensor):
+        yield owner, key, (value.data_ptr(), value.shape)
+
+
+def _same(before: Any, after: Any) -> bool:
+    tensors = isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor)
+    return before is after or (not tensors and bool(before == after))
+
+
+def _form(leaf: Any) -> Any:
+    """Return what must be the same in all calls: shape and dtype of a tensor, or the value."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+
+
+def _detached(outputs: Any) -> Any:
+    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, outputs)
