@@ -219,10 +219,11 @@ def test_errors_are_asked_of_the_devices_in_use_or_the_given_one(device, asked, 
     assert found == asked
 
 
-def test_errors_behind_the_last_report_are_asked_for_by_an_empty_lookup(monkeypatch):
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)
+def test_errors_behind_the_last_report_are_asked_for_by_an_empty_lookup(device, monkeypatch):
     sent, words = Sent(), []
-    monkeypatch.setattr(reports, "devices_in_use", lambda: GPUS[:2])
-    monkeypatch.setattr(reports, "reports_of", lambda device: sent if device == CPU else None)
+    monkeypatch.setattr(reports, "devices_in_use", lambda: [device, GPUS[1]])
+    monkeypatch.setattr(reports, "reports_of", lambda used: sent if used == device else None)
 
     def group_find(*arguments):
         assert sent.calls == ["drain"]
@@ -241,6 +242,9 @@ def test_errors_behind_the_last_report_are_asked_for_by_an_empty_lookup(monkeypa
         "drain",
     ]
     assert sent.calls[1][0] is words[0]
+    assert words[0].device == device
+    if device != CPU:
+        return
     words[0][:] = 8
     with pytest.raises(IndexError, match=r"^sparsekit: error 8$"):
         sent.calls[1][1](words[0])

@@ -177,13 +177,19 @@ def past(keys):
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("initializer", [None, Constant(0.0), Constant(1.0)], ids=str)
 @pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("values", ["zeros", "first free", "with keys", "last", "both"])
+@pytest.mark.parametrize("values", ["zeros", "first free", "first", "with keys", "last", "both"])
 @pytest.mark.parametrize("keys", [0, 3])
 def test_values_that_new_keys_would_lose(keys, values, written, initializer, moved):
     table = table_of(*range(keys), embedding_initializer=initializer)
     weight = table.weight
     weight.data.zero_()
-    places = {"first free": [keys], "with keys": [keys - 1], "last": [8], "both": [keys - 1, keys]}
+    places = {
+        "first": [0],
+        "first free": [keys],
+        "with keys": [keys - 1],
+        "last": [8],
+        "both": [keys - 1, keys],
+    }
     for place in places.get(values, []):
         if place >= 0:
             weight.data[place, 1] = -2
