@@ -214,6 +214,9 @@ def test_no_seed_is_drawn_on_meta(use_hashtable):
     table = table_of(name=None, device="meta", use_hashtable=use_hashtable)
     table.reset_parameters()
     assert torch.equal(torch.get_rng_state(), state)
+    for call in (table.refuse_meta, table.process_exchange):
+        with pytest.raises(RuntimeError, match=r"EmbeddingTable_.*: the layer is on meta"):
+            call()
     table.to_empty(device="cpu")
     assert not torch.equal(torch.get_rng_state(), state)
 

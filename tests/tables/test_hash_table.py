@@ -224,6 +224,7 @@ def test_only_the_process_that_made_shared_memory_inserts(monkeypatch):
     private, shared = table_of(3), table_of(3).share_memory()
     table = pickle.loads(pickle.dumps(shared))
     assert table.row_bound is not shared.row_bound
+    assert type(table.row_bound) is type(shared.row_bound) is RowBound
     assert private._maker == shared._maker == table._maker == made
     monkeypatch.setattr(module.os, "getpid", lambda: own)
     private.refuse_sharing()

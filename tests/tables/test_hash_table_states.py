@@ -134,8 +134,9 @@ def test_a_load_changes_rows_and_clears_the_free_ones(assign):
     layer.weight.follow_keys = lambda: calls.append((len(table), bool(layer.weight[2:].any())))
     before = table.tensors()
     state = parts_of(table_of(7, 8))
-    given = dict(state)
+    given, version = dict(state), table.size._version
     table.load_state_dict(state, assign=assign)
+    assert assign or table.size._version > version  # so that a bound is known to be outdated
     assert calls == [4, (2, False)]
     assert layer.weight[:2].tolist() == [[1, 1], [1, 1]]
     assert [each is mine for each, mine in zip(table.tensors(), before, strict=True)] == [

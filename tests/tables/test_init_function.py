@@ -29,6 +29,15 @@ def test_a_function_sees_zeros_on_the_cpu_without_grad():
     assert seen[0][1:] == ("cpu", False)
 
 
+@pytest.mark.parametrize("seed", [3, -3, 2**63 - 1, -(2**63)])
+def test_a_function_draws_by_the_seed(seed):
+    weight, state = torch.zeros(2, 3), torch.get_rng_state()
+    Filled(init.normal_).fill_(weight, 1, 2, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = torch.zeros(4, 3).normal_(generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(weight, expected[1::2])
+
+
 def test_a_function_that_returns_another_tensor_fills_nothing():
     with pytest.raises(TypeError, match="<lambda> returns another tensor than the one that it is"):
         Filled(lambda tensor: tensor + 1).fill_(torch.zeros(3, 2), 0, 1, seed=3)

@@ -194,6 +194,7 @@ def test_only_streams_of_cuda_capture(monkeypatch):
 )
 def test_entries_of_features_of_the_same_table_add_up(limits, expected):
     assert entries_by_table(limits, [torch.zeros(3, 2), torch.zeros(5)], 3) == expected
+    assert entries_by_table([(0, 1, 9)], [torch.zeros(3), torch.zeros(5)], 1) == [5]
 
 
 GPUS = [CPU, torch.device("cuda", 0), torch.device("cuda", 1)]
