@@ -162,9 +162,9 @@ def check_threshold(rank):
 def plans_of_what_is_sent(patch, exchange):
     plans, send = [], exchange.send
 
-    def note(plan, *rest):
+    def note(plan, *rest, **options):
         plans.append(plan)
-        return send(plan, *rest)
+        return send(plan, *rest, **options)
 
     patch.setattr(exchange, "send", note)
     return plans

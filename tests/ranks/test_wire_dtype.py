@@ -215,9 +215,9 @@ def way_of_auto(rank, wire_dtype, keys_of_a_bag):
     with pytest.MonkeyPatch.context() as patch:
         send = layer.exchange.send
 
-        def note(what, *rest):
+        def note(what, *rest, **options):
             sent.append(what)
-            return send(what, *rest)
+            return send(what, *rest, **options)
 
         patch.setattr(layer.exchange, "send", note)
         # The keys are distinct, and the other rank owns half of them.
