@@ -315,7 +315,9 @@ def test_an_older_pickle_is_tied():
     table = table_of(4)
     table.table.rows_of, table.weight._table = HashTable.rows_of, None
     other = EmbeddingTable.__new__(EmbeddingTable)
-    other.__setstate__(vars(table).copy())
+    state = {n: value for n, value in vars(table).items() if n not in ("_named", "changes")}
+    other.__setstate__({**state, "name": "n (b)"})
+    assert (other._short_name, other.changes) == ("n (b)", 0)
     assert other.table.rows_of._layer() is other
     assert other.weight._table() is other.table
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import threading
 
 import pytest
 import torch
@@ -145,8 +146,9 @@ def test_a_report_in_a_graph_is_not_sent_and_loses_the_bounds(monkeypatch):
     monkeypatch.setattr(reports, "_is_capturing", lambda device: device == CPU)
     tables, sent = [inserting(0), inserting(1)], Sent()
     report_of(tables, [1, 1]).send(sent)
-    report_of([], []).send(sent)
-    assert sent.calls == []
+    lost = report_of([], [])
+    lost.send(sent)
+    assert (lost.words, sent.calls) == (None, [])
     assert [table.bound._lost for table in tables] == [True, True]
     monkeypatch.setattr(reports, "_is_capturing", lambda device: False)
     free = inserting(0)
@@ -174,6 +176,28 @@ def test_a_report_that_is_collected_in_a_graph_is_sent_by_each_replay(monkeypatc
     assert table.bound.most == 2
     Report(CPU, ["n"], [table], [size], [2])
     assert table.bound._lost
+
+
+def test_reports_are_collected_by_the_thread_and_until_the_body_ends(monkeypatch):
+    monkeypatch.setattr(reports, "_is_capturing", lambda device: True)
+    made = {}
+
+    def make(name):
+        made[name] = report_of([], [])
+        return made[name]
+
+    def capture():
+        with reports.captured_reports() as captured:
+            thread = threading.Thread(target=make, args=["thread"])
+            thread.start()
+            thread.join()
+            assert captured == [make("own")]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        capture()
+    assert made["thread"].words is None
+    assert report_of([], []).words is None
 
 
 def test_only_streams_of_cuda_capture(monkeypatch):
