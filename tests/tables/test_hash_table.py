@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import re
+import types
 
 import pytest
 import torch
@@ -233,6 +234,10 @@ def test_only_the_process_that_made_shared_memory_inserts(monkeypatch):
     with pytest.raises(RuntimeError, match=REFUSED.format(made, own)):
         shared.find_or_insert(T([4]))
     assert shared.find(T([3, 4])).tolist() == [0, -1]
+    on_device = types.SimpleNamespace(is_cpu=False, is_shared=lambda: True)
+    with monkeypatch.context() as patch:  # tensors on a GPU always call themselves shared
+        patch.setattr(shared, "tensors", lambda: [on_device])
+        shared.refuse_sharing()
     private._maker = made
     assert private.__getstate__()["_maker"] == own
     for each in (copy.deepcopy(private), pickle.loads(pickle.dumps(private))):
