@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +16,9 @@ from ..optim.row_optimizer import RowOptimizer
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.reports import Report, captured_reports, raise_errors
 from ..tables.weight import count_own_writes, update_of
+from .conditions import Conditions
 
 T = TypeVar("T")
-# The owner of a value that a capture depends on, the value's name, and the value.
-Condition = tuple[str, str, Any]
-# Attributes of a table that are no options, but change as it is used.
-_NO_OPTIONS = {"training", "changes", "checked_modes", "plan_cache"}
 
 
 class Graph:
@@ -136,13 +133,10 @@ class CapturedStep:
         self._graph = Graph(self._device)
         self._inputs: list[Any] = []  # the leaves of the inputs, which the graph reads
         self._structure: Any = None
-        self._captured = False
         self._outputs: Any = None
         self._reports: list[Report] = []
         self._written: list[torch.Tensor] = []  # parameters that the step changes
-        self._conditions: list[Condition] = []
-        # Options of each table, and the number of changes of its attributes when they were read.
-        self._known_options: dict[EmbeddingTable, tuple[int, dict[str, Any]]] = {}
+        self._conditions: Conditions | None = None  # set by the capture
 
     def __call__(self, *inputs: Any) -> Any:
         """Make a step on these inputs, and return its outputs, detached."""
@@ -151,8 +145,8 @@ class CapturedStep:
             self._inputs, self._structure = [self._like(leaf) for leaf in leaves], structure
         self._check_inputs(leaves, structure)
         reports = self._deferring() if self._warm_ups == 0 else None
-        if self._captured:
-            self._check_conditions()
+        if self._conditions is not None:
+            self._check_conditions(self._conditions)
         for own, leaf in zip(self._inputs, leaves, strict=True):
             if isinstance(own, torch.Tensor):
                 own.copy_(leaf.detach(), non_blocking=True)
@@ -160,7 +154,7 @@ class CapturedStep:
             outputs = _detached(self._graph.warm_up(self._run))
             self._warm_ups -= 1
             return outputs
-        if not self._captured:
+        if self._conditions is None:
             self._capture()
         self._replay(reports)
         return self._outputs
@@ -217,8 +211,7 @@ class CapturedStep:
         changed = map(operator.ne, versions, (p._version for p in self._parameters))
         self._written = [p for p, differs in zip(self._parameters, changed, strict=True) if differs]
         self._outputs = _detached(outputs)
-        self._conditions = list(self._current_conditions())
-        self._captured = True
+        self._conditions = Conditions(self._modules, self._optimizers)
 
     def _check_table(self, table: EmbeddingTable) -> None:
         """Raise ValueError if a step on this table would wait for the device."""
@@ -254,71 +247,16 @@ class CapturedStep:
         for report in sent:
             report.send(reports)
 
-    def _check_conditions(self) -> None:
+    def _check_conditions(self, conditions: Conditions) -> None:
         """Raise RuntimeError if something that the graph cannot follow has changed."""
-        now = list(self._current_conditions())
-        for (owner, name, value), (*now_named, now_value) in zip(
-            self._conditions, now, strict=False
-        ):
-            if now_named != [owner, name]:
-                break
-            if not _same(value, now_value):
-                hint = ""
-                if name == "lr" and not isinstance(value, torch.Tensor):
-                    hint = "make lr a tensor on the device, whose value may change, or "
-                raise RuntimeError(
-                    f"CapturedStep: {name} of {owner} has changed since the step was captured, and "
-                    f"replays would not follow; {hint}make a new CapturedStep"
-                )
-        else:
-            if len(now) == len(self._conditions):
-                return
-        raise RuntimeError(
-            "CapturedStep: a layer or an optimizer has other states or parameters since the step "
-            "was captured, and replays would not follow; make a new CapturedStep"
-        )
-
-    def _options(self, table: EmbeddingTable) -> dict[str, Any]:
-        """Return the attributes of a table that a lookup may depend on."""
-        known = self._known_options.get(table)
-        if known is None or known[0] != table.changes:
-            own = {k: v for k, v in vars(table).items() if k[0] != "_" and k not in _NO_OPTIONS}
-            known = self._known_options[table] = table.changes, own
-        return known[1]
-
-    def _current_conditions(self) -> Iterator[Condition]:
-        """Yield everything that must stay as it is for replays to be right."""
-        for name, module in self._modules:
-            owner = name or "the model"
-            yield owner, "training", module.training
-            for content in (module._parameters, module._buffers, module._modules):
-                for key, value in content.items():
-                    yield from _content(owner, key, value)
-            if isinstance(module, EmbeddingTable):
-                yield owner, "an option", self._options(module)
-                weight = module.weight
-                yield owner, "the update in backward", getattr(weight, "update_in_backward", None)
-                yield owner, "catching up", getattr(weight, "before_read", None)
-        for number, optimizer in enumerate(self._optimizers):
-            for group in optimizer.param_groups:
-                owner = f"optimizer {number}, a {type(optimizer).__name__}"
-                for key in optimizer.defaults:  # schedulers add other entries
-                    yield from _content(owner, key, group.get(key))
-                for parameter in group["params"]:
-                    yield owner, "a parameter", parameter
-                    for key, value in optimizer.state.get(parameter, {}).items():
-                        yield from _content(owner, key, value)
-
-
-def _content(owner: str, key: str, value: Any) -> Iterator[Condition]:
-    yield owner, key, tuple(value) if isinstance(value, list) else value
-    if isinstance(value, torch.Tensor):
-        yield owner, key, (value.data_ptr(), value.shape)
-
-
-def _same(before: Any, after: Any) -> bool:
-    tensors = isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor)
-    return before is after or (not tensors and bool(before == after))
+        for name, owner, value in conditions.changes():
+            hint = ""
+            if name == "lr" and not isinstance(value, torch.Tensor):
+                hint = "make lr a tensor on the device, whose value may change, or "
+            raise RuntimeError(
+                f"CapturedStep: {name} of {owner} has changed since the step was captured, and "
+                f"replays would not follow; {hint}make a new CapturedStep"
+            )
 
 
 def _form(leaf: Any) -> Any:

@@ -1,0 +1,110 @@
+"""Notices changes that replays of a captured step would not follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..tables.embedding_table import EmbeddingTable
+
+# Attributes of a table that are no options, but change as it is used.
+_NO_OPTIONS = {"training", "changes", "checked_modes", "plan_cache"}
+# Attributes of an embedding layer's weight that optimizers set.
+_OF_WEIGHT = ("update_in_backward", "before_read")
+
+
+class Conditions:
+    """Everything that must stay as it is while a captured step is replayed.
+
+    These are the tensors of modules and optimizers with their addresses and shapes, and the values
+    of modes, options and settings. A check compares identities first, since it runs before each
+    replay.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, torch.nn.Module]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        # Each with the owner's name, a mapping of the owner, a key and the key's value.
+        self._entries: list[tuple[str, Mapping[Any, Any], Any, Any]] = []
+        # Each with the owner's name, a name, a collection of the owner and its items or keys.
+        self._collections: list[tuple[str, str, Any, list[Any]]] = []
+        # Each table with its name, the number of changes of its attributes, and its options.
+        self._options: list[tuple[str, EmbeddingTable, int, dict[str, Any]]] = []
+        for name, module in modules:
+            self._add_module(name or "the model", module)
+        for number, optimizer in enumerate(optimizers):
+            self._add_optimizer(f"optimizer {number}, a {type(optimizer).__name__}", optimizer)
+        values = {id(value): value for _, _, _, value in self._entries}.values()
+        self._tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self._places = self._current_places()
+
+    def _add_module(self, owner: str, module: torch.nn.Module) -> None:
+        self._add(owner, module.__dict__, ["training"])
+        for content in (module._parameters, module._buffers, module._modules):
+            self._add(owner, content, content)
+        if isinstance(module, EmbeddingTable):
+            self._options.append((owner, module, module.changes, _options(module)))
+            self._add(f"weight of {owner}", module.weight.__dict__, _OF_WEIGHT)
+
+    def _add_optimizer(self, owner: str, optimizer: torch.optim.Optimizer) -> None:
+        self._add(owner, optimizer.__dict__, ["state", "param_groups"])
+        self._add_collection(owner, "param_groups", optimizer.param_groups)
+        for group in optimizer.param_groups:
+            self._add(owner, group, optimizer.defaults)  # schedulers add other entries
+            self._add_collection(owner, "params", group["params"])
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter)
+                if state is not None:
+                    self._entries.append((owner, optimizer.state, parameter, state))
+                    self._add(owner, state, state)
+                    self._add_collection(owner, "state", state)
+
+    def _add(self, owner: str, mapping: Mapping[str, Any], keys: Any) -> None:
+        for key in keys:
+            value = mapping.get(key)
+            if isinstance(value, list) and key != "param_groups":  # `_collections` has the groups
+                value = list(value)  # a copy, since a setting such as betas may change in place
+            self._entries.append((owner, mapping, key, value))
+
+    def _add_collection(self, owner: str, name: str, collection: Any) -> None:
+        self._collections.append((owner, name, collection, list(collection)))
+
+    def changes(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield what has changed: the name of an attribute, its owner's, and the value before."""
+        for owner, mapping, key, value in self._entries:
+            now = mapping.get(key)
+            if now is not value and not _equal(value, now):
+                yield key if isinstance(key, str) else "state", owner, value
+        for owner, name, collection, items in self._collections:
+            if len(collection) != len(items) or not all(map(is_, collection, items)):
+                yield name, owner, items
+        for number, (owner, table, changes, options) in enumerate(self._options):
+            if table.changes != changes:
+                if options != _options(table):
+                    yield "an option", owner, None
+                self._options[number] = owner, table, table.changes, options
+        if self._current_places() != self._places:
+            for tensor, *places in zip(
+                self._tensors, self._places, self._current_places(), strict=True
+            ):
+                if places[0] != places[1]:
+                    name, owner = next((k, o) for o, _, k, v in self._entries if v is tensor)
+                    yield f"the memory or shape of {name}", owner, tensor
+
+    def _current_places(self) -> list[tuple[int, torch.Size]]:
+        return [(tensor.data_ptr(), tensor.shape) for tensor in self._tensors]
+
+
+def _equal(before: Any, now: Any) -> bool:
+    kinds = bool | int | float | str | tuple | list
+    return isinstance(before, kinds) and isinstance(now, kinds) and before == now
+
+
+def _options(table: EmbeddingTable) -> dict[str, Any]:
+    """Return the attributes of a table that a lookup may depend on."""
+    return {k: v for k, v in vars(table).items() if k[0] != "_" and k not in _NO_OPTIONS}
