@@ -379,6 +379,7 @@ def group_embedding_bag_update_(
     rounding_seed: int | None = None,
     count_steps: bool = False,
     deterministic: bool = True,
+    lr: torch.Tensor | None = None,
 ) -> None:
     """Compute the gradients of the distinct rows and take an optimizer step with them."""
     dims = [weight.shape[1] for weight in weights]
@@ -392,5 +393,5 @@ def group_embedding_bag_update_(
     )  # fmt: skip
     reference.update_rows_(
         weights, states, row_steps, own_rows, sums, steps, rule, settings,
-        per_row=per_row, rounding_seed=rounding_seed, count_steps=count_steps,
+        per_row=per_row, rounding_seed=rounding_seed, count_steps=count_steps, lr=lr,
     )  # fmt: skip

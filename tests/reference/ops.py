@@ -231,8 +231,10 @@ def update_rows_(
     per_row: bool = False,
     rounding_seed: int | None = None,
     count_steps: bool = False,
+    lr: torch.Tensor | None = None,
 ) -> None:
     """Take an optimizer step on `rows`, or on all rows if None, of one table or of several."""
+    settings = settings if lr is None else [lr.item(), *settings[1:]]
     if not isinstance(weight, torch.Tensor):
         each = len(states) // len(weight)
         for i, own in enumerate(weight):
