@@ -11,8 +11,8 @@
 namespace sparsekit {
 namespace {
 
-// On failure, the functions below set a Python error and return false or null. Callers pass this
-// on.
+// On failure, the functions below set a Python error and return false or null. Callers propagate
+// the failure.
 
 bool refuse_type(PyObject* item, Py_ssize_t position) {
   PyErr_Format(PyExc_TypeError, "values[%zd] is of type %s; expected str, bytes, int or None",
@@ -102,7 +102,7 @@ class PlainItems {
     return overflow == 0;
   }
 
-  // Hashes the added texts. Their memory must stay valid until this call.
+  // Hashes the added texts. Their memory must stay valid until this call returns.
   void flush() { hasher_.flush(); }
 
  private:

@@ -14,8 +14,8 @@ namespace sparsekit {
 // Call the following functions with the GIL held and num_threads >= 1. On failure, they set a
 // Python error and return null or false.
 
-// Returns a new reference to a list or tuple with the items of a sequence. If `values` is a list or
-// a tuple, it is returned itself.
+// Returns a new reference to a list or tuple with the items of a sequence. A list or tuple is
+// returned as it is.
 PyObject* sequence_items(PyObject* values);
 
 // Sets codes[i] to the code of items[i], for a list or tuple of str, bytes, int and None.
@@ -96,7 +96,7 @@ bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, ui
 
 // Sets codes[i] to the code of the packed string at texts + i * stride. `dtype` is the StringDType
 // of the array, and `missing` is the code of missing strings. Keeps the GIL: other threads hold it
-// while they wait for the lock on the strings' memory.
+// while they wait for the lock on the strings' memory, so releasing it here could cause a deadlock.
 bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
                         std::string_view missing, uint64_t seed, int num_threads, int64_t* codes);
 

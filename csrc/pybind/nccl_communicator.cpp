@@ -63,8 +63,8 @@ class NcclCommunicator {
     lock.lock();
     calling_ = false;
     returned_.notify_all();
-    // If another thread has aborted the communicator meanwhile, present() throws the reason for
-    // that abort.
+    // If another thread has aborted the communicator in the meantime, present() throws the reason
+    // for that abort.
     present();
     if (failure.empty()) return;
     lock.unlock();
@@ -90,8 +90,8 @@ class NcclCommunicator {
     ncclComm* communicator = take(reason);
     if (communicator == nullptr) return;
     if (calling_) {
-      // NCCL would free the communicator while that call uses it, so stop the call first. An old
-      // library cannot stop a call; then only abort, as torch's watchdog does.
+      // NCCL would free the communicator while another thread's call uses it, so stop that call
+      // first. An old library cannot stop a call; then only abort, as torch's watchdog does.
       lock.unlock();
       const bool stopped = nccl::revoke(communicator);
       lock.lock();
@@ -121,7 +121,7 @@ class NcclCommunicator {
     }
   }
 
-  // The caller of present() or take() must hold state_.
+  // The caller of present() or take() must hold the mutex state_.
   ncclComm* present() const {
     if (communicator_ == nullptr) {
       throw std::runtime_error("sparsekit: the NCCL communicator is no more: " + gone_);

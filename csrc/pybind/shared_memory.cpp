@@ -27,8 +27,8 @@ class SharedMemoryCommunicator {
       : communicator_(rank, world_size, std::make_shared<Segment>(file, world_size), sockets,
                       seconds) {}
 
-  // `keep` owns the memory of the collective. It is kept alive until the collective is completed,
-  // even if the caller never waits.
+  // Begins a collective and returns its number. Keeps `keep`, which owns the collective's memory,
+  // alive until the collective is completed, even if the caller never waits.
   uint64_t begin(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
                  const std::vector<int64_t>& receive_bytes, py::object keep) {
     let_go();

@@ -17,7 +17,7 @@ namespace sparsekit::shared_memory {
 
 // Positions are multiples of this many bytes, so that the word before a message is never split.
 constexpr uint64_t kGrain = 8;
-// Size in bytes of two cache lines, since processors fetch cache lines in pairs.
+// Alignment in bytes: two cache lines, since processors fetch cache lines in pairs.
 constexpr size_t kLine = 128;
 
 constexpr uint64_t padded(uint64_t size) {

@@ -154,8 +154,8 @@ class Arguments {
     for (size_t i = 0; i < tensors.size(); ++i) read_ahead({list, i}, tensors[i], dtype);
   }
 
-  // Calls body(table) for each table. If there are several tables, errors about arguments that
-  // `body` checks, and errors that it throws, name the table.
+  // Calls body(table) for each table. If there are several tables, adds the table's index to errors
+  // that `body` throws and to later errors about the arguments that it checks.
   template <class Body>
   void for_each_table(size_t count, const Body& body) {
     for (size_t t = 0; t < count; ++t) {
@@ -238,8 +238,8 @@ class Arguments {
     check(n <= kMostNumbered, name, " has ", n, " elements; at most 2^31 - 1 are supported");
   }
 
-  // Checks that a grid can handle a row of `dim` elements. It has up to 65535 slices of at least 32
-  // elements.
+  // Checks that a grid can handle a row of `dim` elements. A grid has up to 65535 slices of at
+  // least 32 elements.
   void check_row_size(const Item& name, int64_t dim) const {
     constexpr int64_t kMost = 65535 * 32;
     check(!kOnDevice || dim <= kMost, "rows of ", name, " may have at most ", kMost,
@@ -346,9 +346,9 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Returns true if any two arguments overlap that must not overlap. Visits the arguments in the
-  // order of their start addresses, and compares each with the arguments that have not ended before
-  // its start.
+  // Returns true if any argument that is written to overlaps another argument. Visits the arguments
+  // in the order of their start addresses, and compares each with those earlier ones that extend
+  // beyond its start.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

@@ -92,8 +92,8 @@ struct DeviceContext::Guard {
 
 namespace {
 
-// Look up the symbol at run time. If it were linked directly, the library could not be loaded with
-// a CPU build of torch.
+// Returns torch's current stream. Looks torch's function up at run time: if it were linked
+// directly, this library could not be loaded with a CPU build of torch.
 void* current_stream(int32_t device) {
   using Function = int32_t (*)(int32_t, void**);
   static const auto get = [] {
@@ -137,7 +137,7 @@ int64_t* DeviceContext::error_word(DeviceError error) const {
   return error_words_ + static_cast<int64_t>(error);
 }
 
-// Raise older errors first. With checks on, an error found after a call must come from that call.
+// Raises older errors: with checks on, an error found after a call must come from that call.
 void DeviceContext::begin() const {
   if (!checking()) return;
   int64_t positions[kNumErrors];

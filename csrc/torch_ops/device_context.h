@@ -30,8 +30,8 @@
 
 namespace sparsekit::ops {
 
-// Lists the invalid values that only the device finds, with the op and the argument to name in
-// errors.
+// Lists the kinds of invalid values that only the device finds. Error messages mention the op and
+// the argument given here.
 #define SPARSEKIT_DEVICE_ERRORS(X)                      \
   X(kGatherRow, "gather_rows", "rows")                  \
   X(kInitRow, "init_rows_", "rows")                     \
@@ -131,7 +131,7 @@ class DeviceContext {
 
 #endif
 
-// Workspace for core on the engine's device. This object owns it. It may have zero bytes.
+// Owns the workspace of a call to core, on the engine's device. It may have zero bytes.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Tensor& beside) {

@@ -113,8 +113,8 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward(
                             divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
-  // In host memory, where the caller needs the counts; the op has had to wait for them anyway. The
-  // runner's new_output would give a call that is only planned an address without memory.
+  // Put the row counts in host memory, where the caller needs them. Use new_empty() in the host
+  // runner, where new_output() may return an address without memory.
   const auto count = static_cast<int64_t>(dims.size());
   Tensor num_rows = kOnDevice ? torch::stable::new_empty(features, {count}, ScalarType::Long)
                               : new_output(features, {count}, ScalarType::Long);

@@ -186,8 +186,8 @@ class Gradients {
     given_.check_sort_sizes(arguments.rows ? rows : 0, "number of all rows", rows + num_tables());
   }
 
-  // Computes upper bounds: a table has at most as many rows as entries, and a bag has at most
-  // max_nnz entries.
+  // Sets `counts` to upper bounds: a table has at most as many rows as entries, and a bag has at
+  // most max_nnz entries.
   void bound_counts() {
     const int64_t entries = arguments.entries;
     int64_t longest = 0;

@@ -128,8 +128,8 @@ class Pool {
     *recent_peak = peak_.bytes();
   }
 
-  // Called before and after a fork: the child has only the forking thread, and a copy of the lock's
-  // state.
+  // Lock before a fork and unlock after it. Otherwise the child could inherit a mutex locked by a
+  // thread that it does not have.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -180,8 +180,8 @@ class Pool {
   std::unordered_map<void*, size_t> sizes_;  // size of each block in use, by address
 };
 
-// Never destroyed, since tensors may outlive all other objects. Made when the library is loaded: if
-// it were made at first use, a fork could leave the child with a half-made pool.
+// The pool is never destroyed, since tensors may outlive all other objects. It is made at load
+// time: made at first use, it could be half-made in a forked child.
 Pool& the_pool = []() -> Pool& {
   pthread_atfork([] { the_pool.lock(); }, [] { the_pool.unlock(); }, [] { the_pool.unlock(); });
   return *new Pool;
@@ -208,7 +208,7 @@ void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t by
 
 }  // namespace sparsekit::ops
 
-// sparsekit/memory.py calls this function.
+// Returns all idle memory to the system; the result is its size in bytes.
 extern "C" __attribute__((visibility("default"))) size_t sparsekit_empty_cache() {
   return sparsekit::ops::the_pool.release();
 }

@@ -50,7 +50,7 @@ RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* stat
   return table;
 }
 
-// Returns the address of a learning rate, after checks of the tensor; or `number` without a tensor.
+// Checks the tensor `lr` and returns its address as a rate. Without a tensor, returns `number`.
 inline Rate rate_of(Arguments& given, const std::optional<Tensor>& lr, double number) {
   if (!lr.has_value()) return number;
   given.check_one("lr", given.read("lr", *lr));
@@ -80,12 +80,12 @@ void dispatch_rule(Arguments& given, const std::string& name, const std::vector<
     if (states == 0) return body(Sgd<false>{rate(), v[1], v[2], v[3] != 0});
     return body(Sgd<true>{rate(), v[1], v[2], v[3] != 0});
   }
-  // lr, beta1, beta2, eps, weight_decay, rescale_eps
+  // Settings: lr, beta1, beta2, eps, weight_decay, rescale_eps
   if (takes("adam", 6, states == 2 || states == 3)) {
     if (states == 2) return body(Adam<false>{rate(), v[1], v[2], v[3], v[4], v[5] != 0});
     return body(Adam<true>{rate(), v[1], v[2], v[3], v[4], v[5] != 0});
   }
-  // lr, lr_decay, eps, weight_decay, decoupled
+  // Settings: lr, lr_decay, eps, weight_decay, decoupled
   if (takes("adagrad", 5, states == 1)) {
     return body(Adagrad{rate(), v[1], v[2], v[3], v[4] != 0});
   }
@@ -94,15 +94,15 @@ void dispatch_rule(Arguments& given, const std::string& name, const std::vector<
     if (rule.weight_decay == 0 || rule.decoupled) return body(RowWiseAdagrad<false>{rule});
     return body(RowWiseAdagrad<true>{rule});
   }
-  // lr, alpha, eps, momentum, eps_inside, weight_decay, decoupled
+  // Settings: lr, alpha, eps, momentum, eps_inside, weight_decay, decoupled
   if (takes("rms_prop", 7, states == 1 || states == 2)) {
     if (states == 1)
       return body(RmsProp<false>{rate(), v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
     return body(RmsProp<true>{rate(), v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
   }
-  // lr, l1, l2, lr_power
+  // Settings: lr, l1, l2, lr_power
   if (takes("ftrl", 4, states == 2)) return body(Ftrl{rate(), v[1], v[2], v[3]});
-  // lr, beta1, beta2, eps, weight_decay
+  // Settings: lr, beta1, beta2, eps, weight_decay
   if (takes("partial_row_wise_adam", 5, states == 2)) {
     return body(PartialRowWiseAdam{Adam<false>{rate(), v[1], v[2], v[3], v[4], true}});
   }

@@ -1,6 +1,5 @@
 // Defines all ops of sparsekit. A trailing underscore marks an op that changes the arguments
-// written
-// as `Tensor(x!)`. sparsekit/ops/ documents each op.
+// written as `Tensor(x!)`. sparsekit/ops/ documents each op.
 //
 // If num_keys is given, an op uses only the first num_keys keys. Instead of num_keys, update_rows_
 // has num_grads, with one number per table. The kernel reads these numbers from the memory of its

@@ -7,8 +7,8 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns the first `count` elements of a buffer. The result is a view if they are most of the
-// buffer, otherwise a copy, so that no result keeps much more memory than it needs. Even copies of
+// Returns the first `count` elements of a buffer. The result is a view if it covers most of the
+// buffer, otherwise a copy, so that it does not keep much more memory than it needs. Even copies of
 // 512 KiB should come from the pool: the first access to new memory took several times as long as
 // copying.
 Tensor trimmed(Tensor buffer, int64_t count) {
@@ -25,7 +25,7 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   return torch::stable::copy_(copy, view);
 }
 
-// Results that are as long as the input, of which only the first num_unique elements are used.
+// Results as long as the input. Only num_unique elements of unique_keys and counts are valid.
 struct Padded {
   Tensor unique_keys;
   Tensor inverse;

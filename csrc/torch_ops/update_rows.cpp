@@ -44,7 +44,7 @@ struct Lists : TableLists {
   }
 };
 
-// Like cpu::update_rows, but with checks off, does not report invalid rows.
+// Like cpu::update_rows, but reports invalid rows only with checks on.
 template <class Rule, class T>
 BadRow update_on_device(const DeviceContext& context, const std::vector<SteppedTable<T>>& tables,
                         const std::vector<RowGradients<T>>& gradients, const int64_t* counts,

@@ -26,8 +26,8 @@ template <class A>
   return total;
 }
 
-// Returns the divisor of the sum of the bag with the entries [begin, end). Returns 0 if the result
-// of the bag is zeros.
+// Returns the divisor for the sum of the entries [begin, end) of a bag, or 0 if the bag's vector is
+// zeros.
 template <class A>
 inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;
@@ -79,7 +79,7 @@ struct BagGradients {
     const EntryNumbers bounds = bags.bags;
     const int64_t base = first_entry, stride = bags.stride;
     const Combiner combiner = bags.combiner;
-    // Add this to an entry's position in the table to get the index of the entry's weight.
+    // Offset to add to an entry's position in the table to get the index of its weight.
     const int64_t to_weight = base - bags.first_entry() + bags.first();
     const Acc<T>* weights = bags.sample_weights;
     // Find the last bag that begins at or before `begin`, by binary search.

@@ -8,8 +8,8 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Like sparsekit::owner_of, but a template argument says whether there is a map, so that loops do
-// not test for one.
+// Like sparsekit::owner_of, but kMapped tells at compile time whether there is a map, so that loops
+// need not test for one.
 template <bool kMapped>
 int64_t owner_of(int64_t key, const Owners& owners) {
   if constexpr (kMapped) return owners.map[virtual_shard_of(key)];

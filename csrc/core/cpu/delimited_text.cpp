@@ -90,8 +90,7 @@ const char* find_byte(const char* p, const char* end, char wanted) {
     uint64_t word = 0;
     for (int i = 0; i < 8; ++i) word |= uint64_t{static_cast<uint8_t>(p[i])} << (8 * i);
     word ^= pattern;
-    // The lowest set bit marks the first zero byte. Higher bits may be set for bytes that are not
-    // zero.
+    // The lowest set bit marks the first zero byte. Higher bits may be set for nonzero bytes.
     const uint64_t zeros = (word - kOnes) & ~word & kOnes << 7;
     if (zeros != 0) return p + (__builtin_ctzll(zeros) >> 3);
   }
@@ -122,7 +121,7 @@ uint64_t parity_up_to(uint64_t bits) {
 }
 
 // Calls on_newline(position) for each newline that ends a line, until a call returns false. Returns
-// true if no call did. The other arguments are the same as in skip_line.
+// true if no call returned false. The other arguments are the same as in skip_line.
 template <typename OnNewline>
 bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                 Place& place, const OnNewline& on_newline) {

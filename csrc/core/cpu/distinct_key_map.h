@@ -91,7 +91,7 @@ class DistinctKeyMap {
   static constexpr int kBlock = 64;
   static constexpr int64_t kFirstEntries = 131072;
 
-  // Returns a bit mask of the entries of a group that are equal to `wanted` in the bits of `mask`.
+  // Returns a bit mask of the group's entries that equal `wanted` in the bits set in `mask`.
   static uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
 #ifdef __AVX2__
     const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(group));
@@ -119,8 +119,8 @@ class DistinctKeyMap {
     return entries_ + kGroup * (position & last_group_);
   }
 
-  // Takes the tag from the middle of the hash, since the low bits choose the group and the high
-  // bits choose the part in ByHash.
+  // Returns a key's tag, taken from the middle of its hash, since the low bits choose the group and
+  // the high bits choose the part in ByHash.
   uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
 
   // Calls use(position, count, hashes) for blocks of keys. While one block is used, the groups of
@@ -157,9 +157,9 @@ class DistinctKeyMap {
     }
   }
 
-  // Branches on whether a key is new are mispredicted. So all keys of a block are first looked up
-  // without branches, and the missing keys are inserted afterwards. While nearly all keys are new,
-  // such branches are predicted well, and the lookup is skipped.
+  // Adds a block of keys. A branch on whether a key is new is often mispredicted. So all keys are
+  // first looked up without branches, then the missing keys are inserted. While nearly all keys are
+  // new, the branch is predicted well, and the lookup is skipped.
   template <class Given, class Visit>
   void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;

@@ -76,8 +76,8 @@ class DistinctKeys {
   // Minimum number of keys per thread.
   static constexpr int64_t kWorth = 8192;
 
-  // Buffers for n entries of one table. `alone` is true if one thread handles the table; it selects
-  // the arrays that are used.
+  // Buffers for n entries of one table. `alone` is true if one thread handles the table; it
+  // determines which arrays are allocated.
   struct Memory {
     int64_t* keys;     // [n] distinct keys
     int64_t* scratch;  // [n]

@@ -143,7 +143,7 @@ struct Memory {
   }
 };
 
-// A table whose gradient is written to the workspace, in row order.
+// A table whose gradient is written to the workspace in row order, for a GradientTaker.
 template <class T>
 struct TakenTable {
   SummedTable<T> table;

@@ -60,7 +60,7 @@ struct Half {
 
   int64_t most_runs() const { return (end - begin) / kRun; }
 
-  // Adds the sums of later runs to the sums of first runs, for the segments [low, high).
+  // For each segment in [low, high), adds the sums of its later runs to the sum of its first run.
   void add_runs(int64_t low, int64_t high, int64_t dim) const {
     for (int64_t r = 0; r < *num_runs; ++r) {
       if (runs[r] < low || runs[r] >= high) continue;
@@ -213,7 +213,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
     const int64_t* block_ids = as_int64(ids, block, std::min(half.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
-      // List dropped entries, too; the next entry overwrites them.
+      // List dropped entries, too, to avoid a branch. The next entry overwrites them.
       const int64_t given = block_ids[i - block];
       largest = std::max(largest, given);
       const bool counts = static_cast<uint64_t>(given) < static_cast<uint64_t>(num_segments);

@@ -23,7 +23,7 @@ int64_t rows_ahead(int64_t dim) {
   return std::clamp<int64_t>(fit, 4, kRowsAhead);
 }
 
-// Prefetches into the second-level cache, which allows far more requests in flight than the
+// Prefetches a row into the second-level cache, which allows far more requests in flight than the
 // first-level cache. With pages of 2 MiB, this gathers rows of 256 bytes in 4.6 ms instead of 7.2
 // ms, and rows of 1 KiB in 19 ms instead of 32 ms.
 template <class T>

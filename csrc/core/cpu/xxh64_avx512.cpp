@@ -6,8 +6,8 @@
 
 #include "sparsekit/xxh64_steps.h"
 
-// Each function enables these instructions itself, since the rest of the module must run on every
-// x86-64 processor.
+// Each function enables AVX-512 itself, since the rest of the module must run on every x86-64
+// processor.
 #define SPARSEKIT_TARGET __attribute__((target("avx512f,avx512dq,avx512vl,bmi,bmi2")))
 #define SPARSEKIT_INLINE SPARSEKIT_TARGET __attribute__((always_inline)) inline
 

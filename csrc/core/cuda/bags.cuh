@@ -50,13 +50,14 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
-// Returns the term of a weight in the total from which the divisor is computed.
+// Returns what a weight adds to the total that determines the divisor: for kMean the weight itself,
+// otherwise its square.
 template <class A>
 SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
   return combiner == Combiner::kMean ? weight : weight * weight;
 }
 
-// Returns the divisor of a pooled sum, or 0 if the result of the bag is zeros.
+// Returns the divisor of a pooled sum, or 0 if the bag's vector is zeros.
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};

@@ -38,7 +38,7 @@ struct Ranks {
   Owners owners;
   int64_t* bad;  // see bucketize.h
 
-  // Returns the owner of the key, or 0 if the map's value is not a rank.
+  // Returns `owner`. If it is not a valid rank, reports the key's shard and returns 0.
   SPARSEKIT_DEVICE int checked(int64_t key, int owner) const {
     if (owner >= 0 && owner < static_cast<int>(owners.world_size)) return owner;
     simt::atomic_min(bad, virtual_shard_of(key));

@@ -18,8 +18,8 @@ constexpr int kGroupThreads = 256;
 // registers instead of spilling.
 constexpr int kGroupBlocksAtOnce = 2;
 
-// Descriptors as a launch parameter. Its size is 4 KB, which every driver supports, or 32 KB if
-// there are more descriptors.
+// A launch parameter that holds descriptors. Its size is 4 KB, which every driver supports, or 32
+// KB if there are more descriptors.
 template <int kWords>
 struct Brought {
   static constexpr int kMost = kWords;
@@ -130,7 +130,7 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   return before;
 }
 
-// Calls put(i, sum of of(j) for all j < i) for each i in [0, n].
+// Calls put(i, of(0) + ... + of(i - 1)) for each i in [0, n].
 template <class Of, class Put>
 SPARSEKIT_DEVICE void sum_up(int n, const Of& of, const Put& put) {
   const int run = (n + simt::block_size() - 1) / simt::block_size();

@@ -29,7 +29,7 @@ bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   if (error == cudaErrorStreamCaptureImplicit) {
-    // `stream` is the legacy stream while another stream is being captured.
+    // The error means that `stream` is the legacy stream and another stream is being captured.
     (void)cudaGetLastError();
     return true;
   }
@@ -79,7 +79,7 @@ class Staging {
   }
 
   void allocate(int64_t bytes) {
-    // In any other mode, this allocation would invalidate a graph that another thread is capturing.
+    // In other modes, this allocation would invalidate a graph that another thread is capturing.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     simt::check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
     void* memory = nullptr;

@@ -96,7 +96,7 @@ SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
 // Clears the slots and bits that n keys need. This function and rank_first_seen are defined in
 // unique.cu.
 void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
-// Launches the kernels for the steps mark and scan.
+// Launches the kernels of the steps `mark` and `scan`.
 void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
 
 }  // namespace sparsekit::cuda

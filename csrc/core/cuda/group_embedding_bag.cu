@@ -179,7 +179,7 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   }
 }
 
-// Launch bounds: drawing initial vectors takes more registers than are available with two blocks
+// Launch bounds: drawing initial vectors needs more registers than are available with two blocks
 // per multiprocessor.
 template <class T, bool kShortBags, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)

@@ -22,7 +22,7 @@ struct Ways {
   }
 };
 
-// The features of all tables of a call, stored contiguously, and totals over them.
+// The tables of a call, whose features are stored contiguously, and totals over the tables.
 template <class T>
 struct SumCall {
   const SummedTable<T>* tables;
@@ -137,7 +137,7 @@ struct RoomWorkspace {
         at(arena.take<int64_t>(call.entries)) {}
 };
 
-// Workspace of find_row_runs(), which updates call.
+// Workspace of find_row_runs(), which group_embedding_bag_update calls.
 template <class T>
 struct RunsWorkspace {
   SumWorkspace<T> sums;

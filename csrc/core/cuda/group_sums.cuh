@@ -165,7 +165,7 @@ SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
   return divide_by == Acc<T>{1} ? rounded : store<T>(load(rounded) / divide_by);
 }
 
-// Returns the first entry of table t in a level: begins[t] * scale.
+// Function object that returns the first entry of table t in a level: begins[t] * scale.
 struct Begins {
   const int32_t* begins;
   int32_t scale;
@@ -173,9 +173,9 @@ struct Begins {
   SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
 };
 
-// Writes where the entries of each sort key of table t begin, for the keys whose first entry this
-// chunk determines. A key without entries gets the position of the next key's entries. The key
-// after the last row gets the end of all entries. The lanes of a tile divide the work.
+// Writes to group.begins where the entries of each sort key of table t begin, if they begin in this
+// chunk. A key without entries gets the position of the next key's entries. The key after the last
+// row gets the end of all entries. The lanes of a tile divide the work.
 template <class T>
 SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
                                   uint32_t chunk, int lane, int lanes) {
@@ -229,8 +229,8 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   };
   if (kFirst && n == 0) return clear(key_start, no_row);
 
-  // Sort keys of the entries just before and just after the chunk. A row of the chunk continues
-  // beyond it only if it has one of these keys.
+  // Sort keys of the entries just before and just after the chunk. If a row in the chunk also has
+  // entries outside the chunk, its key is one of these two.
   constexpr uint32_t kNone = ~0u;
   const uint32_t before = begin == 0 ? kNone : from.keys[first + begin - 1];
   const uint32_t after = end == n ? kNone : from.keys[first + end];
@@ -269,7 +269,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     clear(next, no_row);
   }
   if (element > 0) return;
-  // A slot without a sum has a key, too, so that the entries of the next level are sorted.
+  // Give slots without a sum a key, too, so that the entries of the next level are sorted.
   to.keys[slot] = from.keys[first + begin];
   to.keys[slot + 1] = from.keys[first + end - 1];
   to.values[slot] = has_head ? static_cast<int32_t>(slot) : -1;

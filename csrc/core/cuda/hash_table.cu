@@ -113,8 +113,8 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
   if (own != 0) simt::atomic_add(surplus, own);
 }
 
-// Reports damage if a lookup of the key recorded for a row found another row or none. This happens
-// for some row whenever a row has no key, or two keys.
+// Reports damage if the lookup of row i's key did not return row i. If any row has no key, or two
+// keys, this happens for some i.
 SPARSEKIT_KERNEL verify_kernel(const int64_t* rows, int64_t size, int64_t* unsound) {
   const int64_t i = simt::global_thread();
   if (i < size && rows[i] != i) simt::store(unsound, int64_t{1});

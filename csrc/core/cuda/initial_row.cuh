@@ -8,7 +8,7 @@
 namespace sparsekit::cuda {
 
 constexpr int kDrawColumns = 4;
-// Number of elements in the widest access within the columns of a draw.
+// Number of elements in the widest access that stays within the columns of a draw.
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 

@@ -1,4 +1,4 @@
-// Forward of embedding_bag. Each tile of lanes pools a bag; many tiles divide a long bag.
+// Forward pass of embedding_bag. Each tile of lanes pools one bag; many tiles share a long bag.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// CUB takes the number of elements as a 32-bit integer.
+// CUB expects the number of elements as a 32-bit integer.
 int checked(int64_t n) {
   if (n > INT32_MAX) {
     throw std::runtime_error("sparsekit: a scan or sort of " + std::to_string(n) +

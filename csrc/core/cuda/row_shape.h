@@ -82,7 +82,7 @@ struct RowPiece {
   SPARSEKIT_DEVICE const S& at(int i) const { return access[i / kAccess].at[i % kAccess]; }
 };
 
-// Writes `sum`, rounded to the type of the row, to to[0 : kWidth].
+// Rounds `sum` to the type of the row and stores it in to[0 : kWidth].
 template <class T, int kWidth>
 SPARSEKIT_DEVICE void write_row(T* to, const Acc<T> (&sum)[kWidth]) {
   RowPiece<T, kWidth> piece;

@@ -24,7 +24,7 @@ struct Share {
 };
 
 // Maximum number of blocks of a launch, not counting one for each table and column. It is more than
-// any device runs at a time. With this limit, each block has enough rows to pay for the two powers
+// any device runs at a time. With this limit, each block has enough rows to amortize the two powers
 // that it computes for the step. The host runner gets few blocks, so that small tests loop, too.
 #ifdef __CUDACC__
 constexpr int64_t kMostUpdateBlocks = 2048;
@@ -59,8 +59,7 @@ struct UpdateShares {
   DeviceShares wide, narrow;
 };
 
-// Computes launch.first_blocks in a single block of threads. rows(t) is the number of rows of table
-// t.
+// Computes launch.first_blocks in a single block of threads. rows(t) is table t's row count.
 template <class Rows>
 SPARSEKIT_DEVICE void share_out_blocks(const DeviceShares& launch, const Rows& rows) {
   if (launch.count == 0) return;

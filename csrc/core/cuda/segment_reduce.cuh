@@ -219,7 +219,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
                      }
                    });
   if (element > 0) return;
-  // A slot without a sum has a key, too, so that the entries of the next level are sorted.
+  // Give slots without a sum a key, too, so that the entries of the next level are sorted.
   to.keys[2 * chunk] = from.keys[begin];
   to.keys[2 * chunk + 1] = from.keys[end - 1];
   to.values[2 * chunk] = has_head ? static_cast<int32_t>(2 * chunk) : -1;

@@ -227,7 +227,7 @@ SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
   }
 }
 
-// Host functions. They all throw std::runtime_error with CUDA's message.
+// Host functions. On failure, they throw std::runtime_error with CUDA's message.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();  // clear it: otherwise CUB's next launch would seem to have failed

@@ -21,8 +21,7 @@ SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, int64_t seed, Firs
                               int64_t* slot_of) {
   const int64_t count = n.get();
   const int64_t capacity = num_slots(count);
-  // All lanes of a warp iterate together, since they communicate; `first` is the position of lane
-  // 0.
+  // All lanes of a warp iterate together, since they communicate; `first` is lane 0's position.
   for (int64_t first = simt::global_thread() - simt::lane(); first < count;
        first += simt::global_threads()) {
     const int64_t i = first + simt::lane();

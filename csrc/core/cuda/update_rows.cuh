@@ -9,9 +9,9 @@
 namespace sparsekit::cuda {
 
 // Returns the means over a row that a rule needs, or 0 for a negative row. They are the same on all
-// lanes of the row's tile. All lanes of the warp must call this function. kWidth depends only on
-// the alignment of gradients, and must not change any bit of the means; so each lane takes the
-// elements that it would have with wide accesses.
+// lanes of the row's tile. All lanes of the warp must call this function. kWidth depends on the
+// alignment of the gradients, but the means must not. So each lane always adds the elements that it
+// would have with wide accesses.
 template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
 SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
                                               const Gradient& gradient, const RowTable<T>& table,
@@ -155,7 +155,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
       auto w = read<T, kWidth>(weight_at);
       TableSlice<A, kWidth, kOwn> states;
       states.read(own.table, row, at);
-      // Read the gradient after weight and states, since a sum may have to wait for its terms.
+      // Read the gradient last: if it is summed here, it has to wait for its terms.
       const simt::Vec<T, kWidth> g = gradient(at);
       Philox4x32 random{};
       if constexpr (std::is_same_v<T, BFloat16>) {

@@ -122,8 +122,8 @@ ncclComm* connect(int rank, int world_size, const UniqueId& id) {
   ncclUniqueId unique;
   std::memcpy(&unique, id.data(), id.size());
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  // Block: otherwise NCCL would start a thread for every group, and the caller would have to poll
-  // the communicator.
+  // Use blocking mode: otherwise NCCL would start a thread for every group, and the caller would
+  // have to poll the communicator.
   config.blocking = 1;
   ncclComm_t communicator = nullptr;
   try {
@@ -162,8 +162,7 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
     from += send_bytes[rank];
     to += receive_bytes[rank];
   }
-  // End the group even after an error; otherwise all later calls of this thread would be part of
-  // it.
+  // End the group even after an error; otherwise later calls of this thread would be part of it.
   const ncclResult_t end = nccl.group_end();
   expect(result, failed);
   expect(end, "ncclGroupEnd");
@@ -186,7 +185,8 @@ bool revoke(ncclComm* communicator) noexcept {
 }
 
 void abort(ncclComm* communicator) noexcept {
-  // If there is a communicator, the library is open. Ignore errors of abort().
+  // library() cannot throw here: a communicator exists only if the library is open. Ignore errors
+  // of abort().
   if (communicator != nullptr) library().abort(communicator);
 }
 

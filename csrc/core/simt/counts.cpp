@@ -12,8 +12,8 @@ namespace {
 // synchronous, so all records of a launch belong to the launching thread.
 thread_local std::unique_ptr<std::vector<Record>> records;
 
-// Address of the next output of a planned call, or 0 while calls are executed. The addresses are
-// beyond those that Linux uses.
+// Address of the next output of a call that is only planned, or 0 while calls are executed. The
+// addresses are beyond those that Linux uses.
 constexpr uintptr_t kWithoutMemory = uintptr_t{1} << 56;
 thread_local uintptr_t next_address = 0;
 
@@ -106,8 +106,8 @@ Range own_stack() {
 
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
-// Starts an empty list for the calling thread if `on` is nonzero; otherwise drops the thread's
-// list. If `on` is 2, calls are only planned, not executed.
+// Starts an empty list of records for the calling thread if `on` is nonzero; otherwise drops it. If
+// `on` is 2, calls are only planned, not executed.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);
@@ -118,7 +118,7 @@ extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   }
 }
 
-// Returns the calling thread's list, valid until the next launch or call of sparsekit_simt_count.
+// Returns the calling thread's records, valid until its next launch or sparsekit_simt_count call.
 extern "C" SPARSEKIT_VISIBLE const void* sparsekit_simt_records(int64_t* count) {
   using namespace sparsekit::simt::host;
   *count = records == nullptr ? 0 : static_cast<int64_t>(records->size());

@@ -38,7 +38,7 @@ enum class Access { kRead, kWrite, kAtomic };
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
-// Lets other fibers of this OS thread run, in some calls chosen at random.
+// In randomly chosen calls, lets other fibers of this OS thread run.
 void maybe_switch();
 // saw() counts a thread's access to device memory. note() records a request of the host, the bytes
 // that it moves, and the number of operations that it puts on the stream. Both do nothing unless
@@ -48,8 +48,8 @@ void note(Request request, const char* name, int64_t read, int64_t written, int6
 // Returns true if the calling thread only plans calls. Its launches are checked and recorded, but
 // do not run. Its outputs and workspace have addresses without memory, so a call may have any size.
 bool only_plans();
-// Returns an address for `bytes` bytes if the call is only planned, memory if it is recorded
-// (recording.h), otherwise null.
+// Returns an address for `bytes` bytes: without memory if the call is only planned, with memory if
+// it is recorded (recording.h). Otherwise returns null.
 void* address_without_memory(int64_t bytes);
 bool lacks_memory(const void* address);
 void wait_for_block();

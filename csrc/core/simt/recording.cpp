@@ -44,7 +44,8 @@ extern "C" SPARSEKIT_VISIBLE void* sparsekit_simt_new_recording() {
   return new sparsekit::simt::host::Recording;
 }
 
-// Lets the calling thread add its requests to a recording or, if it is null, execute them again.
+// Makes the calling thread add its requests to the recording `to` instead of executing them. If
+// `to` is null, the thread stops recording.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_record(void* to) {
   sparsekit::simt::host::recording = static_cast<sparsekit::simt::host::Recording*>(to);
 }

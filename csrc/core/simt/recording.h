@@ -8,7 +8,7 @@
 
 namespace sparsekit::simt::host {
 
-// Returns true if the calling thread records. Nothing may then wait for the device.
+// Returns true if the calling thread is recording. Nothing may then wait for the device.
 bool is_recording();
 void record(std::function<void()> request);
 // Returns memory that lives as long as the recording.

@@ -74,8 +74,7 @@ class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
 
-  // Waits for all workers. Returns true if all workers have passed the same kind, other than
-  // kGiveUp.
+  // Waits for all workers. Returns true if all passed the same `kind` and it is not kGiveUp.
   bool meet(Kind kind, int participants) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (arrived_ == 0) {

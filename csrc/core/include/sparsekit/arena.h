@@ -22,7 +22,7 @@ class BasicArena {
 
   int64_t bytes() const { return bytes_; }
 
-  // Returns the size in bytes of the workspace that the type Parts takes. The constructor of Parts
+  // Returns the size in bytes of the workspace that the type Parts needs. The constructor of Parts
   // takes an arena and `sizes`.
   template <class Parts, class... Sizes>
   static int64_t bytes_of(const Sizes&... sizes) {

@@ -14,8 +14,8 @@ enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
 struct Field {
   FieldKind kind = FieldKind::kSkip;
 
-  // For kFloat: the value of row i is written to output[i * stride]. An empty field has the value
-  // `missing`; if `required` is set, it makes the row malformed.
+  // For kFloat: the value of row i is written to output[i * stride]. An empty field gets the value
+  // `missing` or, if `required` is set, makes the row malformed.
   float* output = nullptr;
   int64_t stride = 1;
   float missing = 0;

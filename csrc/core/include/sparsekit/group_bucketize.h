@@ -26,9 +26,9 @@ struct RoutedKeys {
   int32_t* places;
 };
 
-// Locates the vectors of a table that one rank has sent. They are in a buffer whose rows may have
-// any size. `end` is the number of the table's keys for this rank and all lower ranks. In sending
-// order, the vector of key j begins at row `begin` + (j - `end` of the previous rank) * step.
+// Locates the vectors that one rank has sent for a table, in rows of the buffer that received them.
+// `end` is the number of the table's keys for this rank and all lower ranks. In sending order, the
+// vector of key j begins at row `begin` + (j - `end` of the previous rank) * step.
 struct ComeVectors {
   int64_t begin, end;
 };
@@ -62,11 +62,11 @@ void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_
 // Like the CPU versions; the tables are in call.routed. The host does not wait for the device.
 namespace cuda {
 
-// Returns the size in bytes of the workspace. First pass the same workspace to begin_group.
+// Returns the size in bytes of the workspace. Pass the workspace to begin_group first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
-// *bad_owners becomes the smallest index of a table with a key that the map assigns to an invalid
-// rank. Precondition: world_size * num_tables < 2^31.
+// Groups keys. *bad_owners becomes the smallest index of a table with a key that the map assigns to
+// an invalid rank. Precondition: world_size * num_tables < 2^31.
 void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world_size,
                      bool distinct, int64_t seed, const RoutedKeys& to, int64_t* bad_owners,
                      void* workspace, void* stream);
@@ -91,8 +91,8 @@ struct ExchangeErrors {
 
 int64_t exchange_rows_workspace_bytes(const ExchangeCall& call);
 
-// A key with an invalid element of `places` gets the row -1. The rows of an invalid table are
-// undefined.
+// Computes rows. A key with an invalid element of `places` gets the row -1. The rows of an invalid
+// table are undefined.
 void exchange_rows(const ExchangeCall& call, int32_t* rows, const ExchangeErrors& errors,
                    void* workspace, void* stream);
 

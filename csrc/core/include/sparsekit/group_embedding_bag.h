@@ -58,7 +58,7 @@ struct FeatureBags {
 // read it.
 constexpr int64_t kPartElements = 16;
 
-// Arguments of the gradient of one table.
+// Arguments for computing the gradient of one table.
 template <class T>
 struct SummedTable {
   const FeatureBags<T>* features;
@@ -161,8 +161,8 @@ template <class T>
 void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
                          void* workspace, void* stream);
 
-// Arguments of the gradients of all tables. Features, bags, gradients and sorted rows are all
-// ordered by table.
+// Arguments for computing the gradients of all tables. Features, bags, gradients and sorted rows
+// are all ordered by table.
 template <class T>
 struct GroupSums {
   const SummedTable<T>* tables;
@@ -186,10 +186,10 @@ template <class T>
 int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums);
 
 // Like group_embedding_bag_backward, but writes the sums for sums.rows to `room`. Does not read the
-// field `grad` of sums.tables. num_rows is only an upper bound, and a table has at most as many
-// rows as entries, even if `counts` is larger. Sums that do not fit in `room` are dropped; *bad_row
-// then becomes the position of such a sum's row among the rows of all tables. The host does not
-// wait for the number of rows.
+// field `grad` of sums.tables. Each table's num_rows is only an upper bound. A table has at most as
+// many rows as entries, even if `counts` is larger. Sums that do not fit in `room` are dropped;
+// *bad_row then becomes the position of such a sum's row among the rows of all tables. The host
+// does not wait for the number of rows.
 template <class T>
 void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
                                      int64_t* bad_index, int64_t* bad_row, void* workspace,
@@ -201,10 +201,10 @@ int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 // Makes the optimizer step that update_rows would make with the gradients of
 // group_embedding_bag_backward, but does not write these gradients to memory: it stores only the
 // sums of rows whose sorted entries span several chunks. Does not read the field `grad` of
-// sums.tables. num_rows is only an upper bound, and a table has at most as many rows as entries,
-// even if `counts` is larger. Positions in *bad_row are counted among the distinct rows of a table.
-// before_changes() is called after the launches that check `index` and before anything is changed;
-// it may throw. The host does not wait for the number of rows.
+// sums.tables. Each table's num_rows is only an upper bound. A table has at most as many rows as
+// entries, even if `counts` is larger. Positions in *bad_row are counted among the distinct rows of
+// a table. before_changes() is called after the launches that check `index` and before anything is
+// changed; it may throw. The host does not wait for the number of rows.
 template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,

@@ -58,7 +58,7 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
 // On a device, each launch handles all tables.
 namespace cuda {
 
-// Returns the size in bytes of the workspace. First pass the same workspace to begin_group.
+// Returns the size in bytes of the workspace. Pass the workspace to begin_group first.
 int64_t group_find_workspace_bytes(const GroupCall& call);
 
 // Like the CPU version, but rows[e] is -1 if the key is out of range.

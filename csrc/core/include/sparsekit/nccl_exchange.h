@@ -21,7 +21,7 @@ using UniqueId = std::array<char, 128>;
 const char* header_version();
 
 // Opens the library and returns its version, such as 23007. The library is the libnccl.so.2 that
-// torch has loaded, or the one that SPARSEKIT_NCCL_LIBRARY names.
+// torch has loaded, unless the environment variable SPARSEKIT_NCCL_LIBRARY is set to another file.
 int library_version();
 
 UniqueId unique_id();

@@ -12,9 +12,9 @@
 // A rule with means also has
 //   kMeansReadWeight, kMeansReadStates   true if the means also depend on the weight or the states;
 //   of_element(k, g, w, s)               returns the terms to average; s is a copy to work on;
-//   of_row(k, means, before)             returns a number of the row that step() reads from s after
-//                                        the element's states; with kRowWise it is the row's new
-//                                        state, and `before` is the old state.
+//   of_row(k, means, before)             returns a number for the whole row, which step() finds in
+//                                        s after the element's states; with kRowWise, it is the
+//                                        row's new state, and `before` is the old state.
 // A rule that also moves rows without a gradient has the members that catch_up_rows needs:
 //   without_gradient(a, b)  returns the StepConstants of a missed step, given its two numbers;
 //   most_replayed()         returns the number of missed steps worth replaying: at equal learning

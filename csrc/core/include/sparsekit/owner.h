@@ -11,7 +11,7 @@ namespace sparsekit {
 // Maximum number of ranks.
 constexpr int64_t kMaxWorldSize = 2048;
 
-// Number of virtual shards to which keys are hashed. A map says which rank owns each shard.
+// Number of virtual shards to which keys are hashed. A map assigns each shard to a rank.
 constexpr int64_t kVirtualShards = int64_t{1} << 16;
 
 // Returns the virtual shard of a key. An int32 key has the same shard as the int64 of the same

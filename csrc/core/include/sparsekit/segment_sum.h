@@ -32,10 +32,10 @@ namespace cuda {
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
 
-// If `deterministic` is true, the order of additions depends only on the ids, as on the CPU.
-// Otherwise the fastest method is used: float sums may differ in the last bits from run to run, and
-// subnormal numbers may be flushed to zero. Rows with an id >= num_segments are dropped. The caller
-// sets *bad to INT64_MAX; it becomes the smallest position of such an id, if there is one.
+// Like the CPU version, but rows with an id >= num_segments are dropped. The caller sets *bad to
+// INT64_MAX; it becomes the smallest position of such an id, if there is one. If `deterministic` is
+// false, the fastest method is used: float sums may differ in the last bits from run to run, and
+// subnormal numbers may be flushed to zero.
 template <class T>
 void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                           int64_t num_segments, bool deterministic, T* out, int64_t* bad,

@@ -63,11 +63,11 @@ namespace cuda {
 // gradients are passed in this way, and `on_device` must be a copy of `tables` in device memory.
 constexpr int64_t kTablesOfLaunch = 30;
 
-// Makes one launch for up to 768 tables, or two launches if the rows of only some tables are
-// aligned to 16 bytes. The step number is read on the device; a table whose step number is below 1
-// is left unchanged. Rows outside [0, num_rows) are skipped, and *bad becomes the smallest
-// position_of_table(table, position) of such a row. counts [tables], in device memory, is the
-// number of gradients of each table, at most n; null means n.
+// Like the CPU version. Makes one launch for up to 768 tables, or two launches if the rows of only
+// some tables are aligned to 16 bytes. The step number is read on the device; a table whose step
+// number is below 1 is left unchanged. Rows outside [0, num_rows) are skipped, and *bad becomes the
+// smallest position_of_table(table, position) of such a row. counts [tables], in device memory, is
+// the number of gradients of each table, at most n; null means n.
 template <class Rule, class T>
 void update_rows(const SteppedTable<T>* tables, const SteppedTable<T>* on_device,
                  const RowGradients<T>* gradients, int64_t num_tables, const int64_t* counts,

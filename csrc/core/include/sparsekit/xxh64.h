@@ -71,7 +71,7 @@ class TextHasher {
     }
     WaitingText* end = end_[size];
     *end++ = {text, place};
-    // The array is full: each row of waiting_ is aligned to its size.
+    // Test for a full array. This works because each row of waiting_ is aligned to its size.
     if (reinterpret_cast<uintptr_t>(end) % sizeof waiting_[0] == 0) {
       end -= kTogether;
       hash_together_(end, kTogether, size, seed_, codes_);
