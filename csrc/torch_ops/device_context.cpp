@@ -51,6 +51,10 @@ std::string message_of(const int64_t* words) {
                      position == 0 ? std::string("its") : std::to_string(position),
                      " new keys were not inserted");
     }
+    if (kind == static_cast<int64_t>(DeviceError::kGroupMaxKeys)) {
+      return message(op, ": in an earlier call on this device, a rank owned more keys of table ",
+                     position, " than max_keys_per_rank, and the keys beyond it were left out");
+    }
     return message(op, table == 0 ? "" : message(": table ", table), ": ", argument, "[", position,
                    "] was out of range in an earlier call on this device; it was left out. Set "
                    "SPARSEKIT_CHECKED=1 to have the call itself raise");

@@ -32,22 +32,23 @@ namespace sparsekit::ops {
 
 // Lists the kinds of invalid values that only the device finds. Error messages mention the op and
 // the argument given here.
-#define SPARSEKIT_DEVICE_ERRORS(X)                      \
-  X(kGatherRow, "gather_rows", "rows")                  \
-  X(kInitRow, "init_rows_", "rows")                     \
-  X(kUpdateRow, "update_rows_", "rows")                 \
-  X(kCatchUpRow, "catch_up_rows_", "rows")              \
-  X(kSegmentId, "unsorted_segment_sum", "segment_ids")  \
-  X(kBagOffset, "embedding_bag", "offsets")             \
-  X(kBagRow, "embedding_bag", "rows")                   \
-  X(kGroupOffset, "group_find", "offsets")              \
-  X(kGroupBag, "group_find", "max_nnz of bag")          \
-  X(kGroupKey, "group_find", "keys")                    \
-  X(kGroupRefused, "group_find_or_insert_", "tables")   \
-  X(kGroupIndex, "group_embedding_bag_", "index")       \
-  X(kOwner, "bucketize", "owners")                      \
-  X(kGroupOwners, "group_bucketize", "owners of table") \
-  X(kExchangePlace, "group_exchange_rows", "places")    \
+#define SPARSEKIT_DEVICE_ERRORS(X)                         \
+  X(kGatherRow, "gather_rows", "rows")                     \
+  X(kInitRow, "init_rows_", "rows")                        \
+  X(kUpdateRow, "update_rows_", "rows")                    \
+  X(kCatchUpRow, "catch_up_rows_", "rows")                 \
+  X(kSegmentId, "unsorted_segment_sum", "segment_ids")     \
+  X(kBagOffset, "embedding_bag", "offsets")                \
+  X(kBagRow, "embedding_bag", "rows")                      \
+  X(kGroupOffset, "group_find", "offsets")                 \
+  X(kGroupBag, "group_find", "max_nnz of bag")             \
+  X(kGroupKey, "group_find", "keys")                       \
+  X(kGroupRefused, "group_find_or_insert_", "tables")      \
+  X(kGroupIndex, "group_embedding_bag_", "index")          \
+  X(kOwner, "bucketize", "owners")                         \
+  X(kGroupOwners, "group_bucketize", "owners of table")    \
+  X(kGroupMaxKeys, "group_bucketize", "max_keys_per_rank") \
+  X(kExchangePlace, "group_exchange_rows", "places")       \
   X(kExchangeTable, "group_exchange_rows", "come")
 
 enum class DeviceError {

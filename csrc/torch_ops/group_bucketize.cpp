@@ -32,10 +32,28 @@ std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
   return tables;
 }
 
+// Gives the keys of each table places of a fixed size, if `max_keys` is not empty. Returns the
+// number of places for the keys of one rank.
+int64_t fix_places(Arguments& given, const std::vector<int64_t>& max_keys, int64_t world_size,
+                   std::vector<RoutedTable>& tables) {
+  if (max_keys.empty()) return 0;
+  given.check_list("max_keys_per_rank", max_keys.size(), tables.size());
+  int64_t places = 0;
+  for (size_t t = 0; t < tables.size(); ++t) {
+    const int64_t most = max_keys[t];
+    given.check(most >= 1 && most <= kMostNumbered / world_size - places, "max_keys_per_rank[", t,
+                "] must be at least 1, and world_size times the sum of all below 2^31, got ", most);
+    tables[t].max_keys = most;
+    tables[t].first_place = places;
+    places += most;
+  }
+  return places;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
     const Tensors& owners, const std::vector<int64_t>& maps, const std::vector<int64_t>& ends,
     const Tensors& keys, const Tensors& offsets, const Tensor& features, int64_t world_size,
-    bool distinct) {
+    bool distinct, const std::vector<int64_t>& max_keys) {
   Arguments given("group_bucketize");
   given.check(world_size >= 1 && world_size <= kMaxWorldSize, "world_size must be in [1, ",
               kMaxWorldSize, "], got ", world_size);
@@ -45,18 +63,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
               " ranks; at most 2^31 - 1 of both together are supported");
   GroupInput input(given, keys, offsets, features, maps.size());
   std::vector<RoutedTable> tables = routed_tables(given, owners, maps, ends, world_size, input);
+  const int64_t rank_places = fix_places(given, max_keys, world_size, tables);
   const Tensor& like = given.first_or(features);
   const DeviceContext context(like);
   const auto results = new_bags(input, like);
-  Tensor by_owner = new_output(like, {input.entries}, ScalarType::Long);
+  const int64_t places_of_all = rank_places > 0 ? world_size * rank_places : input.entries;
+  Tensor by_owner = new_output(like, {places_of_all}, ScalarType::Long);
   Tensor counts = new_output(like, {world_size, num_tables}, ScalarType::Long);
   Tensor numbers = new_output(like, {num_tables}, ScalarType::Long);
   Tensor inverse = new_output(like, {input.entries}, ScalarType::Int);
   Tensor places = new_output(like, {input.entries}, ScalarType::Int);
   const RoutedKeys to{mutable_data<int64_t>(by_owner), mutable_data<int64_t>(counts),
-                      mutable_data<int64_t>(numbers), mutable_data<int32_t>(inverse),
-                      mutable_data<int32_t>(places)};
-  int64_t bad = -1;
+                      mutable_data<int64_t>(numbers),  mutable_data<int32_t>(inverse),
+                      mutable_data<int32_t>(places),   rank_places};
+  RouteErrors errors{-1, -1};
   if constexpr (kOnDevice) {
     cuda::GroupCall call{};
     call.routed = tables.data();
@@ -67,9 +87,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
     const DeviceCall device(input, call, bytes, results, like);
     device.begin(input, context);
     cuda::group_bucketize(device.call, device.bags, world_size, distinct, process_seed(), to,
-                          context.error_word(DeviceError::kGroupOwners), device.memory.data(),
-                          context.stream());
-    bad = context.error_position(DeviceError::kGroupOwners, num_tables);
+                          {context.error_word(DeviceError::kGroupOwners),
+                           context.error_word(DeviceError::kGroupMaxKeys)},
+                          device.memory.data(), context.stream());
+    errors = {context.error_position(DeviceError::kGroupOwners, num_tables),
+              context.error_position(DeviceError::kGroupMaxKeys, num_tables)};
   } else {
     begin_on_cpu(input, tables, results, context);
     const ParallelFor parallel_for = torch_parallel_for();
@@ -78,12 +100,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
         cpu::group_bucketize_workspace_bytes(tables.data(), num_tables, input.entries, order.data(),
                                              parallel_for),
         like);
-    bad = cpu::group_bucketize(tables.data(), num_tables, input.sources.data(),
-                               input.features.data(), world_size, distinct, process_seed(), to,
-                               order.data(), memory.data(), parallel_for);
+    errors = cpu::group_bucketize(tables.data(), num_tables, input.sources.data(),
+                                  input.features.data(), world_size, distinct, process_seed(), to,
+                                  order.data(), memory.data(), parallel_for);
   }
+  const auto [bad, full] = errors;
   given.check(bad < 0, "owners[", bad < 0 ? 0 : maps[bad], "], of table ", bad,
               ", has an element that is not in [0, world_size = ", world_size, ")");
+  given.check(full < 0, "a rank owns more keys of table ", full, " than max_keys_per_rank[", full,
+              "] = ", full < 0 ? 0 : max_keys[full]);
   return {by_owner, counts, numbers, inverse, places, results.first, results.second};
 }
 
@@ -93,10 +118,12 @@ struct Exchanged {
   const Arguments& given;
   int64_t num_tables, world_size, entries;
   Tensor places, bags, come;
+  std::optional<Tensor> numbers;
   std::vector<int64_t> first_bags;  // [num_tables + 1] first bag of each table, then the end
 
   Exchanged(Arguments& given, const Tensor& places_in, const Tensor& bags_in,
-            const Tensor& features, const Tensor& come_in, const std::vector<int64_t>& steps)
+            const Tensor& features, const Tensor& come_in, const std::vector<int64_t>& steps,
+            const std::optional<Tensor>& numbers_in)
       : given(given), num_tables(static_cast<int64_t>(steps.size())) {
     const GroupFeatures group(given, features, steps.size());
     given.read("places", places_in, ScalarType::Int, 1);
@@ -111,6 +138,11 @@ struct Exchanged {
     places = packed(places_in);
     bags = packed(bags_in);
     come = packed(come_in);
+    if (numbers_in) {
+      given.read("numbers", *numbers_in, ScalarType::Long, 1);
+      given.check_size("numbers", *numbers_in, 0, num_tables);
+      numbers = packed(*numbers_in);
+    }
     world_size = come.size(1);
     entries = places.numel();
     given.check_count("places", entries);
@@ -129,11 +161,13 @@ struct Exchanged {
     return reinterpret_cast<const ComeVectors*>(int64_data(come)) + t * world_size;
   }
 
-  void check_bounds(int64_t t, int64_t begin, int64_t end) const {
+  int64_t vectors(int64_t t) const { return parts(t)[world_size - 1].end; }
+
+  // Checks the bags and the number of keys of a table.
+  void check_bounds(int64_t t, int64_t begin, int64_t end, int64_t keys) const {
     given.check(0 <= begin && begin <= end && end <= entries,
                 "bags must rise to at most len(places) = ", entries, ", but those of table ", t,
                 " go from ", begin, " to ", end);
-    const int64_t keys = parts(t)[world_size - 1].end;
     given.check(keys <= end - begin, "table ", t, " has ", end - begin, " entries, but ", keys,
                 " keys");
   }
@@ -148,11 +182,12 @@ struct Exchanged {
     int64_t before = 0;
     for (int64_t r = 0; r < world_size; ++r) {
       const ComeVectors& part = parts(t)[r];
-      given.check(part.end >= before && part.end <= entries && part.begin >= 0 &&
-                      part.begin <= kMostNumbered &&
+      given.check(part.end >= before && part.end <= (numbers ? kMostNumbered : entries) &&
+                      part.begin >= 0 && part.begin <= kMostNumbered &&
                       part.end - before <= (kMostNumbered - part.begin) / step,
                   "come[", t, "][", r, "] is ", part.begin, " and ", part.end, ", after ", before,
-                  "; ends must rise to at most len(places) = ", entries,
+                  "; ends must rise to at most ",
+                  numbers ? message("2^31 - 1") : message("len(places) = ", entries),
                   ", and rows stay below 2^31");
       before = part.end;
     }
@@ -160,9 +195,10 @@ struct Exchanged {
 };
 
 Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& features,
-                     const Tensor& come, const std::vector<int64_t>& steps) {
+                     const Tensor& come, const std::vector<int64_t>& steps,
+                     const std::optional<Tensor>& numbers) {
   Arguments given("group_exchange_rows");
-  const Exchanged asked(given, places, bags, features, come, steps);
+  const Exchanged asked(given, places, bags, features, come, steps, numbers);
   const int64_t num_tables = asked.num_tables;
   Tensor rows = new_output(asked.places, {asked.entries}, ScalarType::Int);
   const DeviceContext context(asked.places);
@@ -174,6 +210,7 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
                                   asked.first_bags.data(),
                                   asked.parts(0),
                                   steps.data(),
+                                  asked.numbers ? data<int64_t>(*asked.numbers) : nullptr,
                                   data<int32_t>(asked.bags),
                                   data<int32_t>(asked.places)};
     const Workspace memory(cuda::exchange_rows_workspace_bytes(call), rows);
@@ -184,35 +221,39 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
     const int64_t bad_place = context.error_position(DeviceError::kExchangePlace, asked.entries);
     const int64_t bad_table = context.error_position(DeviceError::kExchangeTable, num_tables);
     if (bad_table >= 0) {
-      asked.check_bounds(bad_table, context.value(asked.bags, asked.first_bags[bad_table]),
-                         context.value(asked.bags, asked.first_bags[bad_table + 1]));
+      asked.check_bounds(
+          bad_table, context.value(asked.bags, asked.first_bags[bad_table]),
+          context.value(asked.bags, asked.first_bags[bad_table + 1]),
+          asked.numbers ? context.value(*asked.numbers, bad_table) : asked.vectors(bad_table));
     }
     if (bad_place >= 0) asked.wrong_place(bad_place, context.value(asked.places, bad_place));
   } else {
     const auto* bounds = data<int32_t>(asked.bags);
     const auto* given = data<int32_t>(asked.places);
     std::vector<RoutedTable> tables(steps.size());
+    std::vector<int64_t> keys_of(steps.size());
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t begin = bounds[asked.first_bags[t]], end = bounds[asked.first_bags[t + 1]];
-      asked.check_bounds(t, begin, end);
+      keys_of[t] = asked.numbers ? int64_data(*asked.numbers)[t] : asked.vectors(t);
+      asked.check_bounds(t, begin, end, keys_of[t]);
       tables[t].first_entry = begin;
       tables[t].n = end - begin;
     }
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t begin = tables[t].first_entry;
-      const int64_t keys = asked.parts(t)[asked.world_size - 1].end;
-      const auto bad = [=](int32_t place) { return place < 0 || place >= keys; };
+      const int64_t keys = keys_of[t], vectors = asked.vectors(t);
+      const auto bad = [=](int32_t place) { return place < 0 || place >= vectors; };
       uint32_t most = 0;  // unsigned, so that negative positions become huge
       for (int64_t e = begin; e < begin + keys; ++e) {
         most = std::max(most, static_cast<uint32_t>(given[e]));
       }
-      if (most >= keys && keys > 0) {
+      if (most >= vectors && keys > 0) {
         const int32_t* found = std::find_if(given + begin, given + begin + keys, bad);
         asked.wrong_place(found - given, *found);
       }
     }
-    cpu::exchange_rows(tables.data(), num_tables, asked.world_size, asked.parts(0), steps.data(),
-                       given, mutable_data<int32_t>(rows), torch_parallel_for());
+    cpu::exchange_rows(tables.data(), num_tables, keys_of.data(), asked.world_size, asked.parts(0),
+                       steps.data(), given, mutable_data<int32_t>(rows), torch_parallel_for());
   }
   return rows;
 }

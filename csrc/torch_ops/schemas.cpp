@@ -49,10 +49,11 @@ constexpr const char* kSchemas[] = {
     " Tensor[] offsets, Tensor features, Tensor(d!)? report=None) -> (Tensor rows, Tensor inverse,"
     " Tensor counts, Tensor bags, Tensor key_starts)",
     "group_bucketize(Tensor[] owners, int[] maps, int[] ends, Tensor[] keys, Tensor[] offsets,"
-    " Tensor features, int world_size, bool distinct=True) -> (Tensor keys, Tensor counts,"
-    " Tensor numbers, Tensor inverse, Tensor places, Tensor bags, Tensor key_starts)",
-    "group_exchange_rows(Tensor places, Tensor bags, Tensor features, Tensor come, int[] steps)"
-    " -> Tensor",
+    " Tensor features, int world_size, bool distinct=True, int[] max_keys_per_rank=[])"
+    " -> (Tensor keys, Tensor counts, Tensor numbers, Tensor inverse, Tensor places, Tensor bags,"
+    " Tensor key_starts)",
+    "group_exchange_rows(Tensor places, Tensor bags, Tensor features, Tensor come, int[] steps,"
+    " Tensor? numbers=None) -> Tensor",
     "group_embedding_bag_out(Tensor like, int num_elements) -> Tensor",
     "group_embedding_bag_(Tensor(a!)[] outs, Tensor[] weights, Tensor index, Tensor? rows,"
     " Tensor? counts, Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? key_starts,"

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from .._reports import reports_of
+from .._reports import DEFERRING_DEVICES, reports_of
 from ..distributed.exchange import Agreement, Exchange
 from ..distributed.wire import ALIGNMENT, Layout, Parts
 from .key_client import KeyClient
@@ -51,8 +51,13 @@ class ByKey:
         self.signature = f"look up in {self.of_plan}, lookup number {exchange.lookups}"
         self._clients: list[KeyClient] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
-        # Layout of the keys from all ranks. With max_keys_per_rank it is known only when the keys
-        # arrive.
+        # For each table, the number of places for its keys in each message; None if messages have
+        # the size of their content. Reading a count from a device would make the host wait, so that
+        # there all messages have fixed sizes if all tables limit their keys.
+        on_device = exchange.device.type in DEFERRING_DEVICES
+        self._places = plan.most_keys if on_device else None
+        # Layout of the keys from all ranks. With max_keys_per_rank and without fixed places, it is
+        # known only when the keys arrive.
         self._keys: Layout | None = None
 
     def ask(self, requests: Sequence[Request]) -> None:
@@ -66,15 +71,18 @@ class ByKey:
         reports = reports_of(self.exchange.device)
         if reports is not None:  # from here on, other ranks count on this rank
             reports.poll()
+        if self._places is not None:
+            self._check_places(self._places)
         asked, self._finished = as_vectors(requests)
-        for batch in self.plan.batches:
+        for batch, columns in zip(self.plan.batches, self.plan.columns, strict=True):
             own = asked
             if len(self.plan.batches) > 1:
                 own = [asked[i] for i in batch.positions]
-            self._clients.append(KeyClient(batch, own, self.exchange.world_size))
+            places = () if self._places is None else self._places[columns]
+            self._clients.append(KeyClient(batch, own, self.exchange.world_size, places))
         counts = [client.counts for client in self._clients]
         self.counts = counts[0] if len(counts) == 1 else torch.cat(counts, 1)
-        if self.plan.most_keys is not None:
+        if self.plan.most_keys is not None and self._places is None:
             self._own_counts = np.array(self.counts.tolist())
             self._refuse_more_than(self.plan.most_keys)
 
@@ -99,6 +107,8 @@ class ByKey:
             # From now on, parts of this size may arrive without a handshake.
             exchange.expect([self._size_at_once(most)] * exchange.world_size)
             exchange.at_once.add(self.of_plan)
+        if self._places is not None:
+            return self._send_places(self._places)
         words = [8] * len(self._row_bytes)
         own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
 
@@ -116,20 +126,48 @@ class ByKey:
             requests: the requests, or an error for all ranks to raise in `outputs`.
         """
         most, exchange = cast("list[int]", self.plan.most_keys), self.exchange
+        if self._places is not None:
+            return self._send_places(self._places, requests)
         size = self._size_at_once(most)
 
         def write(parts: Parts) -> None:
             if isinstance(requests, Exception):
                 raise requests
             self.ask(requests)
-            for rank, counts in enumerate(self.counts):
-                parts.payload(rank, 8 * len(most)).view(torch.int64)[:] = counts
+            self._write_counts(parts)
             self._own = self._expected(self._own_counts)
             self._write_keys(parts, self._behind_counts(self._own_counts))
 
         sizes = [size] * exchange.world_size
         what = f"keys at once: {self.signature}"
         self._received = exchange.send(what, write, sizes, sizes, words=len(most))
+
+    def _send_places(
+        self, places: list[int], requests: Sequence[Request] | Exception | None = None
+    ) -> None:
+        """Send the counts and keys in messages of a fixed size; ask for `requests` first, if any.
+
+        Since other ranks do not read the heads before they go on, an error ends the exchange.
+        """
+        exchange = self.exchange
+        counts = np.tile(places, (exchange.world_size, 1))
+        self._keys = layout = self._behind_counts(counts)
+
+        def write(parts: Parts) -> None:
+            if isinstance(requests, Exception):
+                raise requests
+            if requests is not None:
+                self.ask(requests)
+            self._write_counts(parts)
+            self._write_keys(parts, layout)
+
+        what = f"places of keys: {self.signature}"
+        self._received = exchange.send(what, write, layout.sizes, layout.sizes, late=True)
+        self._own = self._theirs = self._expected(counts)
+
+    def _write_counts(self, parts: Parts) -> None:
+        for rank, counts in enumerate(self.counts):
+            parts.payload(rank, 8 * len(counts)).view(torch.int64)[:] = counts
 
     def _size_at_once(self, most: Sequence[int]) -> int:
         """Return the size of a part with the counts and up to `most` keys of each table."""
@@ -150,6 +188,17 @@ class ByKey:
         self.exchange.expect(layout.sizes)
         return layout
 
+    def _check_places(self, places: list[int]) -> None:
+        world_size = self.exchange.world_size
+        if sum(places) * world_size < 1 << 31:
+            return
+        most = max(places)
+        table = [table for batch in self.plan.batches for table in batch.tables][places.index(most)]
+        raise ValueError(
+            f"{table.name}: max_keys_per_rank {most} is too large for a device: {world_size} ranks "
+            f"times the sum of all layers, {sum(places)}, must be below 2**31"
+        )
+
     def _refuse_more_than(self, most: Sequence[int]) -> None:
         counts = self._own_counts
         if (counts <= most).all():
@@ -169,7 +218,7 @@ class ByKey:
             own = self._own_counts[exchange.rank]
             counts = np.insert(come.words, exchange.rank, own, axis=0)
             self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
-        server = KeyServer(self.plan, come, self._keys, self._theirs)
+        server = KeyServer(self.plan, come, self._keys, self._theirs, self._places)
         layouts = self._theirs, self._own
         what = f"vectors: {self.signature}"
         rows, (_, record, found) = exchange_rows(

@@ -30,6 +30,8 @@ class KeyClient:
         batch: the tables.
         requests: one for each of `TableBatch.positions`.
         world_size: number of ranks.
+        places: for each table, the number of places for its keys in the message to each rank; empty
+            if a message has the size of its keys.
 
     Attributes:
         counts: int64 ``[world_size, tables]``, number of keys to send to each rank, by table.
@@ -38,7 +40,13 @@ class KeyClient:
         TypeError, ValueError, IndexError: a table cannot take the keys or offsets.
     """
 
-    def __init__(self, batch: TableBatch, requests: Sequence[Request], world_size: int) -> None:
+    def __init__(
+        self,
+        batch: TableBatch,
+        requests: Sequence[Request],
+        world_size: int,
+        places: Sequence[int] = (),
+    ) -> None:
         self.batch = batch
         weight = batch.tensors().weights[0]
         sources = describe(requests, batch, weight)
@@ -47,11 +55,13 @@ class KeyClient:
             with torch._C._AutoDispatchBelowAutograd():
                 self._keys, self.counts, self._numbers, *found = _bucketize(
                     owners, maps, batch.key_ends, sources.keys, sources.offsets, sources.features,
-                    world_size, batch.dedupe,
+                    world_size, batch.dedupe, places,
                 )  # fmt: skip
         except Exception:
             explain(requests)
             raise
+        # With places for more keys than there are, the number of keys is known on the device only.
+        self._counted = [self._numbers] if places else []
         self._inverse, self._places, self._bags, self._key_starts = found
         self._like = weight.detach()
         self._sample_weights, self._features = sources.sample_weights, sources.features
@@ -148,5 +158,7 @@ class KeyClient:
         come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T
         come[:, :, 1] = np.cumsum(vectors.counts[:, columns], axis=0).T
         steps = [dim // unit for dim, unit in zip(self.batch.dims, self._row_strides, strict=True)]
-        rows = _rows_of(self._places, self._bags, self._features, torch.from_numpy(come), steps)
+        rows = _rows_of(
+            self._places, self._bags, self._features, torch.from_numpy(come), steps, *self._counted
+        )
         return self._inverse, rows, self._numbers, self._bags

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -28,14 +28,34 @@ class KeyServer:
         come: the received parts with the keys.
         keys: layout of the keys in the parts.
         vectors: layout of the vectors, and of their gradients, in the parts.
+        places: for each table, the number of places for its keys in each part, which begins with
+            the number of keys of each table; None if a part has no more places than keys.
     """
 
-    def __init__(self, plan: LookupPlan, come: Parts, keys: Layout, vectors: Layout) -> None:
+    def __init__(
+        self,
+        plan: LookupPlan,
+        come: Parts,
+        keys: Layout,
+        vectors: Layout,
+        places: Sequence[int] | None,
+    ) -> None:
         self._plan = plan
         self._vectors = vectors
         payloads, begins = keys.payloads(come)
         self._keys = [payload.view(torch.int64) for payload in payloads]
-        self._first = begins // 8
+        self._first = self._first_bags = begins // 8
+        self._offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
+        if places is not None:
+            # Each place is a bag. It has one key, or none if its number is not below the count.
+            counts = torch.stack([words[: len(places)] for words in self._keys])
+            first, number, table = _bags_of_places(tuple(places), counts.device)
+            offsets = first + torch.minimum(number, counts.index_select(1, table))
+            self._offsets = list(offsets)
+            behind_counts = self._first[0, 0]
+            self._keys = [words[behind_counts:] for words in self._keys]
+            self._first = self._first - behind_counts
+            self._first_bags = self._first + np.arange(len(places))
         self._features: list[torch.Tensor] = []
 
     def answer(self, memory: Sequence[torch.Tensor], of_parts: Sequence[int]) -> LookupResult:
@@ -46,19 +66,18 @@ class KeyServer:
             of_parts: byte offset at which each rank's part begins in the buffer of the exchange.
         """
         begins = self._vectors.begins(of_parts)
-        offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
         asked = []
         for batch, columns in zip(self._plan.batches, self._plan.columns, strict=True):
             features = _features(
                 self._vectors.counts[:, columns],
-                self._first[:, columns],
+                self._first_bags[:, columns],
                 begins[:, columns] // batch.wire_dtype.itemsize,
                 batch.dims,
             )
             self._features.append(features)
             counts = self._vectors.counts[:, columns].T.tolist()
             limits = [(t, rank, n) for t, own in enumerate(counts) for rank, n in enumerate(own)]
-            descriptors = Descriptors(self._keys, offsets, [], features, limits, [], 1)
+            descriptors = Descriptors(self._keys, self._offsets, [], features, limits, [], 1)
             asked.append((OnDemand(partial(self._requests, columns)), descriptors))
         return run_into(self._plan, asked, memory)
 
@@ -90,6 +109,20 @@ class KeyServer:
             ]
             made.append(one_by_one(tables[t], torch.cat(parts)))
         return made
+
+
+@lru_cache(maxsize=64)
+def _bags_of_places(places: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the first key, the number among its table's places, and the table of each offset.
+
+    The places of a table have one offset more than places. The last offset of all is the end.
+    """
+    each = np.array([*places, 0])
+    table = np.arange(len(each)).repeat([*(n + 1 for n in places), 1])
+    first = (each.cumsum() - each)[table]
+    number = np.arange(len(table)) - first - table
+    table[-1] = 0
+    return tuple(torch.from_numpy(made).to(device) for made in (first, number, table))
 
 
 def _features(

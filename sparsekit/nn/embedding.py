@@ -88,7 +88,10 @@ class DistributedEmbedding(EmbeddingLayer):
             max_keys_per_rank`` bytes. No rank then waits for counts before it sends, in
             `EmbeddingGroup.prefetch` either, and a step has one collective fewer. More keys than
             the limit are an error on all ranks. Lookups go by key, even with strategy="auto", and
-            all layers of a group must have the limit. None means no limit.
+            all layers of a group must have the limit. None means no limit. On CUDA messages have
+            room for as many keys, vectors and gradients as the limit, whatever their number, so
+            that the host waits for nothing. In return an error on one rank ends the exchange:
+            start all ranks again from a checkpoint.
         insert: False keeps the vocabulary unchanged in training too. A key without a row reads the
             vector that it would read in evaluation; it gets no row and no gradient. Keys with a row
             are trained. `insert` is also an attribute; set it to the same value on all ranks.

@@ -32,6 +32,7 @@ def group_bucketize(
     features: torch.Tensor,
     world_size: int,
     distinct: bool = True,
+    max_keys_per_rank: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Group the distinct keys of each table by the rank that owns them.
 
@@ -51,11 +52,14 @@ def group_bucketize(
         world_size: number of ranks, 1 to 2048.
         distinct: whether a key that occurs several times in a table is sent once. If False, every
             entry counts as a key of its own.
+        max_keys_per_rank: for each table, the number of places for its keys in each rank's part of
+            by_owner, at least 1; empty for parts without unused places.
 
     Returns:
         ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, and
         within a table in order of first occurrence; then the keys for rank 1, and so on. The rest
-        is undefined.
+        is undefined. With max_keys_per_rank, it has ``world_size * sum(max_keys_per_rank)``
+        elements, and the keys of a table for a rank begin at the first of their places.
         ``counts``, int64 ``[world_size, T]``: the number of keys that each rank owns of each table.
         ``numbers``, int64 ``[T]``: the number of keys of each table.
         ``inverse``, int32 with one element per entry: the index of its key among the keys of its
@@ -63,19 +67,21 @@ def group_bucketize(
         ``places``, int32 with one element per entry. Starting at the first entry of table t,
         numbers[t] elements belong to the table's keys, in order of first occurrence. Each element
         is the position of its key when the table's keys are listed for rank 0, then for rank 1, and
-        so on; the rest of the table's part is undefined.
+        so on; the rest of the table's part is undefined. With max_keys_per_rank, the list for each
+        rank has that length.
         ``bags`` and ``key_starts`` are as in `group_find`.
 
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape or number, a mix of devices, a bad feature, offsets that do not
-            rise from 0 to the number of keys, a bag with more keys than max_nnz, or a key that
-            owners give to a rank that does not exist. On CUDA the last error is raised only if
-            checks are on; otherwise such a key goes to rank 0.
+            rise from 0 to the number of keys, a bag with more keys than max_nnz, a key that owners
+            give to a rank that does not exist, or more keys for a rank than places. On CUDA the
+            last two errors are raised only if checks are on; otherwise such a key goes to rank 0,
+            and a key without a place is left out: its element of places is that of another key.
         IndexError: a key out of the range of its table.
     """
     results: tuple[torch.Tensor, ...] = _bucketize(
-        owners, maps, ends, keys, offsets, features, world_size, distinct
+        owners, maps, ends, keys, offsets, features, world_size, distinct, max_keys_per_rank
     )
     return results
 
@@ -86,6 +92,7 @@ def group_exchange_rows(
     features: torch.Tensor,
     come: torch.Tensor,
     steps: Sequence[int],
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Locate the vectors that owners have sent for keys, for `group_embedding_bag_`.
 
@@ -95,8 +102,11 @@ def group_exchange_rows(
         features: int64 ``[F, 9]`` on the CPU, as `group_bucketize` took them.
         come: int64 ``[T, world_size, 2]`` on the CPU. For a table and a rank, the first number is
             the row at which the vectors from that rank begin; the second is the number of vectors
-            from this and all earlier ranks, at most the table's number of entries.
+            from this and all earlier ranks, at most the table's number of entries if numbers is
+            None.
         steps: for each table, rows from one vector to the next.
+        numbers: int64 ``[T]``, the number of keys of each table, as `group_bucketize` returns them;
+            None if there are as many as vectors.
 
     Returns:
         int32 with one element per entry. Starting at the first entry of a table, it has the row of
@@ -105,12 +115,12 @@ def group_exchange_rows(
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape, a mix of devices, a bad feature; bags that do not rise to at most
-            the length of places, or that give a table fewer entries than there are vectors; a step
+            the length of places, or that give a table fewer entries than there are keys; a step
             below 1, or rows that are not in [0, 2^31).
         IndexError: a place that is not below the number of the table's vectors. On CUDA with checks
             off, its row is -1.
     """
-    rows: torch.Tensor = _exchange_rows(places, bags, features, come, steps)
+    rows: torch.Tensor = _exchange_rows(places, bags, features, come, steps, numbers)
     return rows
 
 
@@ -122,10 +132,12 @@ def _(
     offsets: Tensors,
     features: torch.Tensor,
     world_size: int,
+    max_keys_per_rank: Sequence[int],
 ) -> tuple[torch.Tensor, ...]:
     like = keys[0] if keys else owners[0] if owners else features
     entries, tables = length_of(keys), len(maps)
-    by_owner = like.new_empty([entries], dtype=torch.int64)
+    places_of_all = world_size * sum(max_keys_per_rank) if max_keys_per_rank else entries
+    by_owner = like.new_empty([places_of_all], dtype=torch.int64)
     counts = like.new_empty([world_size, tables], dtype=torch.int64)
     numbers = like.new_empty([tables], dtype=torch.int64)
     inverse, places = (like.new_empty([entries], dtype=torch.int32) for _ in range(2))

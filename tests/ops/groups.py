@@ -128,7 +128,7 @@ class Group:
             *self.asked,
         )
 
-    def bucketize(self, world_size: int, distinct: bool = True, op=None):
+    def bucketize(self, world_size: int, distinct: bool = True, op=None, max_keys=()):
         """Call group_bucketize; keys of tables without a hash table must be in range."""
         ends = [
             -1 if hashed else capacity * ranks
@@ -141,7 +141,7 @@ class Group:
         if op is not None:
             keys, offsets = ([tensor.cpu() for tensor in list_] for list_ in (keys, offsets))
         call = op or ops.group_bucketize
-        return call([], maps, ends, keys, offsets, features, world_size, distinct)
+        return call([], maps, ends, keys, offsets, features, world_size, distinct, max_keys)
 
 
 def random_bags(

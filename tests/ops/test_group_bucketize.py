@@ -101,6 +101,73 @@ def check_all(group, world_size, distinct, seed):
     check_rows(group, check(group, world_size, distinct), seed)
 
 
+def places_of(by_owner, counts, max_keys):
+    """Return the keys for each rank and table, from places of a fixed size."""
+    of_ranks = by_owner.cpu().view(len(counts), -1)
+    pieces = [piece for rank in of_ranks for piece in rank.split(max_keys)]
+    return [piece[:n] for piece, n in zip(pieces, counts.flatten().tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("seed", range(0, 20, 3))
+def test_places_of_a_fixed_size(device, seed, world_size, distinct):
+    group = random_group(seed, torch.float32, device)
+    tight = group.bucketize(world_size, distinct)
+    draw = random.Random(seed)
+    max_keys = [max(1, n + draw.choice([0, 0, 3])) for n in tight[1].amax(0).tolist()]
+    results = group.bucketize(world_size, distinct, max_keys=max_keys)
+    expected = group.bucketize(
+        world_size, distinct, op=reference_group.group_bucketize, max_keys=max_keys
+    )
+    by_owner, counts, numbers, *_ = results
+    assert len(by_owner) == world_size * sum(max_keys)
+    each = zip(
+        (*places_of(by_owner, counts, max_keys), *defined(group, [NONE, *results[1:]])),
+        (*places_of(expected[0], counts, max_keys), *defined(group, [NONE, *expected[1:]])),
+        strict=True,
+    )
+    for one, other in each:
+        assert torch.equal(one, other)
+
+    # Vectors that come in these places have the rows of vectors that come without gaps.
+    features, steps = group.asked[2], [1] * len(max_keys)
+    come = torch.zeros(len(max_keys), world_size, 2, dtype=torch.int64)
+    come[:, :, 1] = torch.arange(1, world_size + 1) * torch.tensor(max_keys)[:, None]
+    rows = ops.group_exchange_rows(results[4], results[5], features, come, steps, numbers)
+    of_reference = reference_group.group_exchange_rows(
+        expected[4], expected[5], features, come, steps, expected[2]
+    )
+    for first, number in zip(first_entries(group), numbers.tolist(), strict=True):
+        entries = slice(first, first + number)
+        assert torch.equal(rows[entries].cpu(), of_reference[entries])
+
+
+def test_more_keys_than_places(device):
+    group = Group(torch.float32, [4] * 2, [9] * 2, [True] * 2, [1] * 2, device)
+    for t, keys in enumerate(([4, 5, 6], [8, 2, 4, 6, 1])):
+        group.sources.append(Source(torch.tensor(keys), NONE, torch.empty(0)))
+        group.ask(t, t, 0, len(keys), "sum")
+    assert group.bucketize(2, max_keys=[2, 4])[0].tolist()[:6] == [4, 6, 8, 2, 4, 6]
+    message = r"a rank owns more keys of table 1 than max_keys_per_rank\[1\] = 3"
+    with pytest.raises(ValueError, match=message):
+        group.bucketize(2, max_keys=[2, 3])
+
+
+@pytest.mark.parametrize(
+    ("max_keys", "message"),
+    [
+        ([1], r"max_keys_per_rank must have 2 element\(s\), got 1"),
+        ([1, 0], r"max_keys_per_rank\[1\] must be at least 1, .* got 0"),
+        ([2**29] * 2, r"max_keys_per_rank\[1\] must .* sum of all below 2\^31, got 536870912"),
+    ],
+)
+def test_numbers_of_places_that_are_refused(device, max_keys, message):
+    group = Group(torch.float32, [4] * 2, [9] * 2, [True] * 2, [1] * 2, device)
+    with pytest.raises(ValueError, match=message):
+        group.bucketize(2, max_keys=max_keys)
+
+
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("seed", SEEDS)
@@ -326,6 +393,30 @@ def test_places_that_are_refused(device, entry, bad):
         ops.group_exchange_rows(**arguments)
 
 
+def test_rows_of_fewer_keys_than_vectors(device):
+    arguments = rows_of(device)
+    arguments["places"][:4] = torch.tensor([2, 0, 9, -1])
+    numbers = torch.tensor([2, 1], device=device)
+    rows = ops.group_exchange_rows(**arguments, numbers=numbers)
+    assert rows[:2].tolist() == [45, 10]
+    assert rows[4].item() == 8
+    with pytest.raises(IndexError, match=r"places\[2\] is 9"):
+        ops.group_exchange_rows(**arguments, numbers=numbers + 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([5, 2], "table 0 has 4 entries, but 5 keys"),
+        ([3, INT64_MAX], "table 1 has 2 entries, but 9223372036854775807 keys"),
+        ([3], "numbers must have size 2"),
+    ],
+)
+def test_numbers_of_keys_that_are_refused(device, numbers, message):
+    with pytest.raises(ValueError, match=f"group_exchange_rows: {message}"):
+        ops.group_exchange_rows(**rows_of(device), numbers=torch.tensor(numbers, device=device))
+
+
 @pytest.mark.parametrize(
     ("bags", "message"),
     [
@@ -420,6 +511,8 @@ def test_nothing_but_results_is_written_without_checks(seed):
         place = draw.randrange(6)
         arguments["places"][place] = draw.choice(narrow)
         arguments["bags"][draw.randrange(4)] = draw.choice(narrow)
+        if draw.random() < 0.5:
+            arguments["numbers"] = torch.tensor([draw.choice(edges), 2])
         with counted():
             rows = ops.group_exchange_rows(**arguments)
         assert len(rows) == 6

@@ -106,11 +106,11 @@ def group_find(made, insert):
     return *state, made.tables, made.initializers, *made.asked
 
 
-def group_routes(made, owners=(), distinct=True):
+def group_routes(made, owners=(), distinct=True, world_size=3, max_keys=()):
     """Return arguments of group_bucketize with distinct keys, as in `group_find`."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
     maps = [len(owners) - 1] * len(made.dims)
-    return list(owners), maps, [-1, 9], *made.asked, 3, distinct
+    return list(owners), maps, [-1, 9], *made.asked, world_size, distinct, list(max_keys)
 
 
 def group_rows(made):
@@ -219,9 +219,13 @@ CASES = {
     "group_bucketize": lambda: [
         group_routes(group()),
         group_routes(group(), distinct=False),
+        group_routes(group(), world_size=1, max_keys=[2, 2]),  # places that are not used differ
         group_routes(group(), [torch.zeros(65536, dtype=torch.int16)]),
     ],
-    "group_exchange_rows": lambda: [group_rows(group())],
+    "group_exchange_rows": lambda: [
+        group_rows(group()),
+        (*group_rows(group()), torch.tensor([2, 2])),
+    ],
     "group_find": lambda: [group_find(group(), False)],
     "group_find_or_insert_": lambda: [group_find(group(dtype), True) for dtype in ROW_DTYPES],
     "group_embedding_bag_": lambda: [

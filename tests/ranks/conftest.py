@@ -1,9 +1,14 @@
 """Fixtures with pools of ranks, one per world size, that the tests of a module share."""
 
+import threading
+
 import pytest
+import torch
 
 import sparsekit
+from sparsekit.tables import embedding_table
 
+from .late import late
 from .pool import Ranks
 
 # Backends that exchange tensors on the CPU.
@@ -49,3 +54,20 @@ def fresh_ranks():
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def late_ranks(monkeypatch):
+    """Return a function like `late`; in addition, its ranks can call layers."""
+    local = threading.local()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: local.exchange)
+
+    def run(function, *settings, **named):
+        def of_rank(exchange):
+            local.exchange = exchange
+            return function(exchange)
+
+        return late(of_rank, *settings, **named)
+
+    return run

@@ -1,30 +1,15 @@
 """On a device that defers errors, ranks read the heads of messages later."""
 
-import threading
-
 import pytest
-import simt
 import torch
-from deferred_errors import deferred_errors
 
 import sparsekit
 from sparsekit._reports import MOST_LOOKUPS
 from sparsekit.distributed.exchange import attempt
-from sparsekit.tables import embedding_table
 
-from .in_memory import on_ranks
+from .late import late
 
 SIZES = [16, 16]
-
-
-def late(function, is_made=lambda looks: True):
-    """Return the results of function(exchange) on two ranks whose lookups defer their errors."""
-
-    def of_rank(exchange):
-        with deferred_errors(is_made), simt.SimtMode():
-            return function(exchange)
-
-    return on_ranks(of_rank)
 
 
 def write_nothing(parts):
@@ -81,25 +66,6 @@ def test_a_rank_that_cannot_write_gives_up_the_exchange():
     assert "broke down before: MemoryError: no room" in str(after)
 
 
-_local = threading.local()
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    """Return a function like `late`; in addition, its ranks can call layers."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: _local.exchange)
-
-    def run(function, *is_made):
-        def of_rank(exchange):
-            _local.exchange = exchange
-            return function(exchange)
-
-        return late(of_rank, *is_made)
-
-    return run
-
-
 def layer_of(strategy, **options):
     return sparsekit.DistributedEmbedding(
         "sum", 40, 4, 1, 64, name="users", seed=1, strategy=strategy, **options
@@ -115,7 +81,7 @@ def errors_of(exchange, layer, bad, good):
 
 
 @pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
-def test_a_full_table_is_raised_on_all_ranks_by_a_later_lookup(ranks, strategy):
+def test_a_full_table_is_raised_on_all_ranks_by_a_later_lookup(late_ranks, strategy):
     few = torch.arange(4).view(1, 1, -1)
 
     def both(exchange):
@@ -124,7 +90,7 @@ def test_a_full_table_is_raised_on_all_ranks_by_a_later_lookup(ranks, strategy):
         many = torch.arange(100 * exchange.rank, 100 * exchange.rank + 64).view(1, 1, -1)
         return errors_of(exchange, layer, many, few)
 
-    for error, finite, broken in ranks(both):
+    for error, finite, broken in late_ranks(both):
         assert isinstance(error, sparsekit.TableFullError)
         assert "users: " in str(error)
         assert finite
@@ -134,7 +100,7 @@ def test_a_full_table_is_raised_on_all_ranks_by_a_later_lookup(ranks, strategy):
 # A report may also arrive in the middle of a lookup, when the other rank waits for this one.
 @pytest.mark.parametrize("looks_before", [0, 1, 2])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_bad_key_is_raised_on_all_ranks_by_a_later_lookup(ranks, training, looks_before):
+def test_a_bad_key_is_raised_on_all_ranks_by_a_later_lookup(late_ranks, training, looks_before):
     good = torch.arange(4).view(1, 1, -1)
 
     def both(exchange):
@@ -144,7 +110,7 @@ def test_a_bad_key_is_raised_on_all_ranks_by_a_later_lookup(ranks, training, loo
         bad[0, 0, 1] = 10**6 if exchange.rank == 0 else 2
         return errors_of(exchange, layer, bad, good)
 
-    for error, finite, broken in ranks(both, lambda looks: looks >= looks_before):
+    for error, finite, broken in late_ranks(both, lambda looks: looks >= looks_before):
         assert type(error) is IndexError
         assert "users" in str(error)
         assert finite

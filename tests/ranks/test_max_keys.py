@@ -44,6 +44,10 @@ def equal_to_those_without(rank, wire_dtype, ahead):
     sparsekit.init(wire_dtype=wire_dtype)
     groups = [sparsekit.EmbeddingGroup(layers("m", most)) for most in (40, None)]
     sparsekit.init(wire_dtype=None)
+    return compare_steps(rank, groups, ahead)
+
+
+def compare_steps(rank, groups, ahead):
     optimizers = [sparsekit.optim.LazyAdam(group.parameters(), lr=0.1) for group in groups]
     exchange = groups[0].layers["t0"].exchange
     batches = [batch(rank, seed, groups[0].layers) for seed in range(6)]

@@ -138,12 +138,14 @@ def group_bucketize(
     features: torch.Tensor,
     world_size: int,
     distinct: bool = True,
+    max_keys_per_rank: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Sort the keys of all tables by the rank that owns them.
 
     Returns the keys, rank by rank and within a rank table by table; their counts by rank and table;
     the counts by table; each entry's index among its table's keys; the position of each key among
-    its table's keys sorted by owner; and the results of `bags_of`.
+    its table's keys sorted by owner; and the results of `bags_of`. With max_keys_per_rank, the keys
+    of a table for a rank are followed by zeros up to that number.
     """
     listed = list(_features(keys, offsets, features))
     inverse, places = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
@@ -159,7 +161,15 @@ def group_bucketize(
         by_owner, counts[:, t], permutation = reference.bucketize(asked, world_size, map_of_table)
         own = places[entries.start : entries.start + len(asked)]
         own[permutation] = torch.arange(len(asked), dtype=torch.int32)
-        pieces.append(by_owner.split(counts[:, t].tolist()))
+        piece = by_owner.split(counts[:, t].tolist())
+        if max_keys_per_rank:
+            most = max_keys_per_rank[t]
+            before = counts[:, t].cumsum(0) - counts[:, t]
+            number = torch.arange(len(asked)) - before.repeat_interleave(counts[:, t])
+            owner = torch.arange(world_size).repeat_interleave(counts[:, t])
+            own[permutation] = (owner * most + number).to(torch.int32)
+            piece = [torch.cat([keys, keys.new_zeros(most - len(keys))]) for keys in piece]
+        pieces.append(piece)
     return (
         torch.cat([piece[r] for r in range(world_size) for piece in pieces]),
         counts,
@@ -176,6 +186,7 @@ def group_exchange_rows(
     features: torch.Tensor,
     come: torch.Tensor,
     steps: Sequence[int],
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the row of each key's received vector; elements without a key are zero."""
     rows = torch.zeros_like(places)
@@ -187,7 +198,8 @@ def group_exchange_rows(
         for begin, end in come[t].tolist():
             of_places += [begin + j * steps[t] for j in range(end - before)]
             before = end
-        own = slice(int(bags[bag]), int(bags[bag]) + before)
+        keys = before if numbers is None else int(numbers[t])
+        own = slice(int(bags[bag]), int(bags[bag]) + keys)
         all_rows = torch.tensor(of_places, dtype=torch.int32)
         rows[own] = all_rows[places[own].to(torch.int64)]
     return rows

@@ -172,7 +172,7 @@ void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGrou
   group.first_features = arena.take<int32_t>(call.num_tables + 1);
   if (limits_keys(call)) group.ends = arena.take<int64_t>(call.num_tables);
   if (call.routed != nullptr) {
-    group.owners = arena.take<Owners>(call.num_tables);
+    group.routes = arena.take<DeviceRoute>(call.num_tables);
   } else {
     group.tables = arena.take<DeviceTable>(call.num_tables);
   }
@@ -209,7 +209,10 @@ void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors
     descriptors.add(for_tables<int64_t>(call, [&](int64_t t) { return asked(call, t).end; }));
   }
   if (call.routed != nullptr) {
-    descriptors.add(for_tables<Owners>(call, [&](int64_t t) { return call.routed[t].owners; }));
+    descriptors.add(for_tables<DeviceRoute>(call, [&](int64_t t) {
+      const RoutedTable& of = call.routed[t];
+      return DeviceRoute{of.owners, of.first_place, static_cast<int32_t>(of.max_keys)};
+    }));
   } else {
     descriptors.add(device_tables(call));
   }

@@ -41,6 +41,13 @@ struct DeviceTable {
   int32_t dim;
 };
 
+// See RoutedTable.
+struct DeviceRoute {
+  Owners owners;
+  int64_t first_place;
+  int32_t max_keys;
+};
+
 // Returns element i of an array of int64 or int32.
 SPARSEKIT_DEVICE int64_t number_at(const void* array, bool wide, int64_t i) {
   return wide ? simt::global(static_cast<const int64_t*>(array))[i]
@@ -59,7 +66,7 @@ struct DeviceGroup {
   const int32_t* first_features;  // [num_tables + 1]
   const int64_t* ends;            // [num_tables] AskedTable::end; null if no table limits its keys
   const DeviceTable* tables;      // [num_tables]; null unless keys are looked up or inserted
-  const Owners* owners;           // [num_tables]; null unless keys are sent to their owners
+  const DeviceRoute* routes;      // [num_tables]; null unless keys are sent to their owners
   int32_t num_sources, num_features, num_tables;
   int32_t most;         // maximum number of entries, which is the capacity of result buffers
   int32_t* entry;       // [num_features + 1] first entry of each feature

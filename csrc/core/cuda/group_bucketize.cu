@@ -38,7 +38,7 @@ SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bo
       const int32_t first = distinct ? firsts.entry(inverse[e]) : e;
       inverse[e] = distinct ? firsts.number(first, begin) : e - begin;
       if (first == e) {
-        int64_t owner = owner_of(group.key(f, e), group.owners[t]);
+        int64_t owner = owner_of(group.key(f, e), group.routes[t].owners);
         if (owner < 0 || owner >= pieces.world_size) {
           simt::atomic_min(bad_owners, int64_t{t});
           owner = 0;
@@ -84,7 +84,8 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
 
 // Writes the keys to send, their positions, and the key counts, with one thread for each key and
 // each table.
-SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to) {
+SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to,
+                                  int64_t* too_many_keys) {
   const int64_t i = simt::global_thread();
   const auto keys_before = [&](int64_t t) { return pieces.before[t * pieces.world_size]; };
   if (i < pieces.num_tables) to.numbers[i] = keys_before(i + 1) - keys_before(i);
@@ -92,11 +93,23 @@ SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys t
   const auto piece = static_cast<int32_t>(pieces.piece[i]);
   const int32_t owner = piece / pieces.num_tables, t = piece % pieces.num_tables;
   const int32_t e = pieces.entry[i];
-  to.keys[i] = group.key(group.feature_of(e), e);
-  const int64_t own = int64_t{t} * pieces.world_size;
-  const int32_t of_owners_before = pieces.before[own + owner] - pieces.before[own];
-  to.places[group.first_entry(t) + to.inverse[e]] =
-      of_owners_before + (static_cast<int32_t>(i) - pieces.begin[piece]);
+  const int64_t key = group.key(group.feature_of(e), e);
+  int32_t& place = to.places[group.first_entry(t) + to.inverse[e]];
+  const int32_t number = static_cast<int32_t>(i) - pieces.begin[piece];
+  if (to.rank_places == 0) {
+    const int64_t own = int64_t{t} * pieces.world_size;
+    to.keys[i] = key;
+    place = pieces.before[own + owner] - pieces.before[own] + number;
+    return;
+  }
+  const DeviceRoute& route = group.routes[t];
+  if (number >= route.max_keys) {
+    simt::atomic_min(too_many_keys, int64_t{t});
+    place = owner * route.max_keys;
+    return;
+  }
+  to.keys[owner * to.rank_places + route.first_place + number] = key;
+  place = owner * route.max_keys + number;
 }
 
 struct RouteWorkspace {
@@ -135,6 +148,7 @@ struct ComeRows {
 struct DeviceExchange {
   const ExchangeTable* tables;  // [num_tables + 1]
   const ComeRows* come;         // [num_tables, world_size]
+  const int64_t* numbers;       // [num_tables] or null; see ExchangeCall
   int32_t num_tables, world_size, entries;
   const int32_t* bags;
   const int32_t* places;
@@ -146,7 +160,10 @@ struct DeviceExchange {
     return at < 0 ? 0 : at > entries ? entries : at;
   }
   SPARSEKIT_DEVICE const ComeRows* of_table(int t) const { return come + int64_t{t} * world_size; }
-  SPARSEKIT_DEVICE int32_t num_keys(int t) const { return of_table(t)[world_size - 1].end; }
+  SPARSEKIT_DEVICE int32_t num_vectors(int t) const { return of_table(t)[world_size - 1].end; }
+  SPARSEKIT_DEVICE int64_t num_keys(int t) const {
+    return numbers == nullptr ? num_vectors(t) : numbers[t];
+  }
 };
 
 // Checks tables and writes rows, with one thread for each table and each entry.
@@ -161,10 +178,9 @@ SPARSEKIT_KERNEL exchange_rows_kernel(DeviceExchange call, int32_t* rows, Exchan
   if (i >= call.entries) return;
   const int t = last_up_to(i, call.num_tables, [&](int own) { return call.first_entry(own); });
   const int64_t number = i - call.first_entry(t);
-  const int32_t num_keys = call.num_keys(t);
-  if (number < 0 || number >= num_keys || i >= call.first_entry(t + 1)) return;
+  if (number < 0 || number >= call.num_keys(t) || i >= call.first_entry(t + 1)) return;
   const int32_t place = call.places[i];
-  if (place < 0 || place >= num_keys) {
+  if (place < 0 || place >= call.num_vectors(t)) {
     simt::atomic_min(errors.bad_place, i);
     rows[i] = -1;
     return;
@@ -190,8 +206,8 @@ int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_siz
 }
 
 void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world_size,
-                     bool distinct, int64_t seed, const RoutedKeys& to, int64_t* bad_owners,
-                     void* workspace, void* stream) {
+                     bool distinct, int64_t seed, const RoutedKeys& to,
+                     const RouteErrorWords& errors, void* workspace, void* stream) {
   if (call.num_tables == 0) return;
   Arena arena(workspace);
   const DeviceGroup group = device_group(call, bags, arena);
@@ -202,7 +218,7 @@ void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world
   }
   simt::launch("group_bucketize: route", route_entries_kernel,
                simt::strided_grid_for(call.entries, kGroupThreads), stream, group, work.firsts,
-               distinct, pieces, work.piece_of, work.entries_of, to.inverse, bad_owners);
+               distinct, pieces, work.piece_of, work.entries_of, to.inverse, errors.bad_owners);
   sort_pairs(work.piece_of, pieces.piece, work.entries_of, pieces.entry, call.entries,
              bits_of(pieces.count()), work.sort, stream);
   simt::launch("group_bucketize: count", count_pieces_kernel,
@@ -211,7 +227,7 @@ void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world
   exclusive_scan(pieces.before, pieces.before, pieces.count() + 1, work.scan, stream);
   simt::launch("group_bucketize: send", send_keys_kernel,
                simt::grid_for(std::max(call.entries, call.num_tables), kGroupThreads), stream,
-               group, pieces, to);
+               group, pieces, to, errors.too_many_keys);
 }
 
 int64_t exchange_rows_workspace_bytes(const ExchangeCall& call) {
@@ -241,6 +257,7 @@ void exchange_rows(const ExchangeCall& call, int32_t* rows, const ExchangeErrors
   exchange.num_tables = static_cast<int32_t>(call.num_tables);
   exchange.world_size = static_cast<int32_t>(call.world_size);
   exchange.entries = static_cast<int32_t>(call.entries);
+  exchange.numbers = call.numbers;
   exchange.bags = call.bags;
   exchange.places = call.places;
   simt::launch("group_exchange_rows", exchange_rows_kernel,

@@ -12,6 +12,9 @@ namespace sparsekit {
 // A table of a call, with the owners of its keys.
 struct RoutedTable : AskedTable {
   Owners owners;
+  // With places of fixed size (see RoutedKeys), the number of places for the table's keys for one
+  // rank, and the index of the first of them among the places for that rank.
+  int64_t max_keys = 0, first_place = 0;
 };
 
 // Output of group_bucketize.
@@ -24,6 +27,16 @@ struct RoutedKeys {
   // is the position of the table's key j in sending order: the table's keys for rank 0, then for
   // rank 1, and so on.
   int32_t* places;
+  // If positive, places have a fixed size: `keys` is [world_size, rank_places], the keys of a table
+  // begin at its first_place, the rest of its max_keys places are undefined, and `places` counts
+  // max_keys for each lower rank. Keys beyond max_keys are not written.
+  int64_t rank_places = 0;
+};
+
+// Errors in the input of group_bucketize, each the index of a table, or -1.
+struct RouteErrors {
+  int64_t bad_owners;     // the map assigns a key of this table to an invalid rank
+  int64_t too_many_keys;  // a rank owns more than max_keys of this table's keys
 };
 
 // Locates the vectors that one rank has sent for a table, in rows of the buffer that received them.
@@ -42,20 +55,19 @@ int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_t
                                         const ParallelFor& parallel_for);
 
 // Groups the distinct keys, or all keys if `distinct` is false. The keys that a table has for a
-// rank are in order of first occurrence. `seed` is passed to unique(). Returns -1, or the index of
-// a table with a key that the map assigns to an invalid rank; such keys are grouped with the keys
-// of rank 0.
-int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Source* sources,
-                        const Feature* features, int64_t world_size, bool distinct, int64_t seed,
-                        const RoutedKeys& to, int32_t* order, void* workspace,
-                        const ParallelFor& parallel_for);
+// rank are in order of first occurrence. `seed` is passed to unique(). Keys that the map assigns to
+// an invalid rank are grouped with the keys of rank 0.
+RouteErrors group_bucketize(const RoutedTable* tables, int64_t num_tables, const Source* sources,
+                            const Feature* features, int64_t world_size, bool distinct,
+                            int64_t seed, const RoutedKeys& to, int32_t* order, void* workspace,
+                            const ParallelFor& parallel_for);
 
-// Sets rows[first_entry + j] to the row at which the vector of the table's key j begins. come
-// [tables, world_size] locates the received vectors. steps [tables] is the number of rows per
-// vector.
-void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_size,
-                   const ComeVectors* come, const int64_t* steps, const int32_t* places,
-                   int32_t* rows, const ParallelFor& parallel_for);
+// Sets rows[first_entry + j] to the row at which the vector of the table's key j begins. numbers
+// [tables] is the number of keys of each table. come [tables, world_size] locates the received
+// vectors. steps [tables] is the number of rows per vector.
+void exchange_rows(const RoutedTable* tables, int64_t num_tables, const int64_t* numbers,
+                   int64_t world_size, const ComeVectors* come, const int64_t* steps,
+                   const int32_t* places, int32_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
@@ -65,11 +77,16 @@ namespace cuda {
 // Returns the size in bytes of the workspace. Pass the workspace to begin_group first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
-// Groups keys. *bad_owners becomes the smallest index of a table with a key that the map assigns to
-// an invalid rank. Precondition: world_size * num_tables < 2^31.
+// The words of RouteErrors in device memory. Each becomes the smallest index of such a table.
+struct RouteErrorWords {
+  int64_t* bad_owners;
+  int64_t* too_many_keys;
+};
+
+// Groups keys. Precondition: world_size * num_tables < 2^31.
 void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world_size,
-                     bool distinct, int64_t seed, const RoutedKeys& to, int64_t* bad_owners,
-                     void* workspace, void* stream);
+                     bool distinct, int64_t seed, const RoutedKeys& to,
+                     const RouteErrorWords& errors, void* workspace, void* stream);
 
 // Arguments of exchange_rows. The arrays are in host memory except where noted.
 struct ExchangeCall {
@@ -77,13 +94,15 @@ struct ExchangeCall {
   const int64_t* first_bags;  // [num_tables + 1] index of each table's first bag among all bags
   const ComeVectors* come;
   const int64_t* steps;
-  const int32_t* bags;    // in device memory
-  const int32_t* places;  // in device memory, [entries]
+  const int64_t* numbers;  // in device memory, [num_tables] keys of each table; null if each key
+                           // has one of the vectors
+  const int32_t* bags;     // in device memory
+  const int32_t* places;   // in device memory, [entries]
 };
 
 // bad_place is the smallest position of an invalid element of `places`. bad_table is the smallest
-// index of an invalid table, that is, a table whose bags decrease or exceed `entries`, or for which
-// vectors of more keys were received than it has entries.
+// index of an invalid table, that is, a table whose bags decrease or exceed `entries`, or which has
+// more keys than entries.
 struct ExchangeErrors {
   int64_t* bad_place;
   int64_t* bad_table;
