@@ -13,6 +13,7 @@ from simt import SimtMode
 
 import sparsekit
 from sparsekit.distributed import wire
+from sparsekit.distributed.exchange import attempt
 from sparsekit.optim import LazyAdam, fuse_in_backward
 
 X = torch.arange(6.0).view(2, 3)
@@ -139,6 +140,23 @@ CASES = {
     ),
     "no keys": (lambda: layer(padding_key=7), [(FLAT[:0], torch.zeros(33, dtype=torch.int64))]),
     "maximum": (lambda: layer("max"), [KEYS]),
+    "offsets, maximum": (lambda: layer("max"), [(FLAT, OFFSETS)]),
+    "maximum, padding": (lambda: layer("max", padding_key=7), [KEYS]),
+    "offsets, maximum, truncated, padding": (
+        lambda: layer("max", 2, truncate=True, padding_key=7, max_feature_num=6),
+        [(FLAT, OFFSETS)],
+    ),
+    "maximum in one slot": (lambda: layer(("max", "mean"), padding_key=7), [(FLAT, OFFSETS)]),
+    "maximum, a range of keys": (lambda: layer("max", use_hashtable=False), [(FLAT, OFFSETS)]),
+    "weights with a gradient": (layer, [(FLAT, OFFSETS), WEIGHTS.clone().requires_grad_()]),
+    "weights with a gradient, padding": (
+        lambda: layer("mean", padding_key=7),
+        [(FLAT, OFFSETS), WEIGHTS.clone().requires_grad_()],
+    ),
+    "weights with a gradient, a combiner for each slot": (
+        lambda: layer(("sum", "sqrtn"), [1, 3], truncate=True),
+        [(FLAT, OFFSETS), WEIGHTS.clone().requires_grad_()],
+    ),
     "a range of keys": (lambda: layer(use_hashtable=False), [KEYS]),
     "a range of keys, padding": (lambda: layer(use_hashtable=False, padding_key=-1), [KEYS - 1]),
     "EmbeddingBag": (lambda: BAG(mode="mean"), [FLAT, OFFSETS[:-1]]),
@@ -167,7 +185,10 @@ def made(case, seed=0):
     make, inputs = CASES[case]
     torch.manual_seed(seed)
     module = make()
-    inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+    inputs = [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in inputs
+    ]
     return module, inputs
 
 
@@ -177,29 +198,29 @@ def test_a_fused_step_waits_for_nothing(case):
     assert waits_of(step_of(module, inputs), module, inputs).total() == 0
 
 
-def test_weights_with_a_gradient_are_checked_on_the_host():
-    inputs = [(FLAT, OFFSETS), WEIGHTS.clone().requires_grad_()]
-    module = layer()
-    assert waits_of(step_of(module, inputs), module, inputs) == {"tolist": 1}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_that_does_not_wait_gives_the_weights_of_one_that_does(case):
-    (early, inputs), (late, _) = made(case), made(case)
+    (early, inputs), (late, others) = made(case), made(case)
     for module in (early, late):
         module.load_state_dict(early.state_dict())
     outputs = []
     with SimtMode():
-        for module, context in ((early, nullcontext()), (late, deferred_errors())):
-            step = step_of(module, inputs)
+        for module, given, context in (
+            (early, inputs, nullcontext()),
+            (late, others, deferred_errors()),
+        ):
+            step = step_of(module, given)
             with context:
                 for _ in range(3):
                     step()
-                outputs.append(module(*inputs).detach())
-                outputs.append(module.eval()(*inputs))
+                outputs.append(module(*given).detach())
+                outputs.append(module.eval()(*given))
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
     assert torch.equal(early.weight, late.weight)
+    for x, y in zip(inputs, others, strict=True):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            assert torch.equal(x.grad, y.grad)
     if early.table is not None:
         assert torch.equal(early.table.keys(), late.table.keys())
 
@@ -273,3 +294,28 @@ def test_heads_of_messages_are_written_without_a_wait():
     assert torch.equal(data, expected)
     wire.write_heads(bytes_of.zero_(), [16, 48], [5, 1])
     assert torch.equal(data, expected)
+
+
+@pytest.mark.parametrize("offsets", [[1, 3, 96], [0, 40, 90], [0, 97, 96], [0, 4, 96], [0]])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_bad_offsets_of_what_is_pooled_here_are_reported(offsets, weights):
+    """They must not be read beyond the keys; a bag of 92 keys exceeds max_nnz."""
+    module = layer("max" if weights is None else "mean", max_nnz=91)
+    good = [(FLAT, OFFSETS)] if weights is None else [(FLAT, OFFSETS), WEIGHTS]
+    bad = [(FLAT, torch.tensor(offsets))]
+    if weights is not None:
+        bad = [*bad, weights.clone().requires_grad_()]
+    with SimtMode(), deferred_errors():
+        module(*good)
+        errors = [attempt(lambda given=given: module(*given)) for given in (bad, *[good] * 8)]
+        found = [str(error) for error in errors if isinstance(error, Exception)]
+        assert any("offsets[" in text for text in found), found
+        assert all("waits: " in text for text in found)
+        assert torch.equal(module(*good), module(*good))
+        sparsekit.raise_errors()
+
+
+def test_a_maximum_has_no_weights():
+    module = layer("max", padding_key=7)
+    with SimtMode(), deferred_errors(), pytest.raises(ValueError, match=r"waits: .* no weights"):
+        module((FLAT, OFFSETS), WEIGHTS)

@@ -99,13 +99,17 @@ class Request:
         if self.combiner != "none":
             slots = self.shape[1] if len(self.shape) > 1 else 1
             self.bags = check_bags(self.bags, self.name, slots, self.max_nnz, self.max_feature_num)
+        self.check_weights()
+        check_keys(self.table, self.bags.values, self.name, self.bags)
+        self.checked = True
+
+    def check_weights(self) -> None:
+        """Raise ValueError if there are weights for a maximum."""
         if self.bags.weights is not None and "max" in self.combiners:
             raise ValueError(
                 f"{self.name}: sample_weights must be None, as combiner is {self.combiner!r}: a "
                 f"maximum has no weights"
             )
-        check_keys(self.table, self.bags.values, self.name, self.bags)
-        self.checked = True
 
     def _own_bags(self, bags: Bags) -> Bags:
         first, count = cast(int, self.first_bag), math.prod(self.shape)
@@ -248,11 +252,11 @@ def change_without_waiting(
         True if the bags have been changed; False if that is impossible without waiting.
     """
     table = request.table
-    # The route by bag sends whole bags, and a request that is pooled on this rank looks up all of
-    # its keys. Neither can leave keys out on the device.
-    by_key = table.world_size == 1 or table.strategy == "all_to_all"
-    if request.pooled_here or not by_key or not errors_are_deferred(table.weight.device):
+    # The route by bag sends whole bags, and cannot leave keys out on the device.
+    by_key = table.world_size == 1 or table.strategy == "all_to_all" or request.pooled_here
+    if not by_key or not errors_are_deferred(table.weight.device):
         return False
+    request.check_weights()
     by_slot = isinstance(request.combiner, tuple)
     changes = Changes(
         *(slots, table.padding_key, request.max_nnz, request.max_feature_num),

@@ -6,6 +6,7 @@ pooled by differentiable ops: maxima, and sums whose weights need a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -13,7 +14,9 @@ import torch
 
 from ..ops.embedding_bag import COMBINERS
 from ..ops.embedding_bag import _pool as _embedding_bag
-from .request import LazyRequests, Request, one_by_one
+from .inputs import Bags
+from .request import LazyRequests, Request, change_without_waiting, one_by_one
+from .without_waiting import bag_of, key_by_key
 
 
 def as_vectors(
@@ -55,22 +58,42 @@ def _any_such(requests: Sequence[Request]) -> bool:
 
 
 def _vectors_of(request: Request) -> Request:
-    request.check()
-    return one_by_one(request.table, request.keys)
+    slots = request.shape[1] if len(request.shape) > 1 else 1
+    if request.checked or not change_without_waiting(request, slots):
+        request.check()
+    asked = one_by_one(request.table, request.keys)
+    if request.bags.count > math.prod(request.shape):  # there is an extra bag of keys left out
+        asked.bags = Bags(request.keys, key_by_key(len(request.keys), request.offsets), None)
+    return asked
 
 
 def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
     """Pool the vectors of a checked request's keys to ``[bags, dim]``."""
-    combiner = request.combiner
-    if isinstance(combiner, tuple):
-        slots = request.of_slots()
-        parts = vectors.split([len(slot.keys) for slot in slots])
-        return torch.cat([_pooled(*each) for each in zip(slots, parts, strict=True)])
+    combiner, offsets = request.combiner, request.offsets
+    if not isinstance(combiner, tuple):
+        return _pooled_as(combiner, vectors, offsets, request.weights)[: math.prod(request.shape)]
+    samples, slots = request.shape
+    if request.bags.count == samples * slots:
+        of_slots = request.of_slots()
+        parts = vectors.split([len(slot.keys) for slot in of_slots])
+        return torch.cat([_pooled(*each) for each in zip(of_slots, parts, strict=True)])
+    # The host does not know where a slot's keys begin. All other keys make two more bags.
+    pooled = []
+    for slot, name in enumerate(combiner):
+        own = offsets[slot * samples : (slot + 1) * samples + 1]
+        bags = torch.cat([offsets[:1], own, offsets[-1:]])
+        pooled.append(_pooled_as(name, vectors, bags, request.weights)[1 : samples + 1])
+    return torch.cat(pooled)
+
+
+def _pooled_as(
+    combiner: str, vectors: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
     if combiner == "max":
-        return _largest(vectors, request.offsets)
+        return _largest(vectors, offsets)
     places = torch.arange(len(vectors), device=vectors.device)
     # Call the op without the checks of `embedding_bag`, since bags and weights have been checked.
-    pooled = _embedding_bag(vectors, places, request.offsets, COMBINERS[combiner], request.weights)
+    pooled = _embedding_bag(vectors, places, offsets, COMBINERS[combiner], weights)
     return cast(torch.Tensor, pooled)
 
 
@@ -79,7 +102,8 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     Args:
         vectors: ``[n, dim]``; a NaN is larger than anything else.
-        offsets: int64 ``[bags + 1]``, rising from 0 to n.
+        offsets: int64 ``[bags + 1]``, rising from 0 to n. On a device invalid offsets give some
+            other output.
 
     Returns:
         ``[bags, dim]``. On ties, the first element gets the gradient, as in torch.
@@ -87,10 +111,7 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     n, dim = vectors.shape
     bags = len(offsets) - 1
     with torch.no_grad():
-        bag = torch.arange(bags, device=offsets.device).repeat_interleave(
-            offsets.diff(), output_size=n
-        )
-        bag = bag.unsqueeze(1).expand(n, dim)
+        bag = bag_of(offsets, torch.arange(n, device=offsets.device)).unsqueeze(1).expand(n, dim)
         largest = vectors.new_full((bags, dim), -torch.inf)
         largest.scatter_reduce_(0, bag, vectors, "amax")
         won = (vectors == largest.gather(0, bag)) | vectors.isnan()

@@ -64,7 +64,7 @@ def changed(bags: Bags, changes: Changes) -> Bags:
         keep = bags.values.to(torch.int64) != changes.padding_key
     if changes.limits is not None:
         kept_before = places if keep is None else offsets_of(keep.to(torch.int64))
-        bag = _bag_of(offsets, places[:-1])
+        bag = bag_of(offsets, places[:-1])
         within = kept_before[:-1] - kept_before[offsets[bag]] < of_bags.most[bag]
         of_bags.refuse_beyond(kept_before[offsets])
         keep = within if keep is None else keep & within
@@ -79,6 +79,17 @@ def changed(bags: Bags, changes: Changes) -> Bags:
     if order is not None:
         values, weights = values[order], None if weights is None else weights[order]
     return Bags(values, offsets, weights, bags.slot_major or changes.by_slot)
+
+
+def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the offsets of bags with one key each, and of the extra bag, for `changed` bags.
+
+    Args:
+        keys: number of keys, those of the extra bag included; they get empty bags.
+        offsets: offsets of the changed bags. Invalid ones give invalid offsets.
+    """
+    places = torch.arange(1, keys + 1, device=offsets.device)
+    return torch.cat([offsets[:1], places.minimum(offsets[-2:-1]), offsets[-1:]])
 
 
 class _Limits:
@@ -113,7 +124,7 @@ class _Limits:
             self.refused |= (offsets.diff() > self.most).any()
 
 
-def _bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the bag of each position; an arbitrary bag if offsets are invalid."""
     return torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
 
@@ -138,7 +149,7 @@ def _slot_by_slot(
     begins, counts = (x.view(-1, slots).T.reshape(-1) for x in (offsets[:-1], offsets.diff()))
     sorted_offsets = offsets_of(counts)
     place = places[:-1]
-    bag = _bag_of(sorted_offsets, place)
+    bag = bag_of(sorted_offsets, place)
     moved = begins[bag] + place - sorted_offsets[bag]
     order = torch.where(place < sorted_offsets[-1], moved, place)
     return order.clamp(0, len(place) - 1), sorted_offsets
