@@ -319,3 +319,71 @@ def test_a_maximum_has_no_weights():
     module = layer("max", padding_key=7)
     with SimtMode(), deferred_errors(), pytest.raises(ValueError, match=r"waits: .* no weights"):
         module((FLAT, OFFSETS), WEIGHTS)
+
+
+def keyed_group(output="concatenated", **other):
+    """Return a group with features of many kinds, and a KeyedJaggedTensor for it."""
+    plain = functools.partial(sparsekit.DistributedEmbedding, "sum", 1000, 8, 1, 9, seed=1)
+    layers = {
+        "plain": plain(name="keyed plain"),
+        "padded": plain(name="keyed padded", padding_key=7, **other),
+        "other": plain(name="keyed other", padding_key=-1, max_feature_num=9),
+    }
+    features = {
+        "a": "plain",
+        "b": "padded",
+        "c": sparsekit.Feature("padded", combiner="mean", max_nnz=2, truncate=True),
+        "d": sparsekit.Feature("other", combiner="sqrtn", max_nnz=8),
+        "e": sparsekit.Feature("plain", max_nnz=1, truncate=True),
+    }
+    random = generator(3)
+    counts = torch.randint(0, 5, (6 * 4,), generator=random)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    values = torch.randint(-1, 12, (int(offsets[-1]),), generator=random)
+    weights = torch.rand(len(values), generator=random)
+    keyed = Keyed(["c", "none", "a", "e", "d", "b"], values, offsets, weights)
+    return sparsekit.EmbeddingGroup(layers, features, output), keyed
+
+
+@pytest.mark.parametrize("other", [{}, {"dtype": torch.float64}])
+def test_features_of_a_keyed_jagged_tensor_wait_for_nothing(other):
+    group, keyed = keyed_group("dict", **other)
+    given = [keyed.values(), keyed.offsets(), keyed.weights_or_none()]
+    assert waits_of(step_of(group, [keyed]), group, given).total() == 0
+
+
+@pytest.mark.parametrize("output", ["dict", "concatenated"])
+def test_features_that_do_not_wait_give_the_outputs_of_those_that_do(output):
+    (early, keyed), (late, _) = keyed_group(output), keyed_group(output)
+    late.load_state_dict(early.state_dict())
+    with SimtMode():
+        for group, context in ((early, nullcontext()), (late, deferred_errors())):
+            step = step_of(group, [keyed])
+            with context:
+                for _ in range(3):
+                    step()
+        one = early(keyed)
+        with deferred_errors():
+            other = late(keyed)
+    for name in one if output == "dict" else [slice(None)]:
+        assert torch.equal(one[name], other[name])
+    for mine, theirs in zip(early.parameters(), late.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("feature", "limit"), [("b", 9), ("d", 8), ("a", 9)])
+def test_a_bag_of_a_keyed_jagged_tensor_that_is_too_long_is_reported(feature, limit):
+    group, keyed = keyed_group()
+    names = keyed.keys()
+    counts = keyed.offsets().diff().view(len(names), -1)
+    counts[names.index(feature), 1] = limit
+    for more in (0, 1):
+        counts[names.index(feature), 1] += more
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.flatten().cumsum(0)])
+        values = torch.full((int(offsets[-1]),), 7)
+        bags = Keyed(names, values, offsets, None)
+        with SimtMode(), deferred_errors():
+            group(bags)
+            error = attempt(sparsekit.raise_errors)
+        assert (error is None) == (more == 0), error
+    assert type(error) in (IndexError, ValueError)

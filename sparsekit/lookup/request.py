@@ -227,7 +227,7 @@ def ask_bags(
     changes = truncate or by_slot or isinstance(combiner, tuple)
     changes = changes or max_feature_num is not None or table.padding_key is not None
     limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
-    own_limits = limits if truncate or by_slot else None
+    own_limits = limits if truncate or by_slot else ()
     if changes and not odd and change_without_waiting(request, slot_num, own_limits, truncate):
         return request
     if odd or changes:
@@ -243,7 +243,7 @@ def ask_bags(
 def change_without_waiting(
     request: Request,
     slots: int = 1,
-    limits: Sequence[int | None] | None = None,
+    limits: Sequence[int | None] = (),
     truncate: bool = False,
 ) -> bool:
     """Change the bags of a request on a device without waiting; see `without_waiting.Changes`.
@@ -252,18 +252,22 @@ def change_without_waiting(
         True if the bags have been changed; False if that is impossible without waiting.
     """
     table = request.table
-    # The route by bag sends whole bags, and cannot leave keys out on the device.
-    by_key = table.world_size == 1 or table.strategy == "all_to_all" or request.pooled_here
-    if not by_key or not errors_are_deferred(table.weight.device):
+    if not (request.pooled_here or leaves_out_on_device(table)):
+        return False
+    if not errors_are_deferred(table.weight.device):
         return False
     request.check_weights()
     by_slot = isinstance(request.combiner, tuple)
-    changes = Changes(
-        *(slots, table.padding_key, request.max_nnz, request.max_feature_num),
-        *(limits, truncate, by_slot),
-    )
+    padding = () if table.padding_key is None else (table.padding_key,) * slots
+    most = () if request.max_nnz == NO_LIMIT else (request.max_nnz,) * slots
+    changes = Changes(slots, padding, most, request.max_feature_num, limits, truncate, by_slot)
     request.bags, request.checked = changed(request.bags, changes), True
     return True
+
+
+def leaves_out_on_device(table: EmbeddingTable) -> bool:
+    """Return whether lookups in the table go by key; the route by bag always sends whole bags."""
+    return table.world_size == 1 or table.strategy == "all_to_all"
 
 
 def leave_padding_out(request: Request) -> None:

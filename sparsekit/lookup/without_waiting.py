@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from .inputs import Bags, offsets_of
+
+_NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class Changes:
 
     Attributes:
         slots: number of slots of a sample.
-        padding_key: key that is dropped.
-        max_nnz: limit on the keys of each bag, padding included.
+        padding: for each slot, the key that is dropped; None for no key.
+        max_nnz: for each slot, the limit on a bag's keys, padding included; None for no limit.
         max_feature_num: limit on the keys of each sample, padding included.
         limits: for each slot, the limit on a bag's keys without padding; None for no limit.
         truncate: whether a bag with more keys than its slot's limit is cut to its first keys;
@@ -32,10 +35,10 @@ class Changes:
     """
 
     slots: int
-    padding_key: int | None = None
-    max_nnz: int | None = None
+    padding: Sequence[int | None] = ()
+    max_nnz: Sequence[int | None] = ()
     max_feature_num: int | None = None
-    limits: Sequence[int | None] | None = None
+    limits: Sequence[int | None] = ()
     truncate: bool = False
     by_slot: bool = False
 
@@ -60,9 +63,9 @@ def changed(bags: Bags, changes: Changes) -> Bags:
     offsets = given.clamp(0, n)
     order = None
     keep = None
-    if changes.padding_key is not None:
-        keep = bags.values.to(torch.int64) != changes.padding_key
-    if changes.limits is not None:
+    if changes.padding:
+        keep = of_bags.are_keys(bags.values, offsets, places[:-1])
+    if changes.limits:
         kept_before = places if keep is None else offsets_of(keep.to(torch.int64))
         bag = bag_of(offsets, places[:-1])
         within = kept_before[:-1] - kept_before[offsets[bag]] < of_bags.most[bag]
@@ -101,26 +104,45 @@ class _Limits:
     """
 
     def __init__(self, given: torch.Tensor, n: int, slot_major: bool, changes: Changes) -> None:
-        self._truncate = changes.truncate
-        counts = given.diff()
+        self._changes = changes
+        self._slot_major = slot_major
+        self._counts = counts = given.diff()
         samples = len(counts) // changes.slots
         self.refused = (given[0] != 0) | (given[-1] != n) | (counts < 0).any()
-        if changes.max_nnz is not None:
-            self.refused |= (counts > changes.max_nnz).any()
+        if changes.max_nnz:
+            self.refused |= (counts > self._of_bags(changes.max_nnz, _NO_LIMIT)).any()
         if changes.max_feature_num is not None:
             shape = (changes.slots, samples) if slot_major else (samples, changes.slots)
             of_samples = counts.view(shape).sum(0 if slot_major else 1)
             self.refused |= (of_samples > changes.max_feature_num).any()
-        if changes.limits is not None:
-            most = [torch.iinfo(torch.int64).max if m is None else m for m in changes.limits]
-            # Fill tensors by kernels, since a tensor of these numbers would be copied from the
-            # host.
-            each = torch.stack([counts.new_full((samples,), m) for m in most])
-            self.most = (each if slot_major else each.T).reshape(-1)
+        if changes.limits:
+            self.most = self._of_bags(changes.limits, _NO_LIMIT)
+
+    def are_keys(
+        self, values: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        """Return which values are not padding."""
+        padding = self._changes.padding
+        keys = values.to(torch.int64)
+        if len(set(padding)) == 1:
+            return keys != cast(int, padding[0])
+        bag = bag_of(offsets, places)
+        none = self._of_bags([int(key is None) for key in padding], 0)[bag] == 1
+        return none | (keys != self._of_bags(padding, 0)[bag])
+
+    def _of_bags(self, of_slots: Sequence[int | None], none: int) -> torch.Tensor:
+        """Return the number of each bag's slot, with `none` in place of None."""
+        numbers = [none if number is None else number for number in of_slots]
+        if len(set(numbers)) == 1:
+            return self._counts.new_full(self._counts.shape, numbers[0])
+        # Fill tensors by kernels, since a tensor of these numbers would be copied from the host.
+        samples = len(self._counts) // len(numbers)
+        each = torch.stack([self._counts.new_full((samples,), number) for number in numbers])
+        return (each if self._slot_major else each.T).reshape(-1)
 
     def refuse_beyond(self, offsets: torch.Tensor) -> None:
         """Refuse all bags if these offsets give one of them more keys than its slot allows."""
-        if not self._truncate:
+        if not self._changes.truncate:
             self.refused |= (offsets.diff() > self.most).any()
 
 

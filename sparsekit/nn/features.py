@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from .._reports import errors_are_deferred
 from ..errors import check_choice
 from ..lookup import LookupPlan, remember
 from ..lookup.inputs import Bags, check_bags, read_bags
@@ -18,10 +19,12 @@ from ..lookup.request import (
     change_without_waiting,
     check_key_dtype,
     leave_padding_out,
+    leaves_out_on_device,
     name_of,
     vectors_of_bags,
 )
 from ..lookup.slots import NO_LIMIT, POOLINGS, check_max_nnz, within
+from ..lookup.without_waiting import Changes, changed
 from ..tables.embedding_table import EmbeddingTable
 
 OUTPUTS = ("dict", "concatenated", "keyed")
@@ -60,10 +63,15 @@ class BoundFeature:
         return getattr(self.table, "max_feature_num", None)
 
     @property
+    def is_sum(self) -> bool:
+        """Return whether the ops on many tables can pool the feature's bags."""
+        return self.feature.combiner not in (None, "max")
+
+    @property
     def can_share(self) -> bool:
         """Return whether the ops can read the feature's bags in place, from a shared tensor."""
         return (
-            self.feature.combiner not in (None, "max")
+            self.is_sum
             and not self.feature.truncate
             and self.max_feature_num is None
             and self.table.padding_key is None
@@ -205,7 +213,21 @@ def ask_keyed(
     # Share bags only within one batch of tables; otherwise each call of an op would check all bags.
     share = len(plan.batches) == 1
 
+    # On a device all bags are changed together, so that the host need not know where those of a
+    # feature begin.
+    together = all(one.is_sum and leaves_out_on_device(one.table) for one in asked)
+
     def requests(bags: Bags) -> list[Request]:
+        if together and errors_are_deferred(first.weight.device) and not _need_gradient(bags):
+            bags = _changed(asked, places, bags)
+            made = [_of_changed(one, bags, batch, places[one.name] * batch) for one in asked]
+        else:
+            made = made_apart(bags)
+        if join:
+            share_columns(made)
+        return made
+
+    def made_apart(bags: Bags) -> list[Request]:
         cut: list[Bags] = []
         made = []
         for one in asked:
@@ -215,8 +237,6 @@ def ask_keyed(
                 continue
             cut = cut or _cut(bags, len(names), batch)
             made.append(_request(one, cut[place]))
-        if join:
-            share_columns(made)
         return made
 
     if not (share and all(one.can_share for one in asked)):
@@ -246,6 +266,31 @@ def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
         )
 
 
+def _need_gradient(bags: Bags) -> bool:
+    weights = bags.weights
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
+
+
+def _changed(asked: Sequence[BoundFeature], places: Mapping[str, int], bags: Bags) -> Bags:
+    """Leave out what the features leave out of a KeyedJaggedTensor's bags, without waiting."""
+    padding: list[int | None] = [None] * len(places)
+    most, limits = [NO_LIMIT] * len(places), [NO_LIMIT] * len(places)
+    for one in asked:
+        place, own = places[one.name], cast(int, one.feature.max_nnz)
+        padding[place] = one.table.padding_key
+        if one.feature.truncate:
+            limits[place], own = own, NO_LIMIT
+        most[place] = min(own, NO_LIMIT if one.max_feature_num is None else one.max_feature_num)
+    changes = Changes(
+        len(places),
+        [] if set(padding) == {None} else padding,
+        [] if set(most) == {NO_LIMIT} else most,
+        limits=[] if set(limits) == {NO_LIMIT} else limits,
+        truncate=True,
+    )
+    return replace(changed(replace(bags, slot_major=True), changes), slot_major=False)
+
+
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
     """Split bags by feature; each feature has one bag for each sample."""
     bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
@@ -273,7 +318,7 @@ def _request(
     if bags.count >= 0 and one.can_share:
         return request
     pools_own = bags.count >= 0 and first_bag is None and one.feature.combiner is not None
-    if pools_own and change_without_waiting(request, 1, [most] if truncate else None, truncate):
+    if pools_own and change_without_waiting(request, 1, [most] if truncate else (), truncate):
         return request
     request.check()
     if one.feature.combiner is not None:
@@ -283,6 +328,16 @@ def _request(
     if one.feature.combiner is None:
         return vectors_of_bags(request)
     return request
+
+
+def _of_changed(one: BoundFeature, bags: Bags, count: int, first_bag: int) -> Request:
+    """Return the request of a feature for a run of bags that `_changed` has made."""
+    check_key_dtype(one.table, bags.values)
+    most = NO_LIMIT if one.feature.truncate else cast(int, one.feature.max_nnz)
+    combiner, shape = cast(str, one.feature.combiner), (count,)
+    return Request(
+        one.table, bags, combiner, most, shape, checked=True, feature=one.name, first_bag=first_bag
+    )
 
 
 def share_columns(requests: Sequence[Request]) -> None:
