@@ -45,9 +45,9 @@ struct FixedTexts {
   }
 };
 
-// Reads an array of views of 16 bytes. A view begins with the length. If the text has at most 12
-// bytes, it follows; otherwise the text's first four bytes, the index of a buffer and the offset in
-// this buffer follow.
+// Reads an array of views of 16 bytes. A view begins with the length of the text. A text of at most
+// 12 bytes comes next. For a longer text, its first four bytes, the index of a buffer and the
+// offset in this buffer come next.
 struct ViewTexts {
   const char* views;
   const void* const* data;

@@ -120,7 +120,7 @@ const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
 
 constexpr int64_t kAllGood = -1;
 
-// Returns the first item whose text is outside of the array's memory, or kAllGood.
+// Hashes texts. Returns the first item whose text is outside of the array's memory, or kAllGood.
 template <class Offset>
 int64_t hash_offset_texts(const ArrowArray& array, const Work& work, int64_t* codes) {
   const Offset* offsets = buffer_of<Offset>(array, 1) + array.offset;
@@ -177,8 +177,8 @@ struct Entries {
   }
 };
 
-// Looks up each item's index in `entries`, the codes of a dictionary's entries, and copies the
-// code. Returns the first item with an invalid index, or kAllGood.
+// Copies each item's code from `entries`, which has the codes of a dictionary's entries. Returns
+// the first item with an invalid index, or kAllGood.
 template <class Index>
 int64_t take(const Index* indices, const ArrowArray& array, const std::vector<int64_t>& entries,
              const Work& work, int64_t* codes) {
@@ -253,7 +253,7 @@ bool check_type(const ArrowSchema& type) {
   return false;
 }
 
-// Returns true if a chunk can be read. Otherwise sets a Python error that names values[first].
+// Returns true if a chunk can be read. Otherwise sets a Python error about values[first].
 bool check_array(const ArrowSchema& type, const ArrowArray& array, int64_t first) {
   const char* flaw = flaw_of(type, array);
   if (flaw == nullptr && array.length > std::numeric_limits<int64_t>::max() - first) {

@@ -265,7 +265,7 @@ class Arguments {
     check(has == 1, name, " must have one element, got ", has);
   }
 
-  // Converts row indices, segment ids or offsets to contiguous int64. They may be int32.
+  // Converts row indices, segment ids or offsets, int32 or int64, to a contiguous int64 tensor.
   Tensor packed_int64(const Item& name, const Tensor& tensor) const {
     if (check_wide(name, tensor)) return packed(tensor);
     // Pack before the conversion: an expanded view can have more elements than fit in memory as

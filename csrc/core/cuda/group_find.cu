@@ -35,9 +35,9 @@ SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows, ErrorReport
   }
 }
 
-// On entry, inverse[e] is the slot of entry e's key. Replaces it with the index of the key in its
-// table. The first entry of each key looks up the key's row; if the key is missing, the row is -1
-// for now.
+// Numbers the keys: replaces inverse[e], which holds the slot of entry e's key, with the key's
+// index in its table. The first entry of each key also looks up the key's row; if the key is
+// missing, the row is -1 for now.
 SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ranks missing,
                                      int32_t* inverse, int32_t* rows, int64_t* status) {
   const int32_t entries = group.entries();

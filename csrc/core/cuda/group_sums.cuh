@@ -117,7 +117,7 @@ struct SumLevels {
   int count;  // number of launches, one less than the number of levels
 };
 
-// Gradients of a table's bags, in the form that sum_runs requires of RowsOf.
+// Gradients of a table's bags, with the members that sum_runs requires of RowsOf.
 template <class T>
 struct GradientRows {
   using Scalar = T;
