@@ -23,7 +23,7 @@ from .tensor_file import carried
 
 # Size in bytes of a block of rows. It is small, so that intermediate results stay in the cache.
 _BLOCK = 1 << 18
-# Number of 64-byte buckets scanned at a time.
+# Number of the hash table's 64-byte buckets to scan at a time.
 _BUCKETS = 1 << 15
 # Multipliers of the hash; they must be odd.
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)
@@ -80,7 +80,7 @@ class Fingerprints:
 
 
 def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
-    """Return one checksum per size: of the keys of rows ``[0, size)`` and their row indices."""
+    """Return, for each size, a checksum of the keys of rows ``[0, size)`` and their row indices."""
     sums = [0] * len(sizes)
     table = shard.layer.table
     if table is None:

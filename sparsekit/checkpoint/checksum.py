@@ -29,7 +29,7 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
 class Summed:
     """Writes pieces to a file while another thread computes their CRC-32.
 
-    Each piece is copied first, since it may be part of a table that is being trained.
+    Each piece is copied first, since training may change it in the meantime.
     """
 
     def __init__(self) -> None:

@@ -44,12 +44,12 @@ def sources_of(
     """List the tables that another library has saved.
 
     Args:
-        kind: ``"sok1"``, ``"sok2"``: a dump of HugeCTR's SparseOperationKit; ``"npz"``: files with
-            ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of an
-            EmbeddingBagCollection or EmbeddingCollection.
+        kind: ``"sok1"`` or ``"sok2"``: a dump of HugeCTR's SparseOperationKit, version 1 or 2;
+            ``"npz"``: files with ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of
+            an EmbeddingBagCollection or EmbeddingCollection.
         path: a file or a folder, depending on the kind.
-        dims: for sok1, whose files do not record it: dim of each variable, by variable name;
-            ``""`` stands for all variables not named.
+        dims: dim of each variable, by name, for sok1 only, whose files do not record it; ``""``
+            stands for all variables not listed.
 
     Raises:
         CheckpointError: no table was found, or a file is damaged; the message names the file.
@@ -84,7 +84,7 @@ def import_tables(
 
     Raises:
         CheckpointError: a file is damaged, a key occurs twice, two tables have the same name,
-            ``names`` has an unknown table, or out already exists or cannot be written.
+            ``names`` contains an unknown table, or out already exists or cannot be written.
     """
     unknown = sorted(names.keys() - {source.name for source in sources})
     if unknown:
@@ -117,7 +117,7 @@ def import_tables(
 
 
 def _table(name: str, source: ForeignTable, file: str) -> Table:
-    # Use the seed that a layer of this name would have.
+    # Use the default seed of a layer with this name.
     seed = int(hashing.xxh64([name], seed=settings.seed))
     return Table(
         layer=name, dim=source.dim, dtype=dtype_name(source.dtype),
@@ -160,8 +160,8 @@ def export(
 ) -> Path:
     """Export each table of a checkpoint to one file, with the rows of the whole chain.
 
-    A file has ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states. bfloat16
-    values are converted to float32, which NumPy requires, except in safetensors.
+    Each file contains ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states.
+    Except in safetensors, bfloat16 values are converted to float32, since NumPy has no bfloat16.
 
     Args:
         path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.

@@ -40,7 +40,7 @@ class DcpState:
         state: as for `save` and `load`.
         load_from: the path or StorageReader that is given to dcp.load; None if the object only
             saves. After loading, the object can also save.
-        name: the name under which the state was saved, "app" above; required if the checkpoint
+        name: the name under which the state was saved ("app" above); required if the checkpoint
             has several DcpStates.
         strict: as for `load`.
         cast: as for `load`.
@@ -142,7 +142,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """Describe the tables, for comparison between ranks; each entry has its table's name."""
+    """Return a text that describes the tables, so that ranks can compare them."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Names of entries in a saved DcpState: the format, and the prefix of the ranks' notes. All other
-# entries are named like the files of a checkpoint.
+# Names of entries in a saved DcpState: the format's version, and the prefix of the notes, in which
+# each rank describes its part. All other entries are named like the files of a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 

@@ -195,7 +195,7 @@ def _mapped(path: Path, place: Place) -> np.ndarray:
 
 
 def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:
-    """Describe a difference in words.
+    """Yield lines of text that describe a difference.
 
     Args:
         difference: result of `diff`.

@@ -18,14 +18,14 @@ from .files import naming
 from .lock import Lock
 from .manifest import new_id
 
-# A file in each draft, which the process locks as long as it writes.
+# Name of the file in each draft that the draft's writer keeps locked.
 _WRITER = ".writer"
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
 # Name of a checkpoint that is being replaced, on systems where this takes two renames.
 _OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
 # Name of a checkpoint that is being removed.
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
-# Number of attempts to create a draft, a millisecond apart: another job may take it for abandoned.
+# Number of attempts to create a draft, a millisecond apart: another job may remove the new folder.
 _ATTEMPTS = 1000
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 
@@ -84,7 +84,7 @@ class Draft:
         self._lock: Lock | None = None
 
     def begin(self) -> None:
-        """Create the folder. The caller must call `end`, also after an error.
+        """Create the folder. The caller must call `end`, even after an error.
 
         Raises:
             CheckpointError: target exists and may not be replaced; or the folder cannot be created.
@@ -97,7 +97,7 @@ class Draft:
             self._lock = self._locked()
 
     def _locked(self) -> Lock:
-        # Until the draft is locked, another job may take it for abandoned and remove it.
+        # Until the draft is locked, another job may treat it as abandoned and remove it.
         for _ in range(_ATTEMPTS):
             self.folder.mkdir(exist_ok=True)
             try:
@@ -130,7 +130,7 @@ class Draft:
                 _replace(self.folder, self.target)
             else:
                 os.rename(self.folder, self.target)  # can only replace an empty folder
-            # Remove it only now: other jobs take a draft without this file for abandoned.
+            # Remove the lock file last: other jobs would treat a draft without it as abandoned.
             (self.target / _WRITER).unlink(missing_ok=True)
             sync_folder(self.target.parent)
         except OSError as error:
@@ -214,7 +214,7 @@ def discard(folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Restore checkpoints that a process had renamed to replace them when it was killed."""
+    """Restore checkpoints left renamed by a process that was killed while replacing them."""
     for path in entries(folder):
         old = _OLD.match(path.name)
         if old and not os.path.lexists(folder / old[1]):

@@ -76,7 +76,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def scalar(tensor: torch.Tensor, name: str) -> Any:
-    """Encode a 0-dim tensor: int64, a count of steps, as a number. Errors show ``name``."""
+    """Encode a 0-dim tensor: int64 as a number, others with their dtype. Errors show ``name``."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value

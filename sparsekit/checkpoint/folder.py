@@ -69,7 +69,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """List a checkpoint and all those it builds on, with manifests, the complete one first.
+    """List the checkpoints of a chain with their manifests, from the complete one to ``path``.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged, or is not the base named by the next.

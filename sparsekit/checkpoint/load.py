@@ -62,14 +62,15 @@ def load(
 ) -> Loaded:
     """Load a checkpoint that `save` has written, on any number of ranks.
 
-    A table may have another placement than the saved one, another capacity if its rows fit, and a
-    hash table where the saved one has none, or the reverse. Each rank reads the rows that it owns,
-    piece by piece. Everything is checked first, and the objects in ``state`` load their states
-    before the module does: the module is unchanged if something does not fit, if a file is damaged,
-    or if an object refuses its state. Loading temporarily takes 21 bytes of memory per row of a
-    hash table's capacity. With the same number of ranks and equally constructed tables, keys keep
-    their rows and torch's random numbers continue, so training on the CPU gives the same bits as
-    without the interruption. With several ranks, this is a collective.
+    A table may differ from the saved one in its placement, in its capacity if the rows fit, and in
+    whether it uses a hash table. Each rank reads the rows that it owns, piece by piece. Everything
+    is checked first, and the objects in ``state`` load their states before the module does: the
+    module is unchanged if something does not fit, if a file is damaged, or if an object refuses its
+    state. Loading temporarily needs 21 bytes of memory per row of a hash table's capacity.
+
+    With the same number of ranks and equally constructed tables, keys keep their rows and torch's
+    random numbers continue, so training on the CPU gives the same bits as without the interruption.
+    With several ranks, this is a collective.
 
     Args:
         module: constructed like the module that was saved.

@@ -18,7 +18,7 @@ from .snapshot import parameter_names
 
 
 class OptimizerPlan:
-    """A load of an optimizer's saved state, after checks that the state fits the optimizer."""
+    """Checks that a saved state fits an optimizer; `load` then loads it."""
 
     def __init__(
         self,

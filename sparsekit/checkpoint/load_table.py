@@ -25,7 +25,7 @@ Chain = Sequence[tuple[Path, Manifest]]
 
 
 class TensorStore(Protocol):
-    """A storage from which a checkpoint's tensors are read, if they are not in a folder."""
+    """Provides a checkpoint's tensors if they are not stored in a folder."""
 
     def file(self, name: str) -> TensorFile:
         """Open the file with this name in the manifest."""
@@ -37,10 +37,10 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 class TablePlan:
-    """A load of one table, after checks that the table fits its layer.
+    """Checks that a saved table fits its layer; `load` then loads it.
 
-    The constructor reads all keys and assigns rows to them in a temporary hash table. It takes 21
-    bytes per row of the layer's capacity, until `load` has copied it.
+    The constructor reads all keys and assigns rows to them in a temporary hash table. That table
+    needs 21 bytes per row of the layer's capacity, until `load` has copied it.
 
     Raises:
         CheckpointError: the table does not fit the layer, or a key is invalid.
@@ -96,7 +96,7 @@ class TablePlan:
         )
 
     def _is_same_place(self) -> bool:
-        """Return whether this rank owns exactly the rows that its file in each checkpoint holds."""
+        """Return whether this rank owns exactly the rows in its own file of each checkpoint."""
         layer = self.layer
         return all(
             len(table.shards) == layer.world_size
@@ -129,8 +129,8 @@ class TablePlan:
             if number == 0 and found != count:
                 raise self._wrong_count(at, count, found, "a key is there twice")
         if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
-            # With too many keys, the base lacks rows that have changed since. With too few, it
-            # already has rows that should be new.
+            # Too many keys: the base lacks rows that have changed since. Too few: the base already
+            # has rows that should be new.
             why = "keys are missing in its base"
             if found < size:
                 why += ", or one is there twice"
@@ -146,7 +146,7 @@ class TablePlan:
     ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
         """Yield a table's keys in pieces, from all files that may have keys of this rank.
 
-        A piece consists of a file, the index of its first row, and its keys.
+        Each piece consists of a file, the index of the piece's first row, and the piece's keys.
         """
         for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
             with opened(at, part, shard.file, shard.rows) as file:
@@ -154,7 +154,7 @@ class TablePlan:
                     yield file, begin, keys.to(self.layer.weight.device)
 
     def _check_keys(self, file: TensorFile, begin: int, keys: torch.Tensor) -> None:
-        """Raise CheckpointError if the layer cannot take a key, or another rank owns it."""
+        """Raise CheckpointError if the layer cannot store a key, or another rank owns it."""
         layer = self.layer
         least, most, what = -(2**63), 2**63 - 1, ""
         if layer.table is None:
@@ -180,7 +180,7 @@ class TablePlan:
             )
 
     def check_states(self, settings: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless an optimizer with these settings keeps the saved states."""
+        """Raise CheckpointError unless the optimizer, with these settings, has the saved states."""
         optimizer, saved = self.optimizer, self.table.states
         step = decoded(self.table.settings, {}).get("step", 0)
         if isinstance(step, torch.Tensor) and not isinstance(optimizer, RowOptimizer):
@@ -263,7 +263,7 @@ class TablePlan:
         columns: Mapping[str, torch.Tensor],
         first: bool,
     ) -> None:
-        """Load the rows of a piece; ``first`` says that it is from the complete checkpoint."""
+        """Load the rows of a piece; ``first`` is true if it is from the complete checkpoint."""
         layer = self.layer
         mine = None if self._same_place else layer.owned(keys)
         own = keys if mine is None else keys[mine]

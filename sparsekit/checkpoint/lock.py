@@ -50,7 +50,7 @@ class Lock:
             return False
 
     def note(self, text: str) -> None:
-        """Write a text to the file, such as who holds the lock, for users to read."""
+        """Write a text to the file that tells users, for example, who holds the lock."""
         self._file.truncate(0)
         self._file.write(text.encode())
 

@@ -27,14 +27,14 @@ class Checkpoints:
 
     Only one job at a time can write to a folder: from its first save until `close`, or until this
     object is garbage-collected. The next save removes the leftovers of a killed job. The first save
-    of a run raises an error if the folder has checkpoints of the same step or a later one that this
-    object has neither written nor loaded, since `latest` would still find them. See `claim`.
+    of a run raises an error if the folder already has checkpoints of this step or a later one,
+    since `latest` would find them instead of the new one. See `claim`.
 
     Args:
         folder: created if it is missing; must be on a disk that all ranks share.
         keep: number of newest checkpoints to keep. Checkpoints that they build on are kept, too.
-        complete_every: one checkpoint in this many is complete. The others are incremental: they
-            only have the rows that changed since the previous checkpoint. With 1, all are complete.
+        complete_every: interval, in checkpoints, between complete ones. The others are incremental:
+            they contain only rows changed since the previous checkpoint. With 1, all are complete.
         process_group: group of the ranks that save; None is the default group.
 
     Raises:
@@ -62,7 +62,7 @@ class Checkpoints:
         self._claimed = False
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None. Not a collective."""
+        """Return the newest whole checkpoint, or None. Not a collective."""
         return latest(self.folder)
 
     def save(
@@ -108,7 +108,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for the background save to finish, if there is one; a collective."""
-        # Clear it only at the end, so that an interrupted wait can be repeated.
+        # Clear `_background` only at the end, so that an interrupted wait can be repeated.
         background = self._background
         if background is not None and not background.waited and not background.lost():
             background.wait()
@@ -151,8 +151,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: another job is writing to this folder, or this process cannot write to
-                it; or the folder has whole checkpoints of this step or a later one, and this object
-                has neither loaded from the folder nor claimed it since it was created or closed.
+                it; or the folder has whole checkpoints of this step or a later one. They are
+                accepted once this object has loaded from the folder or claimed it, until `close`.
         """
         together = Together(unwrapped(module), self._group)
 

@@ -11,7 +11,7 @@ from .files import FileRecord
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# Name of the file with the manifest's CRC-32 in hexadecimal, which reveals any changed digit.
+# Name of the file with the manifest's CRC-32 in hexadecimal, used to detect a damaged manifest.
 CHECKSUM = "manifest.crc32"
 DENSE = "dense.safetensors"
 
@@ -22,8 +22,8 @@ class Shard:
 
     Attributes:
         rank: the rank that wrote the part.
-        file: name of the file in the folder. It has ``keys`` int64 [rows], ``vectors`` [rows, dim]
-            and each state. It may have ``removed`` int64 [n]: the keys removed since the base.
+        file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors``
+            [rows, dim], each state, and maybe ``removed`` int64 [n]: keys removed since the base.
         rows: number of rows in this file.
         size: number of rows in the rank's table when it was saved. The file of an incremental
             checkpoint may have fewer rows.
@@ -94,7 +94,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Base:
-    """Id, and name of the folder, of the checkpoint on which an incremental one builds."""
+    """The checkpoint that an incremental one builds on: its folder's name and its id."""
 
     folder: str
     id: str

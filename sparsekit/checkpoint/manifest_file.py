@@ -1,4 +1,4 @@
-"""Writes ``manifest.json``, and reads it with checks of everything in it."""
+"""Writes ``manifest.json``, and reads it, checking everything in it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _values_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_files(path: Path, manifest: Manifest) -> Manifest:
-    """Check a manifest that was not read from a file as `read_manifest` would, and return it.
+    """Apply the checks of `read_manifest` to a manifest that is not in a file, and return it.
 
     Raises:
         CheckpointError: see `read_manifest`.
@@ -142,7 +142,7 @@ class _Value:
         return self.value
 
     def instead(self, value: Any) -> _Value:
-        """Wrap another value that errors report under the same path in the document."""
+        """Wrap another value, but keep the path that errors report."""
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:

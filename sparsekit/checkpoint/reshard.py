@@ -149,7 +149,7 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 
 
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
-    """Yield pieces of a table: a file, the first row, the keys, and the indices of live keys.
+    """Yield pieces of a table: file, index of the first row, keys, and indices of live keys.
 
     A key is live if no newer checkpoint has it. The newest checkpoint comes first. The keys of
     incremental checkpoints are kept in memory; those of the complete one are not. Use the result in

@@ -136,7 +136,7 @@ class CheckpointWriter:
             os.rename(part_file.with_suffix(".new"), part_file)
 
     def publish(self) -> None:
-        """Write the manifest and publish the checkpoint: on rank 0, after all have written."""
+        """Write the manifest and publish the checkpoint, on rank 0 after all ranks have written."""
         folder = self.draft.folder
         try:
             notes = [
@@ -188,7 +188,7 @@ def manifest_of(
 
 
 def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
-    """Combine the notes of all ranks on a table into its entry in the manifest."""
+    """Combine all ranks' notes about a table into its entry in the manifest."""
     facts = [dict(note["tables"].get(name, {})) for note in notes]
     shards = tuple(Shard(**each.pop("shard")) for each in facts if each)
     first = facts[0]

@@ -23,7 +23,7 @@ from .tensor_file import Column, carried, check_storable, column_of, dtype_name
 
 # Number of rows whose keys are in memory at a time while a table is written.
 _KEYS = 1 << 23
-# Number of 64-byte buckets scanned at a time.
+# Number of the hash table's 64-byte buckets to scan at a time.
 _BUCKETS = 1 << 17
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -51,7 +51,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
-    """Return a module's tables by name; a layer's own table is named ``"table"``."""
+    """Return a module's tables by name; the name is ``"table"`` if the module is a layer."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
 
@@ -134,8 +134,8 @@ class TableShard:
         wholes: dict[int, torch.Tensor] = {}
         columns = {}
         for name, tensor in self.columns.items():
-            # The states of a row are neighbours in memory. Copying them together takes two thirds
-            # of the time.
+            # The states of a row are adjacent in memory. Copying them together takes two thirds of
+            # the time of separate copies.
             whole = _with_neighbours(tensor)
             if id(whole) not in wholes:
                 wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size)
@@ -301,7 +301,7 @@ class Snapshot:
 def parameter_names(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """Return the names of an optimizer's parameters in the module; ``#i`` if it lacks them."""
+    """Return the names of an optimizer's parameters; ``#i`` for one not in the module."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
 

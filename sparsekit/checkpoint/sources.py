@@ -115,7 +115,7 @@ def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
 
     Args:
         path: folder of the files.
-        dims: dim of each variable, by name; ``""`` stands for all variables not named.
+        dims: dim of each variable, by name; ``""`` stands for all variables not listed.
     """
     found = []
     for keys_path in sorted(path.glob("*_keys.file")):
@@ -147,7 +147,7 @@ def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
 
 
 def sok2(path: Path) -> list[ForeignTable]:
-    """List the tables named in ``meta_info``, each in ``<table>-key`` and ``<table>-weight``.
+    """List the tables in ``meta_info``, each stored in ``<table>-key`` and ``<table>-weight``.
 
     Args:
         path: folder of the files.

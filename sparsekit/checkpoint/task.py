@@ -1,4 +1,4 @@
-"""Runs a function in a new thread; an interrupt leaves no doubt whether it runs or has ended."""
+"""Runs a function in a new thread whose state is known even after an interrupt."""
 
 from __future__ import annotations
 

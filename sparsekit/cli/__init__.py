@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success; 1 if training has diverged or a rank has failed; 2 for an
         error that the user can fix; 130 after Ctrl-C.
     """
-    # Import it late, since `dispatch` imports the recipes' commands, which import this package.
+    # Import late, to avoid a cycle: `dispatch` imports the recipes, which import this package.
     from .dispatch import run
 
     return run(argv)

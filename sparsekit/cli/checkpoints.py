@@ -21,10 +21,10 @@ _FREE = {
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
     "config", "settings",  # their settings are compared one by one, by full names
 }  # fmt: skip
-# Options that name data files: ``data`` for models that load the file into memory, the others for
-# models that stream the files.
+# Options with paths of data files: ``data`` for models that load the file into memory, the others
+# for models that stream the files.
 _DATA = ("data", "data.train", "data.validation", "data.test")
-# Of files larger than _WHOLE_BYTES, only the first and last _END_BYTES are compared.
+# Files larger than _WHOLE_BYTES are compared only by their first and last _END_BYTES.
 _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 

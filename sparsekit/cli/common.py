@@ -80,7 +80,7 @@ def check_other_file(option: str, written: str | None, read: str | None) -> None
 
 
 def check_apart(option: str, file: str | None, other_option: str, other: str | None) -> None:
-    """Raise UsageError before the work begins if two options name the same output file."""
+    """Raise UsageError before the work begins if two options give the same output file."""
     if file is not None and other is not None and os.path.realpath(file) == os.path.realpath(other):
         raise UsageError(f"{option} {file}: is the file of {other_option}; choose another")
 

@@ -95,7 +95,7 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Return the logs for a trainer. Rank 0 has one, in the folder ``--log-to``."""
+    """Return the logs for a trainer: only rank 0 has one, in the folder ``--log-to``."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)

@@ -1,4 +1,4 @@
-"""``sparsekit scaling``: measures the speed-up of training by more ranks on this machine."""
+"""``sparsekit scaling``: measures how training speeds up with more ranks on this machine."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..train.config import ConfigError, read_yaml, to_yaml
 from . import checkpoints, ranks
 from .common import UsageError, count, number, why, writing
 
-# Options that are not settings: they say where settings come from, or what the command does.
+# Options that are not settings: they tell where settings come from, or what the command does.
 _NO_SETTINGS = {"help", "config", "set", "show-config", "resume"}
 
 
@@ -76,7 +76,7 @@ class TrainingParser(Parser):
         return of_file + given
 
     def _flag(self, where: str, name: Any, value: Any) -> list[str]:
-        """Convert a setting to command-line arguments; none for a switch that is off."""
+        """Convert a setting to command-line arguments; return none for a switch that is off."""
         flags = self._flags()
         flag = str(name).replace("_", "-")
         action = flags.get(flag) or self._option_string_actions.get(f"--{flag}")
@@ -100,7 +100,7 @@ def add(
     data: str,
     save: str | None = None,
 ) -> TrainingParser:
-    """Add a command that trains on one file: with --data, --save and the options for settings.
+    """Add a command that trains on one file, with --data, --save and the options for settings.
 
     Args:
         models: subparsers to which to add the command.
@@ -189,7 +189,7 @@ def make_trainer(
     optimizers: Sequence[torch.optim.Optimizer],
     **others: Any,
 ) -> Trainer:
-    """Make a `Trainer` that logs and saves as the options say; it gets all other arguments."""
+    """Make a `Trainer` that logs and saves as ``args`` specifies; pass it all other arguments."""
     others = {"stream": sys.stdout, "logs": ranks.logs(args), **others}
     return Trainer(model, losses, optimizers, seed=args.seed, **checkpoints.options(args), **others)
 
@@ -205,7 +205,7 @@ def falling(
 
 
 def save(args: argparse.Namespace, model: Any) -> None:
-    """Write the trained model to the file ``--save``, if it is given."""
+    """Write the trained model to the file given by ``--save``, if any."""
     if args.save is not None:
         with writing("--save", args.save):
             model.save(args.save)

@@ -76,7 +76,7 @@ class KeyedJaggedTensor:
         return self._values[first:last], offsets - first
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy to a device; return this object if it is already on the device."""
+        """Copy to a device; a tensor that is already there is shared, not copied."""
         return KeyedJaggedTensor(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),

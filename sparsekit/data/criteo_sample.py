@@ -30,7 +30,7 @@ _NUMBERS = 13
 _ZIPF = 1.1
 # Number of keys to generate at a time; it limits the memory used.
 _BLOCK_KEYS = 1 << 20
-# Entry i has the four hexadecimal digits of the 16-bit number i, packed into 32 bits.
+# Entry i contains the four hexadecimal digits of the 16-bit number i, packed into 32 bits.
 _HEX = np.frombuffer("".join(f"{i:04x}" for i in range(1 << 16)).encode(), np.uint32)
 
 
@@ -48,7 +48,7 @@ def write_criteo_sample(
     Some integers are missing or negative, and some categories are missing. The number of distinct
     values of each category is that of Criteo 1TB in MLPerf's DLRM-DCNv2; their frequencies follow
     Zipf's law with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels
-    depend on the categories, so that a model has something to learn. Equal arguments give equal
+    depend on the categories, so that a model has something to learn. Equal arguments produce equal
     bytes, and a longer file begins with the rows of a shorter one.
 
     Args:
@@ -117,7 +117,7 @@ def _categories(
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Scramble 32-bit words one-to-one, by the finalizer of MurmurHash3."""
+    """Scramble 32-bit words one-to-one, with the finalizer of MurmurHash3."""
     words = (words ^ words >> 16) * np.uint32(0x85EBCA6B)
     words = (words ^ words >> 13) * np.uint32(0xC2B2AE35)
     return words ^ words >> 16

@@ -19,13 +19,13 @@ from .text import Files
 
 __all__ = ["ParquetReader"]
 
-# Limits on row groups that are read together: their total number of rows and uncompressed bytes.
+# Limits on row groups that are read together: total number of rows, and total uncompressed bytes.
 _ROWS_TOGETHER = 1 << 15
 _BYTES_TOGETHER = 8 << 20
 
 
 class ParquetReader(Reader):
-    """Stream Parquet files in batches; one row group, or a few small ones, are in memory.
+    """Stream Parquet files in batches, with one row group or a few small ones in memory.
 
     A categorical column has integers, strings or binary values, or lists of these; each list is a
     bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may consist of nulls.
@@ -115,7 +115,7 @@ class ParquetReader(Reader):
         )
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Override `Reader._pieces` to read neighbouring small row groups together."""
+        """Override `Reader._pieces` to read adjacent small row groups together."""
         run: list[tuple[_RowGroup, np.ndarray]] = []
         rows = size = passed = 0
         for number in self._order(self._epoch):
@@ -234,7 +234,7 @@ class _TableChunk(Chunk):
         return Batch(label, torch.from_numpy(dense), joined(list(columns.sparse), pieces)), []
 
     def _fault(self, row: int, column: str | None, reason: str) -> str:
-        """Return a message: the file, the row's number in it, counted from 1, and the reason."""
+        """Return a message with the file, the row's number, counted from 1, column and reason."""
         which = int(np.searchsorted(self.starts, row, "right")) - 1
         group = self._groups[which]
         number = group.first + row - self.starts[which] + 1

@@ -55,7 +55,7 @@ class ParquetFiles:
 
         Args:
             path: path of the file.
-            place: the part of the file that errors name.
+            place: part of the file to mention in errors.
 
         Raises:
             DataFormatError: the file is not Parquet, is damaged, cannot be opened, or has changed

@@ -21,7 +21,7 @@ _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
 # When an iteration is left early: seconds to wait for the batch that is being read. A thread cannot
 # be stopped while it waits for a source, such as a network, so after this time it is left behind.
 _GRACE_S = 2.0
-# For each source: a thread that still reads a batch for an iteration that was left early.
+# For each source: the thread that is still reading a batch for an iteration that was left early.
 _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 
 
@@ -80,13 +80,13 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                # Ignore the error of a list, which cannot be a key: threads may read it together.
+                # A list cannot be a key, and need not be: several threads may read it at once.
                 with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reader's state after the last yielded batch, as if none had been read ahead.
+        """Return the reader's state just after the last yielded batch, ignoring batches read ahead.
 
         Raises:
             TypeError: the source has no state.

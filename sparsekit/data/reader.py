@@ -314,7 +314,7 @@ class Reader(IterableDataset):
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         while True:
             batch, faults = chunk.read(rows)
-            # Check the labels; malformed rows have none.
+            # Without a batch, which any malformed row prevents, there are no labels to check.
             if batch is not None and self._labels is not None and batch.label is not None:
                 faults = self._wrong_labels(chunk, rows, batch.label.numpy())
             if faults and self._on_error == "raise":

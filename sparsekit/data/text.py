@@ -199,7 +199,7 @@ class _Lines:
         self.columns = columns
         self.names = list(names)
         self._settings = columns, names, delimiter, quote, missing, max_line_bytes
-        # in the order of the file, like the keys of a parsed line
+        # Features in the order of the file, like the keys of a parsed line.
         self.features = [name for name in names if name in columns.sparse]
         fields = []
         for name in names:

@@ -19,9 +19,9 @@ _BOM = b"\xef\xbb\xbf"
 _PIECE = 4096
 _INSIDE = 1  # state of _pybind.skip_line that means: inside a quoted field
 
-# Makes a chunk from lines of a text. The start of the text is given either as a byte offset in the
-# file or as a line number, counted from 1; the other number is 0. The flag is true if the last line
-# has a quote that is never closed.
+# A function that makes a chunk from lines of a text. The start of the text is given either as a
+# byte offset in the file or as a line number, counted from 1; the other number is 0. The flag is
+# true if the last line has a quote that is never closed.
 MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
 
@@ -31,11 +31,11 @@ class TextFile:
     A newline within a quoted field does not end a line.
 
     Args:
-        path: A file, plain or in a compression that `Content` knows; or a pipe, which is read once.
+        path: A file, plain or compressed (see `Content`); or a pipe, which is read only once.
         delimiter: The byte that separates fields.
         quote: The byte that quotes fields, or None.
         max_line_bytes: Maximum length of a line in bytes; the rest of a longer line is dropped.
-        columns: Names of the columns; None if the first line is a header that has the names.
+        columns: Names of the columns; None if the first line is a header with the names.
 
     Attributes:
         names: names of the columns.
@@ -221,7 +221,7 @@ class _Block(Unit):
         return self._scanned
 
     def guess(self) -> int:
-        """Return the first line's offset, or the block's end, if no field contains a newline."""
+        """Return the first line's offset, or the block's end; assume no newlines within fields."""
         if self._begin == self._file.start:
             return self._begin
         # Include the previous byte, which shows whether a line begins here.
@@ -235,7 +235,7 @@ class _Block(Unit):
         return self._end
 
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
-        """Return the lines from byte `first` on, their text, its end, and `MakeChunk`'s flag."""
+        """Return lines from byte `first` on, their text, its end, and if a quote is unclosed."""
         stop = self._end - first
         with open(self._file.path, "rb") as file:
             text = self._text(file, first, stop)
@@ -269,7 +269,7 @@ class _Block(Unit):
 
 
 class _Stream(Unit):
-    """A whole compressed file or pipe, of which one block of lines is read at a time."""
+    """A whole compressed file or pipe, read one block of lines at a time."""
 
     counts_fast = False
 

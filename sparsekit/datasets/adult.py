@@ -51,7 +51,7 @@ COLUMNS = (
     *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
     *("hours-per-week", "native-country", LABEL),
 )
-# Alternative names of columns, which the UCI repository, for example, uses.
+# Other names of two columns, which the UCI repository uses.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
 # First line of the UCI repository's test file, whose labels end with a full stop.
 UCI_TEST = "|1x3 Cross validator"

@@ -19,7 +19,7 @@ MOVIELENS_100K_ITEMS = PackagedFile(
 def movielens_100k_films(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[int, tuple[str, str, str]]:
-    """Return title, year and genres of each film, by item. See `movielens_100k` for the source.
+    """Return the title, year and genres of each film, by item id; source: see `movielens_100k`.
 
     Args:
         cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
@@ -35,6 +35,6 @@ def movielens_100k_films(
 
 
 def movielens_100k_titles(cache_dir: str | os.PathLike[str] | None = None) -> dict[int, str]:
-    """Return title and year of each film, by item, such as ``"Toy Story (1995)"``."""
+    """Return the title and year of each film, by item id, such as ``"Toy Story (1995)"``."""
     films = movielens_100k_films(cache_dir)
     return {item: f"{title} ({year})" for item, (title, year, _) in films.items()}

@@ -118,7 +118,7 @@ class Ratings:
 def movielens_100k(
     data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> Ratings:
-    """Return MovieLens-100K: 100,000 ratings from 1 to 5 by 943 users of 1,682 films.
+    """Return MovieLens-100K: 100,000 ratings, from 1 to 5, of 1,682 films by 943 users.
 
     The data belongs to GroupLens, who allow its use in research but not its redistribution
     (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). Therefore this package does
@@ -202,7 +202,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
 
 
 def _places(names: list[str], source: str) -> list[int]:
-    """Return the positions in a header of the columns in `COLUMNS`."""
+    """Return the position in a header of each column in `COLUMNS`."""
     plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
     places = []
     for column, called in COLUMNS.items():
@@ -220,7 +220,7 @@ def _places(names: list[str], source: str) -> list[int]:
 class _Ids:
     """Collects ids one by one, and converts them to int64."""
 
-    # number of strings to hash at once
+    # Number of strings to hash at a time.
     BLOCK = 65536
 
     def __init__(self, column: str) -> None:

@@ -81,7 +81,7 @@ class Reviews:
 
 
 def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
-    """Split ratings into a training part and a test part, and return the int64 positions.
+    """Split ratings into a training part and a test part; return their positions, int64.
 
     The test part has the latest reviews of every user, as in `Ratings.split_by_time`. If a user has
     reviewed an item several times, only the latest review is used, so no pair of user and item is
@@ -130,10 +130,10 @@ class Vocabulary:
 
 
 class Documents:
-    """The documents of owners (users or items), made of pieces that have an author or -1.
+    """The documents of users or items, their owners, each made of pieces by several authors.
 
     Args:
-        pieces: for each owner, the list of (author, word numbers) in the order of the document.
+        pieces: for each owner, the (author or -1, word numbers) pairs in the document's order.
         length: number of words in a document, which is cut or padded to fit.
     """
 
@@ -216,10 +216,10 @@ class Corpus:
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    A rating adds the film's words to the user's document. To the film's document, a rating adds the
-    words of the film that the same user rated just before (just after, for a user's first rating):
-    the film's own words would be the same for all of its ratings. A film's document begins with the
-    film's own words.
+    A rating adds the film's words to the user's document. It adds another film's words to the
+    film's document: those of the film that the user rated just before, or just after the user's
+    first rating. The film's own words, with which its document begins, would be the same for all
+    ratings.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()

@@ -133,8 +133,8 @@ class SplitHashEncoder:
             The rows, with columns in ascending order. Sparsekit's layers accept all three forms.
 
         Raises:
-            TypeError, ValueError: a column is missing, is refused by `xxh64`, or has another length
-                than the first column; bags are requested from a signed encoder; or `to` is unknown.
+            TypeError, ValueError: a column is missing, is refused by `xxh64`, or differs in length
+                from the first column; bags are requested from a signed encoder; or `to` is unknown.
             ImportError: scipy is not installed.
         """
         if to not in ("torch", "scipy", "bags"):
@@ -194,8 +194,8 @@ class SplitHashEncoder:
 
         Args:
             path: the file.
-            feature_lengths: The lengths that the file must have; None accepts any. With other
-                lengths, values have other columns, which do not fit the trained weights.
+            feature_lengths: The lengths that the file must have; None accepts any. Other
+                lengths map values to other columns, which do not fit the trained weights.
 
         Raises:
             ValueError: the file does not contain an encoder, or its features differ from the

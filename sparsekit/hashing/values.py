@@ -16,7 +16,7 @@ from ..ops.hash_integers import INTEGER_DTYPES, hash_integers
 
 __all__ = ["xxh64"]
 
-# Any stands for an Arrow column, since no Arrow package may be installed.
+# `Any` stands for an Arrow column, whose class is unknown if no Arrow package is installed.
 Values = Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor | Any
 _SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None))
 
@@ -90,7 +90,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         values = np.asanyarray(values)
     if isinstance(values, torch.Tensor) and values.dtype not in INTEGER_DTYPES:
         raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
-    # This also refuses a pandas DataFrame, whose items as a sequence would be its column names.
+    # This also refuses a pandas DataFrame: as a sequence, it would yield its column names.
     dimensions = getattr(values, "ndim", 1)
     if dimensions != 1:
         raise ValueError(f"values must have one dimension, got {dimensions}")
@@ -136,8 +136,8 @@ def _check_buffers(values: Any) -> None:
 def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
     kind, masked = values.dtype.kind, isinstance(values, np.ma.MaskedArray)
     if kind in "iu" and not masked:
-        # Copy the array: torch refuses foreign byte order and negative strides, and warns about
-        # read-only memory.
+        # Copy the array if torch would refuse it (foreign byte order, negative strides) or warn
+        # about it (read-only memory).
         if not (values.flags.carray and values.dtype.isnative and values.strides[0] > 0):
             values = np.array(values, values.dtype.newbyteorder("="))
         return hash_integers(torch.from_numpy(values), seed)
