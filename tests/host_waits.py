@@ -58,17 +58,12 @@ class _Device:
         self._storages: dict[int, Any] = {}
 
     def has(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout != torch.strided:
-            return any(self.has(part) for part in (tensor._indices(), tensor._values()))
-        return tensor.untyped_storage()._cdata in self._storages
+        return any(part.untyped_storage()._cdata in self._storages for part in _strided(tensor))
 
     def add(self, tensor: torch.Tensor) -> None:
-        if tensor.layout != torch.strided:
-            self.add(tensor._indices())
-            self.add(tensor._values())
-            return
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage
+        for part in _strided(tensor):
+            storage = part.untyped_storage()
+            self._storages[storage._cdata] = storage
 
 
 class _Functions(TorchFunctionMode):
@@ -175,6 +170,13 @@ class _Following(threading.local):
 _following = _Following()
 _run_backward = torch.autograd._engine_run_backward
 torch.autograd._engine_run_backward = _counted_backward
+
+
+def _strided(tensor: Any) -> list[torch.Tensor]:
+    """Return the dense tensors of which a sparse or jagged tensor consists."""
+    if tensor.layout == torch.jagged:
+        return [tensor._values, tensor._offsets] if hasattr(tensor, "_values") else []
+    return [tensor] if tensor.layout == torch.strided else [tensor._indices(), tensor._values()]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

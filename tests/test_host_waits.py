@@ -98,6 +98,8 @@ def test_what_is_made_of_the_tensors_of_a_device_is_its_own():
 
 
 KEYS = torch.randint(0, 500, (16, 2, 3), generator=generator(0))
+KEYS.view(-1)[::9] = 7  # the padding key of most cases
+KEYS.view(-1)[4::23] = 0
 FLAT, OFFSETS = KEYS.view(-1), torch.arange(0, 97, 3)
 WEIGHTS = torch.rand(96, generator=generator(1))
 
@@ -387,3 +389,42 @@ def test_a_bag_of_a_keyed_jagged_tensor_that_is_too_long_is_reported(feature, li
             error = attempt(sparsekit.raise_errors)
         assert (error is None) == (more == 0), error
     assert type(error) in (IndexError, ValueError)
+
+
+def not_pooled(**options):
+    """Return a step of a group whose feature has a vector for each key, and the group."""
+    options = {"seed": 1, "name": "not pooled"} | options
+    layers = {"x": sparsekit.DistributedEmbedding("sum", 1000, 8, 1, 3, **options)}
+    group = sparsekit.EmbeddingGroup(layers, {"x": sparsekit.Feature("x", combiner=None)})
+    optimizer = LazyAdam(group.parameters(), lr=0.01)
+    fuse_in_backward(optimizer, group)
+
+    def step(offsets=OFFSETS):
+        vectors = group({"x": (FLAT, offsets)})["x"].values()
+        vectors.square().sum().backward()
+        optimizer.step()
+        return vectors.detach()
+
+    return step, group
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_key": 7}, {"max_feature_num": 3}])
+def test_features_that_are_not_pooled_wait_for_nothing(options):
+    step, group = not_pooled(**options)
+    assert waits_of(step, group, [FLAT, OFFSETS]).total() == 0
+    (early, _), (late, _) = not_pooled(**options), not_pooled(**options)
+    with SimtMode():
+        for _ in range(3):
+            vectors = early()
+            with deferred_errors():
+                assert torch.equal(vectors, late())
+
+
+@pytest.mark.parametrize("offsets", [[1, 3, 96], [0, 3, 2, 96], [0, 3, 95], [0, 4, 96]])
+def test_bad_bags_that_are_not_pooled_are_reported(offsets):
+    step, _ = not_pooled(padding_key=7, max_feature_num=95)
+    with SimtMode(), deferred_errors():
+        step()
+        step(torch.tensor(offsets))
+        with pytest.raises((IndexError, ValueError), match="not pooled: "):
+            sparsekit.raise_errors()

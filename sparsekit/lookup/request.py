@@ -15,7 +15,7 @@ from ..tables.embedding_table import EmbeddingTable
 from .inputs import Bags, check_bags, check_device, is_jagged, read_bags
 from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within
-from .without_waiting import Changes, changed
+from .without_waiting import Changes, changed, one_each
 
 # Prefix of errors about the input of a whole group.
 GROUP = "EmbeddingGroup"
@@ -252,22 +252,37 @@ def change_without_waiting(
         True if the bags have been changed; False if that is impossible without waiting.
     """
     table = request.table
-    if not (request.pooled_here or leaves_out_on_device(table)):
-        return False
-    if not errors_are_deferred(table.weight.device):
+    pooled_here = request.pooled_here and errors_are_deferred(table.weight.device)
+    if not (pooled_here or on_device(table)):
         return False
     request.check_weights()
-    by_slot = isinstance(request.combiner, tuple)
-    padding = () if table.padding_key is None else (table.padding_key,) * slots
-    most = () if request.max_nnz == NO_LIMIT else (request.max_nnz,) * slots
-    changes = Changes(slots, padding, most, request.max_feature_num, limits, truncate, by_slot)
+    changes = _changes(request, slots, limits, truncate)
     request.bags, request.checked = changed(request.bags, changes), True
     return True
 
 
-def leaves_out_on_device(table: EmbeddingTable) -> bool:
-    """Return whether lookups in the table go by key; the route by bag always sends whole bags."""
-    return table.world_size == 1 or table.strategy == "all_to_all"
+def _changes(
+    request: Request, slots: int, limits: Sequence[int | None] = (), truncate: bool = False
+) -> Changes:
+    padding_key, most = request.table.padding_key, request.max_nnz
+    return Changes(
+        slots,
+        () if padding_key is None else (padding_key,) * slots,
+        () if most == NO_LIMIT else (most,) * slots,
+        request.max_feature_num,
+        limits,
+        truncate,
+        by_slot=isinstance(request.combiner, tuple),
+    )
+
+
+def on_device(table: EmbeddingTable) -> bool:
+    """Return whether bags for a table can be changed on its device, without waiting for it.
+
+    Errors must be deferred, and lookups must go by key: the route by bag always sends whole bags.
+    """
+    by_key = table.world_size == 1 or table.strategy == "all_to_all"
+    return by_key and errors_are_deferred(table.weight.device)
 
 
 def leave_padding_out(request: Request) -> None:
@@ -282,7 +297,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)
         request = Request(table, bags, "sum", NO_LIMIT, (bags.count,))
-        request.check()
+        check_key_dtype(table, bags.values)
         return vectors_of_bags(request)
     if not isinstance(keys, torch.Tensor):
         raise TypeError(f"{name}: keys must be a tensor, got {type(keys).__name__}")
@@ -304,9 +319,15 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 def vectors_of_bags(request: Request) -> Request:
     """Request each key's vector, unpooled, with jagged output; padding keys give zeros."""
-    made = one_by_one(request.table, request.keys)
-    made.jagged = request.offsets
-    leave_padding_out(made)
+    table = request.table
+    if request.checked or not on_device(table):
+        request.check()
+        made = one_by_one(table, request.keys)
+        made.jagged = request.offsets
+        leave_padding_out(made)
+        return made
+    made = one_by_one(table, request.bags.values)
+    made.bags, made.jagged = one_each(request.bags, _changes(request, 1))
     return made
 
 

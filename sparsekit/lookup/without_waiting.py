@@ -95,6 +95,20 @@ def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
     return torch.cat([offsets[:1], places.minimum(offsets[-2:-1]), offsets[-1:]])
 
 
+def one_each(bags: Bags, changes: Changes) -> tuple[Bags, torch.Tensor]:
+    """Return `changed` bags with one key each, and the offsets of the given bags.
+
+    The limits apply to the given bags; padding leaves empty bags.
+    """
+    n = len(bags.values)
+    places = torch.arange(n + 1, device=bags.values.device)
+    given = places if bags.offsets is None else bags.offsets.to(torch.int64)
+    each = changed(Bags(bags.values, None, None), Changes(1, changes.padding))
+    refused = _Limits(given, n, False, changes).refused
+    cast(torch.Tensor, each.offsets)[:1].masked_fill_(refused, -1)
+    return each, given
+
+
 class _Limits:
     """Checks of bags with offsets `given`, which should rise from 0 to n.
 

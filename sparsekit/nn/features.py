@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 
-from .._reports import errors_are_deferred
 from ..errors import check_choice
 from ..lookup import LookupPlan, remember
 from ..lookup.inputs import Bags, check_bags, read_bags
@@ -19,8 +18,8 @@ from ..lookup.request import (
     change_without_waiting,
     check_key_dtype,
     leave_padding_out,
-    leaves_out_on_device,
     name_of,
+    on_device,
     vectors_of_bags,
 )
 from ..lookup.slots import NO_LIMIT, POOLINGS, check_max_nnz, within
@@ -215,10 +214,10 @@ def ask_keyed(
 
     # On a device all bags are changed together, so that the host need not know where those of a
     # feature begin.
-    together = all(one.is_sum and leaves_out_on_device(one.table) for one in asked)
+    sums = all(one.is_sum for one in asked)
 
     def requests(bags: Bags) -> list[Request]:
-        if together and errors_are_deferred(first.weight.device) and not _need_gradient(bags):
+        if sums and all(map(on_device, plan.tables)) and not _need_gradient(bags):
             bags = _changed(asked, places, bags)
             made = [_of_changed(one, bags, batch, places[one.name] * batch) for one in asked]
         else:
@@ -320,6 +319,8 @@ def _request(
     pools_own = bags.count >= 0 and first_bag is None and one.feature.combiner is not None
     if pools_own and change_without_waiting(request, 1, [most] if truncate else (), truncate):
         return request
+    if one.feature.combiner is None and not truncate and bags.count >= 0 and first_bag is None:
+        return vectors_of_bags(request)
     request.check()
     if one.feature.combiner is not None:
         leave_padding_out(request)
