@@ -63,7 +63,7 @@ class Background:
             raise
 
     def lost(self) -> bool:
-        """Return whether `begin` was interrupted, so that nothing will be written."""
+        """Return whether `begin` was interrupted; if so, make sure that nothing is written."""
         return self._task.cancel()
 
     def done(self) -> bool:

@@ -100,7 +100,7 @@ def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
 
 @dataclass
 class MarkedTable:
-    """Fingerprints of a rank's part of a table, by which the next save finds the changed rows.
+    """Fingerprints of a rank's part of a table; the next save uses them to find changed rows.
 
     Attributes:
         identity: result of `TableShard.identity` at the time of the save.

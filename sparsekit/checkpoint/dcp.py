@@ -27,7 +27,7 @@ class DcpState:
 
     ``dcp.save({"app": DcpState(model, optimizer)}, checkpoint_id=path)`` saves on any number of
     ranks, and ``dcp.load({"app": DcpState(model, optimizer, load_from=path)}, checkpoint_id=path)``
-    loads on any number of ranks. As for `load`, tables may have another placement or capacity, and
+    loads on any number of ranks. As with `load`, tables may differ in placement or capacity, and
     the module is left unchanged if something does not fit. Other entries of the dict are saved and
     loaded as usual. A rank holds one part of one table in memory at a time. It reads only its own
     part if the placement and the number of ranks are the same; otherwise it reads the parts of all

@@ -68,7 +68,7 @@ def make_folder(path: Path) -> None:
 
 
 class Draft:
-    """A hidden folder in which a checkpoint is written, beside the path where it will appear.
+    """A hidden folder in which a checkpoint is written, next to the path where it will appear.
 
     Args:
         target: path where the checkpoint will appear.
@@ -166,7 +166,7 @@ def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return False if the system cannot."""
+    """Swap two names in one step; return False if the system cannot do this."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -204,7 +204,7 @@ def discard(folder: Path) -> None:
     """Remove a folder and its files; ignore errors."""
     if folder.is_symlink():
         return
-    # Try without rmtree first: it can leak a descriptor when it is interrupted.
+    # First try without rmtree, which can leak a descriptor when it is interrupted.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(folder / name)

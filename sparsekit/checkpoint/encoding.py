@@ -32,7 +32,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
     Raises:
         CheckpointError: a part is not a tensor, number, string, None, or a list, tuple or dict of
-            these, or it is nested deeper than `check_nesting` allows. The message has its path.
+            these, or it is nested deeper than `check_nesting` allows. The message gives its path.
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")

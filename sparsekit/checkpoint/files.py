@@ -36,7 +36,7 @@ def naming(path: Path, what: str) -> Iterator[None]:
 
 
 def plain_file(path: Path) -> io.BufferedReader:
-    """Open a plain file for reading. It is closed with the last reference to it.
+    """Open a plain file for reading. It is closed when the last reference to it is dropped.
 
     Raises:
         CheckpointError: the path is a link, is not a plain file, or cannot be read.

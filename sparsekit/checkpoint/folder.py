@@ -104,7 +104,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Check that all files of a checkpoint exist and have the right sizes.
 
     Raises:
-        CheckpointError: a file is missing or has another size; the message names the first one.
+        CheckpointError: a file is missing or has the wrong size; the message names the first one.
     """
     for name, written in manifest.files.items():
         if (size := size_of(folder / name)) != written.bytes:
@@ -118,7 +118,7 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
     """Check the size of every file of a checkpoint's `chain`, and return the chain.
 
     Raises:
-        CheckpointError: a file of the chain is missing or has another size.
+        CheckpointError: a file of the chain is missing or has the wrong size.
     """
     links = chain(path)
     for folder, manifest in links:

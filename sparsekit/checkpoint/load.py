@@ -82,14 +82,14 @@ def load(
             ranks has changed, all ranks load rank 0's states.
         strict: whether the names of tables and tensors in the module and in the checkpoint must be
             the same.
-        cast: whether to convert vectors and dense tensors of another dtype to the module's dtype.
+        cast: whether to convert vectors and dense tensors to the module's dtype if theirs differs.
         verify: whether to compare the checksums of all files first. If False, damaged values may
             be loaded.
         process_group: as for `save`.
 
     Raises:
         CheckpointError: (on all ranks) a file is missing or damaged; a table is missing, is
-            unexpected, has another dim or dtype, or has too many rows; or the optimizers do not
+            unexpected, differs in dim or dtype, or has too many rows; or the optimizers do not
             match.
         ValueError: a table is distributed over ranks other than the ranks of process_group.
     """
@@ -115,7 +115,7 @@ def load(
 
 
 class Plan:
-    """A load that has passed all checks and is ready to be carried out."""
+    """Checks that a checkpoint fits a module; `hand_out` and `carry_out` then load it."""
 
     def __init__(
         self,

@@ -246,7 +246,7 @@ class TablePlan:
         group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
         if isinstance(optimizer, RowOptimizer):
             return untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
-        # Of torch's optimizers, only Adagrad has states that do not start at zero.
+        # Among torch's optimizers, only Adagrad has states that do not start at zero.
         initial = group.get("initial_accumulator_value", 0.0)
         return {
             name: weight.detach().new_full(

@@ -16,7 +16,7 @@ _LOCK = ".lock"
 
 
 class Lock:
-    """A file that stays locked until `close`, or until this object is collected.
+    """A file that stays locked until `close`, or until this object is garbage-collected.
 
     A Python file object owns the descriptor, so the descriptor is closed exactly once, even after
     an interrupt. A forked child closes its copy, since the child may outlive this process.
@@ -73,7 +73,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Keep other jobs from writing to a folder until the returned lock is collected.
+    """Keep other jobs from writing to a folder until the returned lock is garbage-collected.
 
     Raises:
         CheckpointError: another job is writing to the folder, or this process cannot.

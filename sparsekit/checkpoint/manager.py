@@ -96,7 +96,7 @@ class Checkpoints:
         *,
         state: Mapping[str, Stateful] | None = None,
     ) -> Background:
-        """Wait for the previous save to finish, then save in the background. See `async_save`.
+        """Wait for the previous save, then save as `sparsekit.checkpoint.async_save` does.
 
         All saves copy the tables into the same block of memory, which `close` frees.
         """

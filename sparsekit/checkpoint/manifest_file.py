@@ -142,7 +142,7 @@ class _Value:
         return self.value
 
     def instead(self, value: Any) -> _Value:
-        """Wrap another value, but keep the path that errors report."""
+        """Wrap another value, but keep the path that errors show."""
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:

@@ -29,8 +29,8 @@ class CheckpointWriter:
     """A checkpoint that is being written, and the marks that the next save needs.
 
     Nothing is on disk before `begin`. After `begin`, the caller must call `end`, even after an
-    error. To learn whether the checkpoint was published, look for its folder: an interrupt may come
-    just after publishing.
+    error. To learn whether the checkpoint was published, look for its folder: an interrupt may
+    occur just after publishing.
 
     Args:
         target: folder of the checkpoint.

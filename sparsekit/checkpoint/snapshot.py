@@ -51,7 +51,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
-    """Return a module's tables by name; the name is ``"table"`` if the module is a layer."""
+    """Return a module's tables by name; ``"table"`` if the module is itself a layer."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
 

@@ -62,7 +62,7 @@ def rows_at_a_time(dim: int, itemsize: int) -> int:
 
 
 def as_keys(keys: np.ndarray) -> torch.Tensor:
-    """Convert keys to int64; unsigned 64-bit keys are reinterpreted bit by bit."""
+    """Convert keys to int64; unsigned 64-bit keys are reinterpreted as signed ones."""
     return torch.from_numpy(keys.astype(np.int64))
 
 

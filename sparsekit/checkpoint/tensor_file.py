@@ -86,7 +86,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 def carried(tensor: torch.Tensor) -> np.ndarray:
     """View a CPU tensor as an array of unsigned integers of the same width and shape."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    # NumPy has no bfloat16, and this module only moves bytes.
+    # View as integers: NumPy has no bfloat16, and this module only moves bytes.
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     array: np.ndarray = tensor.view(same).numpy()
     return array.view(f"<u{tensor.dtype.itemsize}")
@@ -172,7 +172,7 @@ class TensorFile:
         path: a plain file, not a link.
 
     Raises:
-        CheckpointError: the file cannot be read, or has another format.
+        CheckpointError: the file cannot be read, or has a different format.
     """
 
     def __init__(self, path: Path) -> None:

@@ -13,7 +13,7 @@ from .common import UsageError
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command to the help; its arguments are parsed by the benchmarks themselves."""
+    """Add the command to the help; the benchmarks parse its arguments themselves."""
     commands.add_parser(
         "bench",
         help="time the kernels against roofs and peers, in a clone of the repository; what follows "
@@ -25,8 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the benchmarks, which must be next to the package or in the current folder."""
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "bench_hash_table.py").exists():
-            # Append the folder. If it came first, processes started as ranks would import sparsekit
-            # from the clone instead of from the installation in use.
+            # Append the folder: if it came first, new ranks would import sparsekit from the clone.
             sys.path.append(str(folder))
             benchmarks = importlib.import_module("benchmarks.__main__")
             return benchmarks.main(arguments, prog="sparsekit bench")

@@ -76,7 +76,7 @@ class KeyedJaggedTensor:
         return self._values[first:last], offsets - first
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy to a device; a tensor that is already there is shared, not copied."""
+        """Copy to a device; tensors that are already there are shared, not copied."""
         return KeyedJaggedTensor(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),

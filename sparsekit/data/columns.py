@@ -67,7 +67,7 @@ class Columns:
         dense: Sequence[str],
         sparse: Sequence[str] | Mapping[str, Keys | Kind],
     ) -> Columns:
-        """Check the arguments of a reader.
+        """Make the columns from the arguments of a reader, after checking them.
 
         Raises:
             TypeError, ValueError: an argument has the wrong form or is out of range, or a column is

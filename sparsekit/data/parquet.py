@@ -28,7 +28,7 @@ class ParquetReader(Reader):
     """Stream Parquet files in batches, with one row group or a few small ones in memory.
 
     A categorical column has integers, strings or binary values, or lists of these; each list is a
-    bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may consist of nulls.
+    bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may have only nulls.
     With ``kind="int"``, integers become keys without a copy if they are int64, have no nulls and
     are not shuffled.
 
@@ -234,7 +234,7 @@ class _TableChunk(Chunk):
         return Batch(label, torch.from_numpy(dense), joined(list(columns.sparse), pieces)), []
 
     def _fault(self, row: int, column: str | None, reason: str) -> str:
-        """Return a message with the file, the row's number, counted from 1, column and reason."""
+        """Return a message with the file, the row number (from 1), the column and the reason."""
         which = int(np.searchsorted(self.starts, row, "right")) - 1
         group = self._groups[which]
         number = group.first + row - self.starts[which] + 1

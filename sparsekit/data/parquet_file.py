@@ -82,7 +82,7 @@ class ParquetFiles:
                         self._check(path, file)
                     self._keep(path, which, file.metadata)
                     yield file
-        # For a damaged page, the error may not be one of Arrow's own types.
+        # A damaged page can raise errors of Python's types, too.
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             place = f", {place}" if place else ""
             raise DataFormatError(f"{path}{place}: {error}") from error

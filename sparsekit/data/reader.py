@@ -69,8 +69,8 @@ class Reader(IterableDataset):
 
     Iterate over it, or pass it to `Prefetcher` or to ``DataLoader(reader, batch_size=None)``. With
     torch.distributed, each rank reads a share of the rows, and each worker of a DataLoader reads a
-    share of its rank's rows. All ranks and workers yield the same number of batches. For this, the
-    last batches may be short or empty; layers accept such batches. Rows must be counted before the
+    share of its rank's rows. All ranks and workers yield the same number of batches, so the last
+    batches may be short or empty; layers accept such batches. Rows must be counted before the
     first batch, unless there is one rank without workers, or the format stores the number of rows
     (Parquet).
 
@@ -114,7 +114,7 @@ class Reader(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of shuffled rows.
 
-        An iteration that ends advances the reader to the next epoch. With workers of a DataLoader,
+        A completed iteration advances the reader to the next epoch. With workers of a DataLoader,
         call this method before each epoch, since they work on copies of the reader.
         """
         self._epoch = check_int(type(self).__name__, "epoch", epoch, 0, 2**31 - 1)
@@ -283,7 +283,7 @@ class Reader(IterableDataset):
             yield concatenate(parts)
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Yield rows [first, last) of the epoch's order: chunks, and indices of rows to take."""
+        """Yield rows [first, last) of the epoch's order, as chunks and indices of rows in them."""
         passed = 0
         for number in self._order(self._epoch):
             if last is not None and passed >= last:
@@ -314,7 +314,7 @@ class Reader(IterableDataset):
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         while True:
             batch, faults = chunk.read(rows)
-            # Without a batch, which any malformed row prevents, there are no labels to check.
+            # Check the labels. As long as a row is malformed, there is no batch to check.
             if batch is not None and self._labels is not None and batch.label is not None:
                 faults = self._wrong_labels(chunk, rows, batch.label.numpy())
             if faults and self._on_error == "raise":

@@ -51,7 +51,7 @@ class CsvReader(Reader):
         on_error: ``"raise"``, or ``"skip"`` to skip malformed lines; `skipped` counts them.
         shuffle: Whether to shuffle the blocks of the files (a compressed file is one block), and
             the rows within each block, in every epoch. Unless quote is None, each plain file is
-            scanned once before this to find the starts of lines.
+            first scanned once to find the starts of lines.
         seed: Seed of the shuffle.
         rank: Index of the share of rows to read; None means the rank in torch.distributed, if any.
         world_size: Number of shares; None means the number of ranks in torch.distributed.
@@ -62,7 +62,7 @@ class CsvReader(Reader):
         TypeError, ValueError: an argument is out of range, or a column is missing.
         OSError: a file cannot be read.
         DataFormatError: the first bytes of a file are not text. While iterating: a line is
-            malformed (the message has the file, line and column); a quote is never closed, even
+            malformed (the message gives file, line and column); a quote is never closed, even
             with ``on_error="skip"``; a compressed file is truncated or damaged; or a file has
             become shorter.
 

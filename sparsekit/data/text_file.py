@@ -211,7 +211,7 @@ class _Block(Unit):
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """Return `first`, the number of lines that begin from there on, and the last line's end."""
+        """Return `first`, the number of lines from there on, and the last line's end."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)
@@ -235,7 +235,7 @@ class _Block(Unit):
         return self._end
 
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
-        """Return lines from byte `first` on, their text, its end, and if a quote is unclosed."""
+        """Return lines from byte `first`, their text, its end, and whether a quote is unclosed."""
         stop = self._end - first
         with open(self._file.path, "rb") as file:
             text = self._text(file, first, stop)

@@ -53,7 +53,7 @@ COLUMNS = (
 )
 # Other names of two columns, which the UCI repository uses.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
-# First line of the UCI repository's test file, whose labels end with a full stop.
+# First line of the UCI repository's test file, whose labels end with a period.
 UCI_TEST = "|1x3 Cross validator"
 LABELS = {"<=50K": 0.0, ">50K": 1.0, "<=50K.": 0.0, ">50K.": 1.0}
 
@@ -139,18 +139,18 @@ def adult(
 def read_adult(path: str | os.PathLike[str]) -> Adult:
     """Read a CSV file with the columns of the Adult data.
 
-    The first line names the columns, in any order; other columns are ignored. In names, ``_`` and
-    ``.`` count as ``-``, ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. If the
-    first line has no names, the columns are the 15 of the UCI repository's ``adult.data``, in that
-    order.
+    The first line lists the columns' names, in any order; other columns are ignored. In names,
+    ``_`` and ``.`` are read as ``-``, ``sex`` as ``gender``, ``education-num`` as
+    ``educational-num``. If the first line has no names, the columns are those of the UCI
+    repository's ``adult.data``, in that order.
 
-    A label is ``<=50K`` or ``>50K``, optionally followed by a full stop. Ages, years and amounts
+    A label is ``<=50K`` or ``>50K``, optionally followed by a period. Ages, years and amounts
     are finite decimal numbers in ASCII digits. Blanks after a comma are dropped. Blank lines are
     skipped, and so is the first line of the repository's ``adult.test``, ``|1x3 Cross validator``.
     The file may be compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        DataFormatError: a column is missing, a row is malformed (the message has its line number),
+        DataFormatError: a column is missing, a row is malformed (the message gives its line),
             there are no rows, or the first bytes are not text.
         OSError: the file cannot be read.
     """

@@ -47,7 +47,7 @@ COLUMNS = {
 
 
 class RatingsFormatError(DataFormatError):
-    """A file of ratings is malformed; the message has the file and the line."""
+    """A file of ratings is malformed; the message gives the file and the line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     r"""Read a file of ratings, one per line.
 
     Fields are separated by tabs, ``::`` or commas, depending on the first line; they may be quoted
-    as in CSV. The first line names the columns, in any order: ``user_id item_id rating timestamp``.
+    as in CSV. The first line lists the columns, in any order: ``user_id item_id rating timestamp``.
     Other columns are ignored. A type may follow a name (``user_id:token``), and MovieLens' own
     names are accepted (``userId,movieId,rating,timestamp``). If the first line has no names, the
     columns are these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
@@ -155,7 +155,7 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     lines are skipped. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        RatingsFormatError: a column is missing, a row is malformed (the message has its line
+        RatingsFormatError: a column is missing, a row is malformed (the message gives its line
             number), or the first bytes are not text.
         OSError: the file cannot be read.
     """

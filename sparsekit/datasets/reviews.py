@@ -32,7 +32,7 @@ __all__ = [
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 # Numbers that stand for padding and for words outside the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# For each field in Amazon's review files: its type, and its names before and after 2018.
+# Fields of Amazon's review files: for each name before 2018, the name after 2018 and the type.
 FIELDS: dict[str, tuple[str, Any]] = {
     "reviewerID": ("user_id", str),
     "asin": ("asin", str),
@@ -81,7 +81,7 @@ class Reviews:
 
 
 def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
-    """Split ratings into a training part and a test part; return their positions, int64.
+    """Split ratings into a training and a test part; return the int64 positions of each.
 
     The test part has the latest reviews of every user, as in `Ratings.split_by_time`. If a user has
     reviewed an item several times, only the latest review is used, so no pair of user and item is
@@ -101,7 +101,7 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
 
 
 class Vocabulary:
-    """Assigns numbers to words, from 2 for the most frequent word.
+    """Assigns numbers to words, starting with 2 for the most frequent word.
 
     0 stands for padding, 1 for unknown words. Equally frequent words are ordered by code points, so
     that the numbers do not depend on how Python hashes strings.
@@ -130,7 +130,7 @@ class Vocabulary:
 
 
 class Documents:
-    """The documents of users or items, their owners, each made of pieces by several authors.
+    """The documents of users or items (the owners), each made of pieces by several authors.
 
     Args:
         pieces: for each owner, the (author or -1, word numbers) pairs in the document's order.
@@ -244,7 +244,7 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     or be a pipe.
 
     Raises:
-        DataFormatError: a line is malformed (the message has its number), there are no lines, or
+        DataFormatError: a line is malformed (the message gives its number), there are no lines, or
             the first bytes are not text.
         OSError: the file cannot be read.
     """
@@ -299,7 +299,7 @@ def _numbered(names: Sequence[str]) -> torch.Tensor:
 def generated_reviews(
     users: int = 30, items: int = 20, each: int = 8, words: int = 12, seed: int = 0
 ) -> Reviews:
-    """Generate reviews for tests, in which one good or bad word determines the rating, 1 to 5.
+    """Generate reviews for tests; one good or bad word in each determines its rating, 1 to 5.
 
     Each review also has a unique word, ``of{user}x{item}``.
 

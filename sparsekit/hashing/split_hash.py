@@ -21,7 +21,7 @@ __all__ = ["Collisions", "SplitHashEncoder"]
 
 _NAME = "SplitHashEncoder"
 _SHIFTS = (48, 32, 16, 0)
-# With more values, a block would have more columns than the 2**16 that 16 bits can address.
+# Maximum length of a feature. With more values, 16 bits could not address a block's columns.
 _MOST_VALUES = 2**32
 # 2**64 / golden ratio, as a signed integer: an odd number with an irregular bit pattern.
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -47,8 +47,8 @@ class SplitHashEncoder:
 
     No fitting is needed. A feature with up to L values has ``bucket = max(32, 4 * ceil(sqrt(L)))``
     columns. The features' columns follow one another in the order of `feature_lengths`. A value is
-    hashed to ``h = xxh64(value, salt)`` by `sparsekit.hashing.xxh64`, for which 3 and "3" are the
-    same value, and so are None and "".
+    hashed to ``h = xxh64(value, salt)``; see `sparsekit.hashing.xxh64`, which treats 3 like "3",
+    and None like "".
 
     - ``splits=4``: the columns form four blocks of ``w = bucket / 4`` columns. Block k has a 1 in
       its column ``((h >> (48 - 16 * k)) & 0xFFFF) % w``. Two values collide only if they share the
