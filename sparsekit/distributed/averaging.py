@@ -1,7 +1,6 @@
-"""Averages gradients of the dense part over ranks that share memory.
+"""Averages gradients of dense parameters over ranks that share memory.
 
-For a small dense part, gloo's all-reduce takes longer than the computation, since it wakes several
-threads.
+gloo's all-reduce wakes several threads, which can take longer than a small model's computation.
 """
 
 import torch
@@ -52,7 +51,7 @@ class Averaging:
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """Return an `Averaging` for the default group, or None without shared memory; a collective."""
+    """Return an `Averaging` for the default group; None without shared memory. A collective."""
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None
@@ -74,7 +73,7 @@ class _Bucket:
         longest = -(-len(buffer) // ranks)
         self._pieces = [buffer[r * longest : (r + 1) * longest] for r in range(ranks)]
         self._own = self._pieces[exchange.rank]
-        # Size in bytes of the part that holds each piece.
+        # Size in bytes of the message part that contains each piece.
         self._sizes = [part_bytes(piece.nbytes) for piece in self._pieces]
         self._received = self._exchange.send(
             self._what, self._write_pieces, self._sizes, self._sizes_of_own

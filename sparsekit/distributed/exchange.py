@@ -1,12 +1,12 @@
 """Collectives that all ranks agree on.
 
-A lookup begins with a handshake: each rank sends every other rank a block of fixed size, which says
-what the rank is about to do, whether it has an error, and how many rows of each table will follow.
-Ranks that disagree thus find out immediately, and an error on one rank is raised on all ranks
-instead of making other ranks wait. All ranks know the sizes of the messages that follow. The head
-of each part identifies the part and says whether there is an error. Receive buffers are large
-enough even for a part other than the expected one. A rank does not copy the part for itself, but
-reads it from the buffer that it wrote to.
+A lookup begins with a handshake. Each rank sends every other rank a block of fixed size that states
+its next operation, whether it has an error, and how many rows of each table will follow. If ranks
+disagree, they find out immediately. An error on one rank is raised on all ranks, so no rank waits
+in vain. After the handshake, all ranks know the sizes of the messages that follow. Each part of a
+message begins with a head, which identifies the part and tells whether there is an error. Receive
+buffers have room even for an unexpected part. A rank does not send the part for itself, but reads
+it from its own send buffer.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from .streams import own_stream
 from .transport import TorchTransport, Transport
 from .wire import ALIGNMENT, Parts, heads_of, part_bytes, write_heads
 
-# Size of the handshake block in words, and number of words in it before the counts of tables: the
-# hash of the plan, 1 for an error, and three numbers from the caller. Counts that do not fit in the
-# block follow in their own message.
+# Size of the handshake block in words, and number of words before its row counts. These words are
+# the hash of the plan, 1 for an error, and three numbers from the caller. Counts that do not fit in
+# the block follow in a second message.
 _BLOCK, _FACTS = 512, 5
 
 
@@ -68,8 +68,8 @@ def attempt(make: Callable[[], Made]) -> Made | Exception:
 class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
-    # Called with the exchange and the number of bytes to send, or 0 for a wait; returns a context
-    # in which the collective is started or waited for. `sparsekit.train.profile` sets it.
+    # Hook set by `sparsekit.train.profile`. It is called with the exchange and the number of bytes
+    # to send, or 0 for a wait, and returns a context in which to start the collective or to wait.
     watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
         None
     )
@@ -89,8 +89,8 @@ class Exchange:
         self.stream = own_stream(device)
         # Held during a lookup, so that only one thread at a time looks up.
         self.lock = threading.RLock()
-        # Number of lookups that have begun, successful or not. The number is equal on all ranks,
-        # unless a rank has left a lookup early.
+        # Number of lookups that have begun, successful or not; equal on all ranks, unless a rank
+        # has left a lookup early.
         self.lookups = 0
         # Number of errors that all ranks have raised together.
         self._raised_together = 0
@@ -115,7 +115,7 @@ class Exchange:
         self.purpose = "layers"
 
     def agree(self, what: str, proposal: Proposal | Exception | None) -> Agreement:
-        """Check that the proposals of all ranks agree, and exchange the proposals.
+        """Exchange the proposals of all ranks, and check that they agree.
 
         Args:
             what: description of what this rank is about to do, if its proposal has none.
@@ -293,7 +293,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
-        """Abandon the exchange if the body fails, since other ranks wait for its messages."""
+        """Abandon the exchange if the body fails, since other ranks wait for this rank."""
         try:
             yield
         except BaseException as error:  # for example out of memory, or Ctrl-C
@@ -322,7 +322,7 @@ class Exchange:
             ) from error
 
     def abandon(self, error: BaseException) -> None:
-        """Mark the exchange as broken, since this rank will not send its announced messages."""
+        """Mark the exchange as broken, and close it: this rank cannot send what it announced."""
         self.broken = f"{type(error).__name__}: {error}"
         self.close()
 

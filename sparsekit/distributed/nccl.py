@@ -58,8 +58,8 @@ class NcclTransport(Transport):
         world_size: number of ranks.
         unique_id: ``_pybind.NcclCommunicator.unique_id()`` of one rank.
         device: device of the tensors.
-        timeout: time for which a rank or its kernel waits for another rank; then the rank raises an
-            error, or the kernel is aborted.
+        timeout: time limit for waiting for another rank. After it, a waiting rank raises an error,
+            and a waiting kernel is aborted.
         cuda: stands in for `Cuda` in tests; None means `Cuda` for a CUDA device, otherwise no
             streams.
     """

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import TableFullError
 
-# Largest number of characters of a plan in an error message.
+# Maximum number of characters of a plan in an error message.
 _SHOWN = 800
 
 INTERRUPTED = (
@@ -56,7 +56,7 @@ def check_late(
     code: int,
     heads: torch.Tensor,
 ) -> None:
-    """Read the heads of a message some lookups after it has been received.
+    """Check the heads of a message that was received some lookups ago.
 
     Args:
         abandon: `Exchange.abandon`.

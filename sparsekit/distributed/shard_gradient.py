@@ -21,7 +21,7 @@ _NORMS = {
 class ShardGradient(torch.Tensor):
     """A gradient, sparse or dense, of a weight that is sharded over ranks.
 
-    Clipping by the norm of only these rows would scale the gradients of the dense parameters by a
+    Clipping by the norm of one rank's rows would scale the gradients of the dense parameters by a
     different factor on each rank. The dense parameters, which must be equal on all ranks, would
     then drift apart without an error. torch.nn.utils clips dense gradients by such a norm, and
     since torch 2.14 sparse gradients too. Computing a norm is therefore refused. Everything else

@@ -36,7 +36,7 @@ def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         Parameters and buffers of the tables by their names in the module. Pass the tensors to
-        torch's ``fully_shard``. DistributedDataParallel takes the names, but skips tables even
+        torch's ``fully_shard``. DistributedDataParallel accepts the names, but skips tables even
         without them.
 
     Example:
@@ -63,7 +63,7 @@ def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
         keywords: arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Returns:
-        The wrapped module, or module itself if there is only one rank or nothing dense.
+        The wrapped module, or module itself if there is only one rank or no dense parameter.
     """
     tables = sharded_tensors(module)
     dense = [p for name, p in module.named_parameters() if name not in tables and p.requires_grad]

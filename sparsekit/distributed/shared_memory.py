@@ -23,7 +23,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 # These seals keep a process from truncating memory that another process has mapped.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Time limit in seconds for the other ranks to connect; all of them connect at about this time.
+# Time limit in seconds for the other ranks to connect; all ranks do so at about the same time.
 _PATIENCE = 20.0
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 _STRANGERS = 64
@@ -32,8 +32,8 @@ _made: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # Close the transports in a forked child. As long as the child has the sockets of its parent
-    # open, other ranks do not notice the end of the parent.
+    # Close the transports in a forked child. While the child has its parent's sockets open, other
+    # ranks do not notice that the parent has ended.
     for transport in _made:
         transport.close()
 
@@ -59,7 +59,7 @@ class SharedMemoryTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start the collective: send as much as the buffers hold. The wait sends the rest."""
+        """Start the collective: send what fits in the buffers; waiting sends the rest."""
         # Check the tensor here: the communicator gets only an address, and would silently read the
         # wrong memory.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
@@ -77,8 +77,8 @@ class SharedMemoryTransport(Transport):
             [size * split for split in receive_splits],
             (send, received),
         )
-        # Weak: the returned function must not keep the transport alive, since other ranks may wait
-        # for the transport to close.
+        # Use a weak reference: the returned function must not keep the transport alive, since other
+        # ranks may wait for it to close.
         reference = weakref.ref(self)
 
         def wait() -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A separate stream for the work of an exchange, ordered with the current stream by events.
 
 Collectives run on this stream, and so does all work that a lookup does ahead of time. The stream
-waits for work that is already queued on the current stream, but not for later work. When a result
-is taken, the current stream waits for it. The host never waits.
+waits for work that is already queued on the current stream, but not for later work. The current
+stream waits for a result only when the caller requests that result. The host never waits.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class OwnStream(NoStream):
         self._device = device
         self._cuda = cuda
         self.stream = cuda.Stream(device)
-        # Streams that use tensors made on this stream. torch returns memory to the stream on which
-        # it was allocated, where later work of this stream may reuse it.
+        # Streams that use tensors made on this stream. `ahead` waits for them, since work on this
+        # stream may reuse the memory of such a tensor once the tensor is freed.
         self._users: set[Any] = set()
 
     @contextlib.contextmanager

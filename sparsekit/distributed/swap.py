@@ -13,7 +13,7 @@ from .wire import Parts, part_bytes
 def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Swap tensors of the same shape with the other rank; backward swaps their gradients.
 
-    Both ranks must call it, and their backwards must reach all swaps in the same order.
+    Both ranks must call this function, and their backwards must reach all swaps in the same order.
 
     Args:
         exchange: exchange of two ranks.

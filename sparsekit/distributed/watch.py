@@ -54,8 +54,8 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 class Watch(threading.Thread):
     """A thread that aborts a communicator if a kernel or a call waits too long for other ranks.
 
-    The host may be waiting for that kernel, which ends only when the communicator is aborted. The
-    thread aborts it after an error of the network, or if the last launch does not finish in time.
+    The host may be waiting for a kernel that ends only when the communicator is aborted. The thread
+    aborts it after a network error, or if the last launch does not finish in time.
 
     Args:
         communicator: the communicator to watch.
@@ -70,8 +70,8 @@ class Watch(threading.Thread):
         self._communicator = communicator
         self._seconds = seconds
         self._finished = finished
-        # Time by which the last launch must have finished, and whether the launching call still
-        # runs.
+        # Time by which the last launch must have finished, and whether the call that launches is
+        # still running.
         self._deadline: float | None = None
         self._launching = False
         self._settled: float | None = None  # deadline of a launch that has finished
@@ -122,7 +122,7 @@ class Watch(threading.Thread):
         deadline = self._deadline
         if deadline in (None, self._settled) or time.monotonic() < deadline:
             return None
-        # Query only after the deadline: a query would invalidate a graph that is being captured.
+        # Query only after the deadline, since a query invalidates a graph that is being captured.
         try:
             if not self._launching and self._finished():
                 self._settled = deadline

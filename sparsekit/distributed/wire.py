@@ -1,8 +1,7 @@
 """Defines the layout of messages between ranks.
 
 A message has a part for each rank. A part begins with a head: the hash of the plan, and 1 for an
-error. The head is followed by arrays of rows, or by a piece for each table as described by a
-`Layout`.
+error or 0. After the head come arrays of rows, or a piece for each table, as `Layout` describes.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
         for first in firsts:
             of_host[first : first + len(head)] = head
         return
-    # Run a kernel for each word of all parts, or of each part if they are not at equal distances.
-    # An assignment would copy from the host, and wait.
+    # One kernel fills a word of the head in all parts if the parts are evenly spaced, otherwise in
+    # a single part. Assigning a list would copy from the host, and wait.
     steps = {second - first for first, second in itertools.pairwise(firsts)}
     if len(steps) == 1:
         words = words[firsts[0] :].as_strided((len(firsts), len(head)), (steps.pop(), 1))
@@ -73,7 +72,7 @@ def heads_of(data: torch.Tensor, begins: Sequence[int], words: int = 0) -> torch
 
 
 class Layout:
-    """Positions of rows in parts: after its head, a part has a piece for each table.
+    """Positions of rows in parts. After its head, each part has a piece for each table.
 
     Args:
         counts: int64 ``[world_size, tables]``, number of rows in each piece.

@@ -42,7 +42,7 @@ class _Settings:
     wire_dtype: torch.dtype | None = None
 
 
-# Dtypes that can be set for vectors and gradients on the wire.
+# Dtypes to which vectors and gradients can be rounded between ranks.
 WIRE_DTYPES = (torch.bfloat16,)
 
 settings = _Settings()

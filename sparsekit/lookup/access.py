@@ -115,10 +115,10 @@ def _items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
 
 
 def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Check that the table can take these keys, of any shape; return them as int64.
+    """Check that keys, of any shape, are valid for the table; return them as int64.
 
     Raises:
-        TypeError, ValueError, IndexError: the table cannot take the keys.
+        TypeError, ValueError, IndexError: the keys are not valid.
     """
     layer.refuse_meta()
     if not isinstance(keys, torch.Tensor):
@@ -153,7 +153,7 @@ def _checked_pairs(
 
 
 def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Return the vectors ``[n, dim]`` that evaluation reads for this rank's int64 keys ``[n]``."""
+    """Return the vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as in evaluation."""
     layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
     absent = rows < 0

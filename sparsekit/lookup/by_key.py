@@ -51,9 +51,9 @@ class ByKey:
         self.signature = f"look up in {self.of_plan}, lookup number {exchange.lookups}"
         self._clients: list[KeyClient] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
-        # For each table, the number of places for its keys in each message; None if messages have
-        # the size of their content. Reading a count from a device would make the host wait, so that
-        # there all messages have fixed sizes if all tables limit their keys.
+        # For each table, the number of places for its keys in each message; None if a message is as
+        # large as its content. On a device all messages have fixed sizes if all tables limit their
+        # keys, since the host would have to wait to read a count.
         on_device = exchange.device.type in DEFERRING_DEVICES
         self._places = plan.most_keys if on_device else None
         # Layout of the keys from all ranks. With max_keys_per_rank and without fixed places, it is
@@ -61,12 +61,12 @@ class ByKey:
         self._keys: Layout | None = None
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Take the requests of the call, and group their distinct keys by owner.
+        """Store the requests of the call, and group their distinct keys by owner.
 
         Raises:
             IndexError, ValueError, TableFullError: the deferred error of an earlier lookup.
-            TypeError, ValueError, IndexError: a table cannot take the keys or offsets, or a rank
-                would get more distinct keys than max_keys_per_rank.
+            TypeError, ValueError, IndexError: keys or offsets are not valid for a table, or a
+                rank would get more distinct keys than max_keys_per_rank.
         """
         reports = reports_of(self.exchange.device)
         if reports is not None:  # from here on, other ranks count on this rank
@@ -145,9 +145,9 @@ class ByKey:
     def _send_places(
         self, places: list[int], requests: Sequence[Request] | Exception | None = None
     ) -> None:
-        """Send the counts and keys in messages of a fixed size; ask for `requests` first, if any.
+        """Send counts and keys in messages of a fixed size; if given requests, call `ask` first.
 
-        Since other ranks do not read the heads before they go on, an error ends the exchange.
+        Other ranks go on before they read the heads, so an error ends the exchange.
         """
         exchange = self.exchange
         counts = np.tile(places, (exchange.world_size, 1))

@@ -18,14 +18,14 @@ from .request import LazyRequests, Request
 
 @dataclass(slots=True)
 class Descriptors:
-    """Requests in the form that ops on many tables take; see `sparsekit/ops/_group.py`."""
+    """Requests as arguments of the ops on many tables; see `sparsekit/ops/_group.py`."""
 
     keys: list[torch.Tensor]
     offsets: list[torch.Tensor]
     sample_weights: list[torch.Tensor]  # empty if there are none
     features: torch.Tensor
-    # For each row of `features`: its table, its source, and the largest total number of keys in its
-    # bags.
+    # For each row of `features`: its table, its source, and the maximum number of keys in all of
+    # its bags.
     limits: Sequence[tuple[int, int, int]]
     shapes: Sequence[tuple[int, ...]]  # shapes of the outputs without the last dimension
     width: int | None  # number of columns of the shared output; None if each request has its own

@@ -1,4 +1,4 @@
-"""Converts bags of keys, in any form that a layer takes, to values and offsets."""
+"""Converts bags of keys, in any form that a layer accepts, to values and offsets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Read bags in any form that `DistributedEmbedding` takes; with `matrix`, also ``[bags, m]``.
+    """Read bags in any form that `DistributedEmbedding` accepts; if matrix, also ``[bags, m]``.
 
     The values of offsets are not read here; `check_bags` checks them.
 

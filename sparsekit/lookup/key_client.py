@@ -15,8 +15,8 @@ from .plan import TableBatch
 from .request import Request
 from .table_ops import new_outs
 
-# Ops without their Python wrappers: requests check the arguments, or explain why an op refused
-# them.
+# Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
+# op refused its arguments.
 _bucketize = torch.ops.sparsekit.group_bucketize.default
 _rows_of = torch.ops.sparsekit.group_exchange_rows.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -31,13 +31,13 @@ class KeyClient:
         requests: one for each of `TableBatch.positions`.
         world_size: number of ranks.
         places: for each table, the number of places for its keys in the message to each rank; empty
-            if a message has the size of its keys.
+            if a message is only as large as its keys.
 
     Attributes:
         counts: int64 ``[world_size, tables]``, number of keys to send to each rank, by table.
 
     Raises:
-        TypeError, ValueError, IndexError: a table cannot take the keys or offsets.
+        TypeError, ValueError, IndexError: keys or offsets are not valid for a table.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KeyClient:
         except Exception:
             explain(requests)
             raise
-        # With places for more keys than there are, the number of keys is known on the device only.
+        # If messages have more places than keys, only the device knows the number of keys.
         self._counted = [self._numbers] if places else []
         self._inverse, self._places, self._bags, self._key_starts = found
         self._like = weight.detach()
@@ -152,7 +152,7 @@ class KeyClient:
     def _found(
         self, vectors: Layout, columns: slice, of_parts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return index, rows, counts and bags for vectors in parts at these byte offsets."""
+        """Return the ops' arguments index, rows, counts and bags, for parts at these offsets."""
         unit_bytes = np.array(self._row_strides) * self.batch.wire_dtype.itemsize
         come = np.empty((len(unit_bytes), len(vectors.sizes), 2), dtype=np.int64)
         come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T

@@ -28,8 +28,8 @@ class KeyServer:
         come: the received parts with the keys.
         keys: layout of the keys in the parts.
         vectors: layout of the vectors, and of their gradients, in the parts.
-        places: for each table, the number of places for its keys in each part, which begins with
-            the number of keys of each table; None if a part has no more places than keys.
+        places: for each table, the number of places for its keys in each part; each part then
+            begins with the number of keys of each table. None if all places are in use.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KeyServer:
         self._first = self._first_bags = begins // 8
         self._offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
         if places is not None:
-            # Each place is a bag. It has one key, or none if its number is not below the count.
+            # Treat each place as a bag, with one key if the place is in use, otherwise with none.
             counts = torch.stack([words[: len(places)] for words in self._keys])
             first, number, table = _bags_of_places(tuple(places), counts.device)
             offsets = first + torch.minimum(number, counts.index_select(1, table))
@@ -113,9 +113,9 @@ class KeyServer:
 
 @lru_cache(maxsize=64)
 def _bags_of_places(places: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the first key, the number among its table's places, and the table of each offset.
+    """Return, for each offset, its table's first place, its number in the table, and the table.
 
-    The places of a table have one offset more than places. The last offset of all is the end.
+    A table with n places has n + 1 offsets. The last offset of all marks the end.
     """
     each = np.array([*places, 0])
     table = np.arange(len(each)).repeat([*(n + 1 for n in places), 1])

@@ -8,15 +8,15 @@ from .inputs import Bags, offsets_of
 
 
 def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
-    """Return which keys are equal to padding_key, compared as int64 to avoid truncation."""
+    """Return a mask of keys equal to padding_key, compared as int64 to avoid truncation."""
     return keys.to(torch.int64) == padding_key
 
 
 def without_padding(bags: Bags, padding_key: int) -> Bags:
     """Return checked bags without the keys that are equal to padding_key."""
     keep = ~is_padding(bags.values, padding_key)
-    # Number of keys kept before each position. Read at the old offsets, these numbers are the new
-    # offsets.
+    # Number of keys kept before each position. Indexed by the old offsets, these numbers are the
+    # new offsets.
     kept_before = offsets_of(keep.to(torch.int64))
     kept = keep.nonzero().view(-1)  # computed only once, since this waits for the device
     return Bags(

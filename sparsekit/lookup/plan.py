@@ -23,7 +23,7 @@ _MOST_FORMS = 64
 
 
 class Tensors(NamedTuple):
-    """Tensors of several tables, as the ops take them; the last three belong to hash tables."""
+    """Tensors of several tables, for the ops; the last three lists belong to hash tables."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]
@@ -33,7 +33,7 @@ class Tensors(NamedTuple):
 
 
 class TableBatch:
-    """Tables that one call of an op can take: they share a dtype, and all or none insert keys.
+    """Tables for one call of an op: they share a dtype, and all or none of them insert keys.
 
     Tensors are read at each call, since loading a state may replace them. The tables are held by
     weak references, so that a layer that keeps this object is still freed as soon as nothing else
@@ -97,7 +97,7 @@ class TableBatch:
         }
         initial = [table.initializer.numbers for table in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
-        # Keep the dicts, since attribute access of a module takes longer than a small lookup.
+        # Keep the dicts, since attribute access on a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [
@@ -207,7 +207,7 @@ class LookupPlan:
     """The facts that a call needs about its tables; a table may occur more than once.
 
     Attributes:
-        batches: the tables, grouped into batches that one call of an op can take.
+        batches: the tables, grouped into batches that one call of an op can handle.
         columns: for each batch, the range of its tables among all tables.
         derived: values that a caller has derived from the tables for a form of input; see
             `remember`.
@@ -240,7 +240,7 @@ class LookupPlan:
         limits = [limit for limit in most if limit is not None]
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
-        # The seeds and shards that `signature` has read last, the tensors that hold them, and the
+        # The seeds and shards that `signature` last read, the tensors they were read from, and the
         # versions of these tensors.
         self._numbers: list[int] = []
         self._words: list[torch.Tensor] = []
@@ -276,8 +276,8 @@ class LookupPlan:
         versions = _versions(words)
         same = len(words) == len(self._words) and all(map(operator.is_, words, self._words))
         same = same and versions == self._versions and None not in versions
-        # A write through .data changes no version, so read the words again if that does not wait
-        # for a device.
+        # A write through .data does not change the version, so read the words again, unless that
+        # would wait for a device.
         if not (same and errors_are_deferred(words[0].device)):
             # Read everything in one go, since each read from a device waits for the device.
             self._numbers = torch.cat(words).tolist()

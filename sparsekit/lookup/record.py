@@ -190,7 +190,7 @@ class CallRecord:
         found: Sequence[Any],
         outs: list[torch.Tensor | None],
     ) -> None:
-        """Pool these vectors as the lookup has pooled its rows, and add the results to `outs`."""
+        """Pool these vectors as the lookup pooled its rows, and add the results to `outs`."""
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
         given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)

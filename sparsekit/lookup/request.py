@@ -32,19 +32,19 @@ class Request:
 
     table: EmbeddingTable
     bags: Bags  # bags of keys, without padding
-    # "none": a bag has at most one key; the output is its vector, or zeros for an empty bag. A
-    # tuple has a combiner for each slot, and bags are sorted by slot.
+    # "none": a bag has at most one key; the output is the key's vector, or zeros for an empty bag.
+    # A tuple has a combiner for each slot, and bags are sorted by slot.
     combiner: str | tuple[str, ...]
     max_nnz: int  # limit on the number of keys in a bag
     shape: tuple[int, ...]  # shape of the output without its last dimension: one element per bag
     max_feature_num: int | None = None
     checked: bool = False
     feature: str | None = None  # name of the EmbeddingGroup's feature that makes the request
-    # Index of this request's first bag, if several requests share `bags` and each uses a run of
-    # bags.
+    # If several requests share `bags`, each uses a range of them; this is the index of this
+    # request's first bag.
     first_bag: int | None = None
-    # If requests share an output: the first column of this request, and the number of all columns
-    # of the output.
+    # If requests share an output: this request's first column, and the total number of columns of
+    # the output.
     columns: tuple[int, int] | None = None
     # If the output is jagged, with a vector for each key: the offsets of the bags.
     jagged: torch.Tensor | None = None
@@ -87,7 +87,7 @@ class Request:
         return self.combiner if isinstance(self.combiner, tuple) else (self.combiner,)
 
     def check(self) -> None:
-        """Raise an error if the table cannot take the offsets or keys; do not change the table.
+        """Raise an error if offsets or keys are not valid for the table; do not change the table.
 
         Afterwards the request no longer shares its bags with other requests.
         """
@@ -167,8 +167,8 @@ class LazyRequests(OnDemand):
         shapes: shapes of the outputs without the last dimension.
         width: columns of the shared output; None if each request has its own.
         make: returns the requests.
-        form: a value for caches; two calls on the same tables have equal forms if their requests
-            differ only in values, offsets and weights.
+        form: a cache key; two calls on the same tables have equal forms if their requests differ
+            only in values, offsets and weights.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ def ask_bags(
         samples, rest = divmod(bags.count, slot_num)
         shape = samples, slot_num
     by_slot = isinstance(max_nnz, tuple)
-    # The ops take one limit for all slots, and refuse longer bags.
+    # The ops accept one limit for all slots, and refuse longer bags.
     limit = max_nnz if isinstance(max_nnz, int) and not truncate else NO_LIMIT
     request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
@@ -345,10 +345,10 @@ def check_key_dtype(table: EmbeddingTable, keys: torch.Tensor) -> None:
 def check_keys(
     table: EmbeddingTable, keys: torch.Tensor, name: str | None = None, bags: Bags | None = None
 ) -> None:
-    """Check that a table can take keys; padding keys are valid.
+    """Check that keys are valid for a table; padding keys are valid.
 
     Args:
-        table: the table in which they are looked up.
+        table: the table in which the keys are looked up.
         keys: int64 or int32.
         name: name at the beginning of error messages; None means the table's name.
         bags: bags of the keys; they give positions in the input for error messages.

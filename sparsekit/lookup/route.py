@@ -49,7 +49,7 @@ def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception
 
 
 def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> list[torch.Tensor]:
-    """Look up in several layers together.
+    """Look up keys in several layers together; return an output for each request.
 
     Args:
         cache: keeps the plan from call to call.

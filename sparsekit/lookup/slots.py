@@ -78,7 +78,7 @@ def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool
         bags: checked bags; a sample has a bag for each element of max_nnz.
         layer: name of the layer, for error messages.
         max_nnz: the limit of each slot.
-        truncate: whether a longer bag keeps its first keys.
+        truncate: whether to cut a longer bag to its first keys instead of raising an error.
 
     Raises:
         ValueError: a bag has too many keys, and truncate is False.
@@ -116,7 +116,7 @@ def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | N
         bags: the existing bags.
         begins: int64 ``[bags]``, the position in ``bags.values`` at which each run begins.
         counts: int64 ``[bags]``, the length of each run.
-        total: the sum of counts, if it is known; otherwise it is read, which waits for a device.
+        total: the sum of counts; None reads the sum from the device, and waits for it.
     """
     offsets = offsets_of(counts)
     total = int(offsets[-1]) if total is None else total

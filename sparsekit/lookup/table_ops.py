@@ -25,14 +25,14 @@ from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 
-# Ops without their Python wrappers: requests check the arguments, or explain why an op refused
-# them.
+# Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
+# op refused its arguments.
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
-# Record of a lookup without gradients; making a real one would take a small lookup 5% longer.
+# Record of a lookup without gradients; making a real one would slow down a small lookup by 5%.
 _NO_RECORD = LookupRecord((), [], [], False)
 
 # CPU memory of at least this size is reused; see csrc/torch_ops/large_memory.h.
@@ -45,12 +45,13 @@ def run(plan: LookupPlan, requests: Sequence[Request], agreed: bool = False) -> 
     Args:
         plan: the plan of the tables.
         requests: one for each table.
-        agreed: whether all ranks have agreed on the lookup. Then deferred errors, and a full table
-            on a device that defers errors, are raised by a later lookup: other ranks go on.
+        agreed: whether all ranks have agreed on the lookup. If so, other ranks go on, and a
+            later lookup raises deferred errors. On a device that defers errors, it also raises
+            TableFullError for this lookup.
 
     Raises:
-        TypeError, ValueError, IndexError: a table cannot take the keys or offsets; nothing has been
-            changed.
+        TypeError, ValueError, IndexError: keys or offsets are not valid for a table; nothing has
+            been changed.
         TableFullError: a table is full. Tables that are not full keep their new keys.
         RuntimeError: another thread is inserting into one of the tables.
     """
@@ -87,7 +88,7 @@ def run_into(
         plan: the plan of the tables.
         asked: for each of `LookupPlan.batches`, the requests, which have been checked, and their
             descriptors.
-        outs: for each batch, the tensor to write to, at the places in the descriptors.
+        outs: for each batch, the tensor to write to; the descriptors give the positions in it.
     """
     calls = []
     for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
@@ -204,7 +205,7 @@ class TableOps:
             self._prepare(late)
 
     def _report(self, reports: Reports) -> Report:
-        """Read reports of earlier lookups that have arrived, and return this lookup's report."""
+        """Read reports that have arrived from earlier lookups; return this lookup's report."""
         if not self._agreed:
             reports.poll()
         batch, sources = self._batch, self._descriptors
@@ -223,7 +224,7 @@ class TableOps:
             if self._batch.inserts:
                 _pool(outs, self.weights, *found, *given, [], [], None)
             else:
-                # Absent keys read their initial vectors.
+                # Absent keys get their initial vectors.
                 unseen = sources.keys, self._tensors.seeds, self._batch.initializers
                 _pool(outs, self.weights, *found, *given, *unseen)
         return outs
@@ -231,8 +232,8 @@ class TableOps:
     def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
         """Apply missed optimizer steps to the free rows that new keys may get.
 
-        An optimizer may move a row before it has a key. Steps that the row missed until then must
-        not change the vector of its new key.
+        An optimizer may move a row that has no key yet. Steps that the row missed must not change
+        the vector of its new key later.
         """
         for t, weight in late.items():
             table = self._batch.tables[t]

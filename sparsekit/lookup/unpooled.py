@@ -48,7 +48,7 @@ def _any_such(requests: Sequence[Request]) -> bool:
     if type(requests) is LazyRequests:  # all lazy requests are sums
         all_bags = [requests.bags]
     else:
-        # A combiner is a name or a tuple of names, and no other name contains "max".
+        # `in` works for a name and for a tuple of names, since no other name contains "max".
         if any("max" in r.combiner or r.jagged is not None for r in requests):
             return True
         all_bags = [request.bags for request in requests]
@@ -77,7 +77,7 @@ def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
         of_slots = request.of_slots()
         parts = vectors.split([len(slot.keys) for slot in of_slots])
         return torch.cat([_pooled(*each) for each in zip(of_slots, parts, strict=True)])
-    # The host does not know where a slot's keys begin. All other keys make two more bags.
+    # The host does not know where a slot's keys begin, so put all other keys in two extra bags.
     pooled = []
     for slot, name in enumerate(combiner):
         own = offsets[slot * samples : (slot + 1) * samples + 1]
@@ -102,8 +102,8 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     Args:
         vectors: ``[n, dim]``; a NaN is larger than anything else.
-        offsets: int64 ``[bags + 1]``, rising from 0 to n. On a device invalid offsets give some
-            other output.
+        offsets: int64 ``[bags + 1]``, rising from 0 to n. On a device, invalid offsets give an
+            arbitrary output.
 
     Returns:
         ``[bags, dim]``. On ties, the first element gets the gradient, as in torch.

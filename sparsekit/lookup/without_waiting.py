@@ -44,7 +44,7 @@ class Changes:
 
 
 def changed(bags: Bags, changes: Changes) -> Bags:
-    """Return one `Bags`: the bags that a layer looks up, then the extra bag.
+    """Return the changed bags, followed by the extra bag.
 
     Args:
         bags: values, offsets and weights are on a device; offsets may have invalid values.
@@ -85,10 +85,10 @@ def changed(bags: Bags, changes: Changes) -> Bags:
 
 
 def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the offsets of bags with one key each, and of the extra bag, for `changed` bags.
+    """Return offsets that split `changed` bags into bags of one key each, and the extra bag.
 
     Args:
-        keys: number of keys, those of the extra bag included; they get empty bags.
+        keys: number of keys, including keys in the extra bag, each of which gets an empty bag.
         offsets: offsets of the changed bags. Invalid ones give invalid offsets.
     """
     places = torch.arange(1, keys + 1, device=offsets.device)
@@ -110,7 +110,7 @@ def one_each(bags: Bags, changes: Changes) -> tuple[Bags, torch.Tensor]:
 
 
 class _Limits:
-    """Checks of bags with offsets `given`, which should rise from 0 to n.
+    """Checks bags against their limits; their offsets `given` should rise from 0 to n.
 
     Attributes:
         refused: bool ``[]``, whether the bags must be refused.
@@ -135,7 +135,7 @@ class _Limits:
     def are_keys(
         self, values: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
-        """Return which values are not padding."""
+        """Return a mask of the values that are not padding."""
         padding = self._changes.padding
         keys = values.to(torch.int64)
         if len(set(padding)) == 1:
@@ -145,11 +145,11 @@ class _Limits:
         return none | (keys != self._of_bags(padding, 0)[bag])
 
     def _of_bags(self, of_slots: Sequence[int | None], none: int) -> torch.Tensor:
-        """Return the number of each bag's slot, with `none` in place of None."""
+        """Expand one number per slot to one per bag, with `none` in place of None."""
         numbers = [none if number is None else number for number in of_slots]
         if len(set(numbers)) == 1:
             return self._counts.new_full(self._counts.shape, numbers[0])
-        # Fill tensors by kernels, since a tensor of these numbers would be copied from the host.
+        # Fill tensors with kernels: a tensor made from the list would be copied from the host.
         samples = len(self._counts) // len(numbers)
         each = torch.stack([self._counts.new_full((samples,), number) for number in numbers])
         return (each if self._slot_major else each.T).reshape(-1)
@@ -168,7 +168,7 @@ def bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def _dropped_last(
     keep: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order with all kept keys first, and the offsets of the kept keys' bags."""
+    """Return the order that puts all kept keys first, and the offsets of the kept keys' bags."""
     kept_before = offsets_of(keep.to(torch.int64))
     before, total = kept_before[:-1], kept_before[-1]
     target = torch.where(keep, before, total + places[:-1] - before)
