@@ -15,11 +15,11 @@ _WHY = "sparsekit: a lookup in a table cannot be compiled, so a graph ends befor
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function in `torch.compiler.disable`, once the process has loaded a compiler.
+    """Exclude a function from compilation, as `torch.compiler.disable` does.
 
-    Doing so immediately would import the compiler, which takes as long as importing torch. A
-    compiler that reaches the wrapped function ends its graph before the call, and does not trace
-    the function.
+    `disable` imports the compiler, which takes as long as importing torch. It is therefore called
+    only once a compiler is active. The compiler then ends its graph before the call, and does not
+    trace the function.
     """
     disabled: Callable[_P, _R] | None = None
 

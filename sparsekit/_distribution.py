@@ -1,7 +1,7 @@
-"""Detects an installation that is mixed with the unrelated package ``sparsekit`` from PyPI.
+"""Detects files of the unrelated PyPI package ``sparsekit`` in our folder.
 
-Our package is ``sparsekit-torch`` on PyPI, but is imported as ``sparsekit``. So pip would install
-the unrelated package into our folder.
+On PyPI, our package is called ``sparsekit-torch``, but it is imported as ``sparsekit``. Therefore
+``pip install sparsekit`` installs the unrelated package into our folder.
 """
 
 from __future__ import annotations

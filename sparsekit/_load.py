@@ -1,8 +1,8 @@
-"""Loads the compiled libraries, or raises one error that explains why they do not load.
+"""Loads the compiled libraries, or raises one error that explains why they cannot be loaded.
 
 The order matters. There is one engine per instruction set, and all engines have the same library
-name, ``libsparsekit_core.so``. The engine for this machine is loaded first. When
-``libsparsekit_torch.so`` is loaded, the dynamic linker finds the name already loaded.
+name, ``libsparsekit_core.so``. The engine for this machine is loaded first. The dynamic linker
+then uses it for ``libsparsekit_torch.so``, which depends on that name.
 """
 
 import ctypes
@@ -43,8 +43,8 @@ def processor_flags() -> frozenset[str]:
 def instruction_set() -> str:
     """Return the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
-    The engine must suit torch's setting, so that ``ATEN_CPU_CAPABILITY=default`` also selects our
-    portable engine. It must suit the processor, too: torch does not check that variable.
+    The engine must match torch's setting, so that ``ATEN_CPU_CAPABILITY=default`` also selects our
+    portable engine. It must also run on this processor: torch trusts the variable unchecked.
     """
     names = list(ENGINES)
     wanted = torch.backends.cpu.get_cpu_capability().lower()

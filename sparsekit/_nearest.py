@@ -35,7 +35,7 @@ def did_you_mean_file(path: str | os.PathLike[str]) -> str:
             there = [entry.name for entry in itertools.islice(entries, _MOST_FILES)]
     except OSError:
         return ""
-    if wrong.name in there:  # the name is right: a broken link, or a folder
+    if wrong.name in there:  # the name exists, as a broken link or a folder
         return ""
     near = difflib.get_close_matches(wrong.name, there, 1)
     return f"; did you mean {_shown(str(wrong.with_name(near[0])))}?" if near else ""

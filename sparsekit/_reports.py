@@ -1,8 +1,8 @@
-"""Reports of a device, which the host reads later, without waiting.
+"""Lets the host read a device's reports later, without waiting.
 
-A report is words on the device whose copy to the host has been started. On a device whose errors
-are deferred, the host looks at the reports that have arrived, and raises their errors, whenever it
-starts other work.
+A report consists of words on the device, which are being copied to the host. If errors on the
+device are deferred, the host reads the copies that have arrived whenever it starts other work, and
+raises the errors in them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ._load import device_library
 
-# Types of devices on which ops do not wait for their errors.
+# Types of devices on which errors are deferred: ops do not wait for them.
 DEFERRING_DEVICES = {"cuda"}
 
 # Largest age of a report in lookups. A lookup waits for the reports of this age, so an error is
@@ -42,7 +42,7 @@ class HostCopy:
         return self._copy
 
 
-# Reads the words of a report, and raises the error in them.
+# Reads the words of a report, and raises the error in them, if any.
 Read = Callable[[torch.Tensor], None]
 
 
@@ -50,7 +50,7 @@ class Reports:
     """The reports of a device that the host has not read yet, oldest first."""
 
     def __init__(self) -> None:
-        # Each with the number of lookups that had begun when it was sent.
+        # Reports, each with the number of lookups that had begun when it was sent.
         self._sent: deque[tuple[int, HostCopy, Read]] = deque()
         self._lookups = 0
         self._lock = threading.RLock()
@@ -61,7 +61,7 @@ class Reports:
             self._sent.append((self._lookups, HostCopy(words), read))
 
     def poll(self) -> None:
-        """Begin a lookup: read the reports that have arrived, and those of MOST_LOOKUPS before.
+        """Begin a lookup: read reports that have arrived, and wait for those MOST_LOOKUPS old.
 
         Raises:
             IndexError, RuntimeError, ValueError, TableFullError: the error of an earlier lookup.
@@ -78,14 +78,14 @@ class Reports:
         """Wait for all reports, and read them.
 
         Raises:
-            IndexError, ValueError, TableFullError: as `poll`; the other reports are left for later.
+            IndexError, ValueError, TableFullError: as for `poll`; later reports stay unread.
         """
         with self._lock:
             while self._sent:
                 self._read_oldest()
 
     def _read_oldest(self) -> None:
-        # Remove a report only once it has been read: an interrupted wait must lose no error.
+        # Remove the report only after the wait, so that an interrupt cannot lose its error.
         _, copy, read = self._sent[0]
         words = copy.wait()
         try:
@@ -98,10 +98,9 @@ _reports: dict[torch.device, Reports] = {}
 
 
 def reports_of(device: torch.device) -> Reports | None:
-    """Return the reports of a device; None if ops on it raise their errors themselves.
+    """Return the reports of a device; None if ops on it raise their errors immediately.
 
-    Ops raise their errors themselves on the CPU, and on any device while checks are on; see
-    `sparsekit.checked`.
+    Ops raise errors immediately on the CPU, and on any device while `sparsekit.checked` is on.
 
     Raises:
         IndexError, ValueError, TableFullError: checks are on, and an earlier lookup has failed.
@@ -118,7 +117,7 @@ def reports_of(device: torch.device) -> Reports | None:
 
 
 def errors_are_deferred(device: torch.device) -> bool:
-    """Return whether ops on a device do not wait for their errors."""
+    """Return whether errors of ops on a device are raised later, without waiting for the ops."""
     return device.type in DEFERRING_DEVICES and not device_library().sparsekit_checks_on()
 
 

@@ -17,7 +17,7 @@ class Adagrad(RowOptimizer):
         s = s + g^2, \quad w = w - lr_t \frac{g}{\sqrt{s} + eps}
 
     Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic
-    optimization", JMLR 2011. torch.optim.Adagrad computes the same.
+    optimization", JMLR 2011. torch.optim.Adagrad uses the same formula.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.

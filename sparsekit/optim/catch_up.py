@@ -1,7 +1,7 @@
 """Optimizers that also move rows without a gradient, but only take time for touched rows.
 
 A row's movement in a step without a gradient depends only on the row and on two numbers of that
-step. The movement may therefore wait until a lookup, a gradient or a save reads the row.
+step. It can therefore be postponed until a lookup, a gradient or a save reads the row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Missed:
 
     def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
-        # Number of missed steps. It is None during a step, and while all steps are dropped. If
-        # either is interrupted, the number follows from the parameter's step, which is updated
+        # Number of missed steps. None during a step, and while steps are being dropped: if either
+        # is interrupted, the number is recomputed from the parameter's step, which is updated
         # together with the rows.
         self.count: int | None = 0
         # Settings of the missed steps, without the learning rate, and names of the states.
@@ -41,14 +41,14 @@ class _Missed:
         return self._numbers[: self.count]
 
     def write(self, numbers: tuple[float | torch.Tensor, float]) -> None:
-        """Write the numbers of the next step; the caller counts the step later."""
+        """Store the two numbers of the next step; the caller increments `count` later."""
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
         for place, number in zip(self._numbers[self.count], numbers, strict=True):
             place.fill_(number)  # an assignment would copy and wait for the device
 
     def drop(self, count: int) -> None:
-        """Drop all steps; `count` is their number."""
+        """Drop all `count` missed steps."""
         next_step = self.first_step + count
         self.count = None
         self.first_step = next_step
@@ -61,7 +61,7 @@ class CatchUpOptimizer(RowOptimizer):
     While rows of an embedding layer's weight are late, the weight keeps a reference to the
     optimizer. Layers let rows catch up before a lookup, and all rows before they are saved, loaded,
     copied or moved. Code that reads or writes ``weight`` other than through its layer (a penalty,
-    torch.nn.init, an average over models) must call `catch_up` first. If a sweep is interrupted,
+    torch.nn.init, model averaging) must call `catch_up` first. If a sweep is interrupted,
     rows of a parameter outside embedding layers may be late until the next step or `catch_up`. On
     CUDA, lookups in evaluation on several streams at the same time are not supported.
 
@@ -116,7 +116,7 @@ class CatchUpOptimizer(RowOptimizer):
                     missed.numbers,
                     missed.first_step,
                     self.rule,
-                    [0.0, *missed.settings],  # numbers has the learning rates
+                    [0.0, *missed.settings],  # 0.0: the learning rates are in `numbers`
                 )
                 count_own_writes([parameter])
             if rows is None:
@@ -170,7 +170,7 @@ class CatchUpOptimizer(RowOptimizer):
     def _update_summing(
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
-        # Late rows must catch up first, so they must be known before the update.
+        # The rows must be known before the update, so that late rows can catch up first.
         if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
             return False
         return super()._update_summing(group, weights, update)
@@ -207,7 +207,7 @@ class CatchUpOptimizer(RowOptimizer):
             self.catch_up(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state like torch.optim.Optimizer, after all rows have caught up."""
+        """Let all rows catch up, and return the state as torch.optim.Optimizer does."""
         self._catch_up_all()
         return super().state_dict()
 
@@ -219,6 +219,6 @@ class CatchUpOptimizer(RowOptimizer):
         super().__setstate__({"_missed": {}, "_lock": threading.RLock(), **state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like `RowOptimizer`; all rows catch up before their states are replaced."""
+        """Let all rows catch up, and load a state as `RowOptimizer` does."""
         self._catch_up_all()
         super().load_state_dict(state_dict)

@@ -28,9 +28,9 @@ def clip_grad_norm_(
 
     Like torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding
     layers count as shards: the norm is over the rows of all ranks. Other parameters are assumed
-    equal on all ranks, as DistributedDataParallel keeps them; a DTensor, as ``fully_shard`` makes
-    it, counts with the norm of the whole tensor. With several ranks this is a
-    collective: all ranks must call it, with or without gradients.
+    equal on all ranks, as under DistributedDataParallel. A DTensor, as created by ``fully_shard``,
+    contributes the norm of the whole tensor. With several ranks this is a collective: all ranks
+    must call it, with or without gradients.
 
     Gradients are changed in place; a sparse gradient with repeated rows is replaced by its
     coalesced form.
@@ -40,7 +40,7 @@ def clip_grad_norm_(
         max_norm: the norm to allow, >= 0.
         norm_type: the p of the p-norm, > 0; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN; this check waits for the device.
-            Without it, gradients are scaled by the resulting factor.
+            Otherwise, such a norm makes all gradients zero or NaN.
         process_group: the group over which tables are sharded; None means the group of
             `sparsekit.init`, or torch.distributed's default group.
 
@@ -77,7 +77,7 @@ def clip_grad_norm_(
         if groups:
             # Add an entry even without a gradient, so that all ranks run the same collectives.
             norms = of_groups.setdefault(groups, [none])
-        if values is None or values.numel() == 0:  # an empty gradient has no largest value
+        if values is None or values.numel() == 0:  # the inf-norm of an empty tensor is an error
             continue
         accumulate = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, norm_type, dtype=accumulate).to(none)

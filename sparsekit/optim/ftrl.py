@@ -19,9 +19,9 @@ class Ftrl(RowOptimizer):
 
     McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with
     beta = 0. There are two conventions for l2: in the paper it means :math:`l_2 / 2 \, w^2` in the
-    loss, in TensorFlow :math:`l_2 \, w^2`, hence the 2 above. This class follows TensorFlow, also
-    in its defaults, since settings are mostly carried over from there; halve an l2 that follows the
-    paper.
+    loss, in TensorFlow :math:`l_2 \, w^2`, hence the 2 above. This class follows TensorFlow,
+    including its defaults, since most users port their settings from there. If your l2 follows the
+    paper, halve it.
 
     Each step computes the weight from z and n, so the first step keeps only a part of a weight that
     does not start at zero. The dense method differs in two ways. It computes all rows in every

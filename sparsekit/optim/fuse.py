@@ -10,7 +10,7 @@ from .row_optimizer import RowOptimizer
 
 
 class FusedHandle:
-    """Handle of `fuse_in_backward`; ``remove()`` detaches the optimizer."""
+    """Handle returned by `fuse_in_backward`; ``remove()`` detaches the optimizer."""
 
     def __init__(self, weights: list[EmbeddingWeight]) -> None:
         self._weights = weights
@@ -22,21 +22,20 @@ class FusedHandle:
 
 
 def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedHandle:
-    """Let backward update the tables of embedding layers, without a ``weight.grad``.
+    """Let backward update the tables of embedding layers, without writing ``weight.grad``.
 
     This saves the gradient's memory and a pass over it. On CUDA the host does not wait for the
-    device. The weights are bitwise the same as after a
-    normal step if
+    device. The weights are bitwise the same as after a normal step if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
     - each backward has one lookup in a layer, and the layer's weight is used for nothing else.
 
-    Otherwise an error is raised. Everything that needs the gradients in between raises an error
-    too: accumulation of gradients, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`,
-    and torch's GradScaler (noticed only at its first step). Learning rates are read during
-    backward. An optimizer that is deleted is detached, and copies of layer and optimizer are not
-    attached.
+    Otherwise an error is raised. Anything that needs the gradients between backward and step also
+    raises an error: gradient accumulation, `clip_grad_norm_`, `clip_grad_value_`,
+    `check_finite_gradients`, and torch's GradScaler (at its first step). Learning rates are read
+    during backward. Deleting the optimizer detaches it. Copies of the layer or of the optimizer are
+    not attached.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.

@@ -18,7 +18,7 @@ _OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov
 
 
 class StatesOfRows(Protocol):
-    """The part of a `RowOptimizer` that determines the states of a parameter."""
+    """The members of `RowOptimizer` that determine the states of a parameter."""
 
     rule: ClassVar[str]
     defaults: dict[str, Any]
@@ -36,9 +36,9 @@ class StatesOfRows(Protocol):
 
 
 def keep_kind(lr: Any, loaded: Any) -> Any:
-    """Return a loaded learning rate as a tensor or a number, as the one that it replaces is.
+    """Return the loaded learning rate, as a tensor if the current one `lr` is a tensor.
 
-    A tensor is filled in place: a CUDA graph may read it, and it may be on another device.
+    The tensor is filled in place: a CUDA graph may read it, and it may be on another device.
     """
     number = float(loaded)
     return lr.fill_(number) if isinstance(lr, torch.Tensor) else number
@@ -47,7 +47,7 @@ def keep_kind(lr: Any, loaded: Any) -> Any:
 def untouched(
     optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
-    """Return new states of rows that no step has touched, for a parameter after `step` steps."""
+    """Return the states of a parameter after `step` steps, none of which touched any row."""
     states = optimizer._new_states(parameter, group)
     if "row_step" in states and not optimizer._per_row(group):
         states["row_step"].fill_(step)  # rows count as having made all steps
@@ -60,7 +60,7 @@ def loaded_states(
     """Convert saved states for an optimizer's `load_state_dict`, without changing the optimizer.
 
     Raises:
-        ValueError: the states do not fit.
+        ValueError: the states do not fit the parameters.
     """
     own_name = type(optimizer).__name__
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
@@ -100,10 +100,10 @@ def loaded_state(
     """Return a copy of a saved state, in the shapes that a parameter needs.
 
     Raises:
-        ValueError: the state does not fit.
+        ValueError: the state does not fit the parameter.
     """
     name = type(optimizer).__name__
-    # torch's SGD does not count steps; without bias correction, any count is valid.
+    # torch's SGD does not count steps. It has no bias correction, so any count will do.
     if "step" not in values and optimizer.rule != "sgd":
         raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
     count = int(values.get("step", 1))
@@ -145,7 +145,7 @@ def loaded_state(
 
 
 def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Return the entry ``keys`` of a state, if its rows may differ from the table's rows."""
+    """Return an entry ``keys`` if the saved rows may be in another order than the table's."""
     now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
     if now is None:
         return {}

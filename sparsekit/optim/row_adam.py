@@ -8,7 +8,7 @@ from .settings import Betas, BiasCorrection, LearningRate, NotNegative, given
 
 
 class _RowAdam(RowOptimizer):
-    """Base of `PartialRowWiseAdam` and `LazyLAMB`: their arguments and the names of states."""
+    """Base of `PartialRowWiseAdam` and `LazyLAMB`; defines their arguments and states."""
 
     def __init__(
         self,

@@ -23,24 +23,24 @@ Rows = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers; a subclass names its rule, states and settings (`ops.update_rows_`).
+    """Base of the optimizers; a subclass defines its rule and states (see `ops.update_rows_`).
 
-    Its settings are the arguments of its constructor: their names and defaults, and the values that
-    their annotations allow (`settings.py`). The learning rate may be a tensor of one element,
-    float32 or float64, on the device of the parameters, where kernels read it, or on the CPU.
+    The settings of an optimizer are its constructor's arguments, whose annotations contain the
+    allowed values (`settings.py`). The learning rate may be a tensor of one element, float32 or
+    float64, on the CPU or on the device of the parameters, where kernels read it.
 
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 parameters
-    are float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
-    rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
-    shape of the parameter. For a DTensor, as made by ``fully_shard``, each rank updates its own
-    shard, and states have the shape of the shard.
+    are float32. A sparse gradient consists of rows (sparse_dim 1), which may repeat; a dense one
+    touches all rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name,
+    each in the shape of the parameter. For a DTensor, as created by ``fully_shard``, each rank
+    updates its own shard, and states have the shape of the shard.
 
     One call updates all parameters of a group that share a dtype, a device, and the kind of
     gradient (sparse or dense); it checks all of them before it changes any.
 
-    After an exception from outside, such as Ctrl-C, each parameter and its states are either as
-    before the step or as after it; ``state[parameter]["step"]`` tells which. As in torch, calling
-    `step` again with the same gradients applies the step to all parameters; to go on, call
+    If a step is interrupted, for example by Ctrl-C, each parameter and its states have either their
+    old or their new values; ``state[parameter]["step"]`` tells which. As in torch, calling `step`
+    again with the same gradients applies the step to all parameters; to continue, call
     ``zero_grad`` and take the next batch. An interrupted update in backward counts as done until
     `step` is called.
 
@@ -81,7 +81,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group like torch.optim.Optimizer, and check its settings.
+        """Add a group as torch.optim.Optimizer does, and check its settings.
 
         Raises:
             TypeError: a setting is not a number but must be one.
@@ -119,7 +119,7 @@ class RowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        """Return the rule's settings but lr, in the order of `ops.update_rows_`."""
+        """Return the rule's settings except lr, in the order of `ops.update_rows_`."""
         raise NotImplementedError
 
     def _per_row(self, group: dict[str, Any]) -> bool:
@@ -167,8 +167,8 @@ class RowOptimizer(torch.optim.Optimizer):
         Args:
             weights: the weights to update.
             updates: returns the weights with their distinct rows and the gradients of the rows.
-            update: applies a step to these rows, given the step's arguments of
-                `group_embedding_bag_update_`. None if the gradients themselves are needed.
+            update: sums the gradients and applies a step to these rows, given the optimizer's
+                arguments of `group_embedding_bag_update_`. None if the gradients are needed.
         """
         wanted = set(weights)
         if twice := self._updated & wanted:
@@ -195,7 +195,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return False. GradScaler calls this before a step, so GradScaler can be refused here.
+        """Return False, or refuse GradScaler, which reads this property before a step.
 
         Raises:
             RuntimeError: a layer has been updated in backward, with a scaled gradient.
@@ -210,7 +210,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return False
 
     def forget_updates(self) -> None:
-        """Forget the updates in backward since the last step: a graph captured them, and failed."""
+        """Forget the updates in backward since the last step, after a failed graph capture."""
         self._updated.clear()
 
     def _take_over(self, parameter: torch.Tensor) -> None:
@@ -322,8 +322,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return, by name, the value of each state for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # If rows do not count their own steps, such a row counts as having made all steps
-            # without a gradient.
+            # If rows do not count their own steps, treat the row as up to date, as if it had made
+            # all steps without a gradient.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial
@@ -350,7 +350,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return states
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # groups may come from another version or from torch
+        for group in state["param_groups"]:  # another version or torch may have saved them
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__
@@ -361,7 +361,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._follow_keys(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state like torch.optim.Optimizer, with the keys of tables.
+        """Return the state as torch.optim.Optimizer does, plus the keys of tables.
 
         The state of a table's weight also has ``keys``, int64 ``[n]``: the key of each row.
         """
@@ -381,13 +381,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
         States of bfloat16 parameters stay float32. Settings are replaced by the saved settings, as
         in torch, including mode, form and bias correction. A learning rate that is a tensor stays
-        the same tensor, and a number stays a number. The table of an embedding layer with a
-        hash table may have had another capacity: rows that the state lacks start like new rows.
+        the same tensor, and a number stays a number. The saved table of a layer with a hash table
+        may have another capacity; rows that the state lacks start like new rows.
 
         Raises:
-            ValueError: the state is of another optimizer, has other shapes, has more rows than the
-                table or fewer than are in use, or has settings that this optimizer lacks; nothing
-                has been changed.
+            ValueError: the state belongs to another optimizer, has other shapes, has more rows than
+                the table or fewer than are in use, or has settings that this optimizer lacks;
+                nothing has been changed.
         """
         loaded = loaded_states(self, state_dict)
         # Key the states by parameter, since torch then keeps them as they are. It would cast states

@@ -53,7 +53,7 @@ class _AllowedRates(Allowed):
                     f"of {value.dtype}"
                 )
             if not value.is_cpu:
-                return  # to read the value would wait for its device
+                return  # reading the value would wait for its device
         super().check(name, argument, value)
 
 
@@ -61,12 +61,12 @@ def rate_on(device: torch.device, name: str, lr: Any) -> tuple[float, torch.Tens
     """Return a learning rate as a number, or as a tensor on the device, which kernels read.
 
     Raises:
-        ValueError: lr is on another device than the CPU and this one; errors begin with `name`.
+        ValueError: lr is on a third device, neither the CPU nor `device`. Errors begin with `name`.
     """
     if not isinstance(lr, torch.Tensor):
         return float(lr), None
     if lr.device == device:
-        return 0.0, lr  # the number is not used
+        return 0.0, lr  # kernels ignore the number
     if not lr.is_cpu:
         raise ValueError(f"{name}: lr is on {lr.device}, but its parameters are on {device}")
     return float(lr), None
@@ -102,7 +102,7 @@ EpsConvention: TypeAlias = Annotated[str, one_of("torch", "tensorflow")]
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among the ``locals()`` of an optimizer's constructor, in order."""
+    """Select the settings, in order, from the ``locals()`` of an optimizer's constructor."""
     others = "self", "params", "__class__"
     return {name: value for name, value in arguments.items() if name not in others}
 

@@ -40,7 +40,7 @@ def by_kind(
         parameters: the parameters to update.
         dense: for each parameter, whether it has a gradient for all rows.
         states: states of each parameter.
-        names: names of the rule's states, in its order.
+        names: names of the rule's states, in the order that the rule defines.
         row_states: names of the states with one number per row.
     """
     each = zip(parameters, dense, states, strict=True)
@@ -101,7 +101,7 @@ def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of any shape as a matrix of rows; writes to it change the tensor."""
+    """View a tensor of any shape as a matrix of rows; writes to the view change the tensor."""
     if tensor.dim() == 2:
         return tensor
     # Pass all sizes to view(), which cannot infer a size of -1 if there are no elements.
@@ -110,7 +110,7 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_rows(weight: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Reshape the gradient of a parameter to fit `weight`, the parameter as a matrix."""
-    if grad.dim() == 2:  # true for every table; reshape would take longer than this check
+    """Reshape a parameter's gradient into a matrix, like `weight`, its matrix view."""
+    if grad.dim() == 2:  # true for every table, and faster than a reshape
         return grad
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])

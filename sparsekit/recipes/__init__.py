@@ -1,4 +1,4 @@
-"""Applications. Each folder contains one, with its models, baselines and commands.
+"""Applications, one per folder, with their models, baselines and commands.
 
 To use the models, import them from `sparsekit.models`.
 """

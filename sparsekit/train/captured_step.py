@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Graph:
-    """A CUDA graph with the stream on which it is captured."""
+    """A CUDA graph and the stream on which it is captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class Graph:
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function on the stream of the capture, in the order of the current stream."""
+        """Run a function on the capture stream, as if it ran on the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -40,7 +40,7 @@ class Graph:
 
     def capture(self, run: Callable[[], T]) -> T:
         """Capture the kernels that a function launches; they do not run."""
-        # Other threads, such as those that load data, may go on to allocate memory.
+        # Let other threads, such as data loaders, allocate memory during the capture.
         mode = "thread_local"
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
             return run()
@@ -54,22 +54,22 @@ class Graph:
 class CapturedStep:
     """A training step that is captured in a CUDA graph, and called like the step itself.
 
-    The first `warm_ups` calls run the step as it is, on a stream of their own. The next call
-    captures it and replays the capture, as do all later calls: the host then launches one graph
-    instead of each kernel. Every call is one step on its own inputs, and gives the same bits as
-    the step itself.
+    The first `warm_ups` calls run the step normally, on a separate stream. The next call captures
+    the step. That call and all later ones replay the capture, so the host launches one graph
+    instead of many kernels. Each call runs one step on its own inputs, with the same bits as
+    without a capture.
 
     The step runs forward, backward and the optimizers' ``step()``, zeroes gradients, and returns
-    tensors, or dicts, lists or tuples of them, which the next call overwrites. It may not wait for
-    the device: `fuse_in_backward` must update all tables, by an optimizer other than an exact
-    `Adam`. To follow a schedule, make ``lr`` of the optimizers a tensor on the device, and call
+    tensors, or dicts, lists or tuples of them, which the next call overwrites. It must not wait for
+    the device: all tables must be updated through `fuse_in_backward`, and not by an exact `Adam`.
+    To follow a schedule, make the optimizers' ``lr`` a tensor on the device, and call
     ``scheduler.step()`` after the captured step, not in it. Dense optimizers need
     ``capturable=True``.
 
-    Replays count towards the rows in use like lookups: a step whose keys might not fit waits
-    for its result. Other errors, such as an invalid key, are raised by a call at most 8 lookups or
-    replays later, by `raise_errors`, or by a save of a checkpoint. A step on keys that do not fit
-    is made without these keys before the error is raised.
+    Like a lookup, a replay waits for its result if its new keys might not fit. Other errors, such
+    as an invalid key, are raised by a call at most 8 lookups or replays later, by `raise_errors`,
+    or when a checkpoint is saved. If keys do not fit, the step runs without them before the error
+    is raised.
 
     Args:
         step: the step; its arguments are tensors, or dicts, lists or tuples of them.
@@ -87,7 +87,7 @@ class CapturedStep:
             capture has changed since: a parameter, buffer or state is another tensor, a layer or
             the model is in another mode or has other options, a setting of an optimizer has
             another value, an optimizer has been detached, or `sparsekit.checked` is on. Changes in
-            place, such as those of ``load_state_dict`` of a model, are followed.
+            place, such as by a model's ``load_state_dict``, are allowed.
         IndexError, TableFullError: (in a call) the error of an earlier lookup or replay, or of this
             one.
 
@@ -131,7 +131,7 @@ class CapturedStep:
                     f"messages have other lengths in each step; capture steps of one rank only"
                 )
         self._graph = Graph(self._device)
-        self._inputs: list[Any] = []  # the leaves of the inputs, which the graph reads
+        self._inputs: list[Any] = []  # copies of the inputs' leaves; the graph reads them
         self._structure: Any = None
         self._outputs: Any = None
         self._reports: list[Report] = []
@@ -139,7 +139,7 @@ class CapturedStep:
         self._conditions: Conditions | None = None  # set by the capture
 
     def __call__(self, *inputs: Any) -> Any:
-        """Make a step on these inputs, and return its outputs, detached."""
+        """Run a step on these inputs, and return its outputs, detached."""
         leaves, structure = tree_flatten(inputs)
         if self._structure is None:
             self._inputs, self._structure = [self._like(leaf) for leaf in leaves], structure
@@ -181,7 +181,7 @@ class CapturedStep:
                 )
 
     def _deferring(self) -> Reports:
-        """Return the device's reports; raise RuntimeError if ops wait for their errors."""
+        """Return the device's reports; raise RuntimeError if `sparsekit.checked` is on."""
         reports = reports_of(self._device)
         if reports is None:
             raise RuntimeError(
@@ -191,10 +191,10 @@ class CapturedStep:
         return reports
 
     def _capture(self) -> None:
-        """Capture the step; its kernels run in the replays."""
+        """Capture the step; its kernels run only in replays."""
         for table in self._tables:
             self._check_table(table)
-        # A lookup in the capture must not look for reports of lookups before it.
+        # Read all reports of earlier lookups now, since lookups must not read them in the capture.
         raise_errors(self._device)
         versions = [parameter._version for parameter in self._parameters]
         try:
@@ -203,7 +203,7 @@ class CapturedStep:
         except Exception as error:
             for optimizer in self._optimizers:
                 if isinstance(optimizer, RowOptimizer):
-                    optimizer.forget_updates()  # no kernel has run
+                    optimizer.forget_updates()  # their kernels have not run
             raise RuntimeError(
                 "CapturedStep: the step cannot be captured, since it waits for the device or "
                 "fails; the errors above say where"
@@ -248,7 +248,7 @@ class CapturedStep:
             report.send(reports)
 
     def _check_conditions(self, conditions: Conditions) -> None:
-        """Raise RuntimeError if something that the graph cannot follow has changed."""
+        """Raise RuntimeError after a change that replays would ignore."""
         for name, owner, value in conditions.changes():
             hint = ""
             if name == "lr" and not isinstance(value, torch.Tensor):

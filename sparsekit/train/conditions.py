@@ -1,4 +1,4 @@
-"""Notices changes that replays of a captured step would not follow."""
+"""Detects changes that replays of a captured step would ignore."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from ..tables.embedding_table import EmbeddingTable
 
-# Attributes of a table that are no options, but change as it is used.
+# Attributes of a table that are not options: they change as the table is used.
 _NO_OPTIONS = {"training", "changes", "checked_modes", "plan_cache"}
 # Attributes of an embedding layer's weight that optimizers set.
 _OF_WEIGHT = ("update_in_backward", "before_read")
 
 
 class Conditions:
-    """Everything that must stay as it is while a captured step is replayed.
+    """Everything that must not change between the capture of a step and its replays.
 
     These are the tensors of modules and optimizers with their addresses and shapes, and the values
-    of modes, options and settings. A check compares identities first, since it runs before each
-    replay.
+    of modes, options and settings. A check runs before each replay; to be fast, it compares
+    identities first.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class Conditions:
         modules: Sequence[tuple[str, torch.nn.Module]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        # Each with the owner's name, a mapping of the owner, a key and the key's value.
+        # Tuples of the owner's name, one of the owner's mappings, a key and the key's value.
         self._entries: list[tuple[str, Mapping[Any, Any], Any, Any]] = []
-        # Each with the owner's name, a name, a collection of the owner and its items or keys.
+        # Tuples of the owner's name, a collection's name, the collection and its items or keys.
         self._collections: list[tuple[str, str, Any, list[Any]]] = []
-        # Each table with its name, the number of changes of its attributes, and its options.
+        # Tuples of a table's name, the table, its `changes` counter and its options.
         self._options: list[tuple[str, EmbeddingTable, int, dict[str, Any]]] = []
         for name, module in modules:
             self._add_module(name or "the model", module)
@@ -55,7 +55,7 @@ class Conditions:
         self._add(owner, optimizer.__dict__, ["state", "param_groups"])
         self._add_collection(owner, "param_groups", optimizer.param_groups)
         for group in optimizer.param_groups:
-            self._add(owner, group, optimizer.defaults)  # schedulers add other entries
+            self._add(owner, group, optimizer.defaults)  # a group's other entries are schedulers'
             self._add_collection(owner, "params", group["params"])
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
@@ -75,7 +75,7 @@ class Conditions:
         self._collections.append((owner, name, collection, list(collection)))
 
     def changes(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield what has changed: the name of an attribute, its owner's, and the value before."""
+        """Yield the name, the owner's name and the old value of each thing that has changed."""
         for owner, mapping, key, value in self._entries:
             now = mapping.get(key)
             if now is not value and not _equal(value, now):

@@ -1,8 +1,8 @@
 """Provides a rendezvous for ranks that torchrun has restarted.
 
 torchrun's agent keeps one store for all attempts, so torch finds the addresses of dead ranks there
-(https://github.com/pytorch/pytorch/issues/135712). No number that all nodes know distinguishes the
-attempts. Therefore the ranks agree on a name for each attempt.
+(https://github.com/pytorch/pytorch/issues/135712). No number known to all nodes identifies an
+attempt, so the ranks agree on a name for it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Ranks:
         self._device = device
 
     def read(self, batches: Iterator[Any]) -> _Ahead:
-        """Read a batch, and start to add up its samples over all ranks."""
+        """Read a batch, and start adding up its samples over all ranks."""
         batch, rows = None, 0
         error: Exception | None = None
         try:

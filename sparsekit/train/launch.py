@@ -1,4 +1,4 @@
-"""Runs ranks on this machine with torch.distributed's own launcher."""
+"""Starts ranks as processes on this machine with torch.distributed's own launcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
         self.rank = rank
         self.kind, self.reason = "", f"ended with exit code {failure.exitcode}"
         shown = self.reason
-        # Declared as a string by the launcher, but it is a dictionary if the rank raised an error.
+        # The launcher declares a string, but sets a dictionary if the rank raised an error.
         message: Any = failure.message
         if failure.exitcode < 0:
             self.reason = shown = f"was ended by {failure.signal_name()}"
@@ -119,7 +119,8 @@ def _interrupts_held_back() -> Iterator[None]:
     would print a traceback. The parent process still receives the signal: another thread accepts
     it, and Python handles it in the main thread.
     """
-    # Start the tracker now. Otherwise it starts with the first process, and unblocks SIGINT.
+    # Start multiprocessing's resource tracker now. It would otherwise start with the first process
+    # and unblock SIGINT.
     resource_tracker.ensure_running()
     done = threading.Event()
     thread = threading.Thread(target=done.wait, daemon=True)

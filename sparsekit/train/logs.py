@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 
 class Log(Protocol):
-    """A destination for training records, to which rank 0 writes."""
+    """A destination for training records; only rank 0 writes to it."""
 
     def write(self, record: Record) -> None:
         """Write a record."""
@@ -41,7 +41,7 @@ def go_on(
 ) -> None:
     """Remove records of later steps from the logs; if that fails, raise on all ranks.
 
-    Only rank 0 does this. It prints to ``stream`` the numbers of lines that were not records.
+    Rank 0 does the work. If it finds lines that are not records, it reports them on ``stream``.
     """
 
     def forget() -> None:
@@ -67,8 +67,8 @@ def _on_first(exchange: Exchange | None, act: Callable[[], None]) -> None:
 class JsonLines:
     """Writes each record to a file immediately, as a line of JSON.
 
-    The first record overwrites the file of an older run, unless `forget_after` has been called, as
-    by a trainer that resumes. Ranks that do not write records do not touch the file.
+    The first record overwrites the file of an older run, unless the trainer resumes that run and
+    has called `forget_after`. Ranks that do not write records do not touch the file.
 
     Args:
         path: path of the file; its folder is created if it is missing.
@@ -118,7 +118,7 @@ class JsonLines:
 class TensorBoard:
     """Writes the numbers of each record as scalars, such as ``epoch/metrics/test AUC``.
 
-    TensorBoard hides the records of an older run in the folder, which `JsonLines` would remove.
+    Records of an older run in the same folder are hidden, whereas `JsonLines` removes them.
 
     Args:
         folder: folder for TensorBoard's files.

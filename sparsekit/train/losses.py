@@ -56,14 +56,14 @@ class Losses:
         self._last = total, samples, steps, seconds
 
     def add(self, loss: torch.Tensor, rows: int) -> None:
-        """Add a step: the sum of this rank's losses over ``rows`` samples."""
+        """Add a step, given the sum of this rank's losses over its ``rows`` samples."""
         self._total.add_(loss)
         self._finite_steps += self._total.isfinite()
         self._rows += rows
         self.steps += 1
 
     def so_far(self) -> float:
-        """Return this rank's mean, for display; rank 0 has samples of every batch of tensors."""
+        """Return the mean loss over this rank's samples so far, for the progress bar."""
         return self._total.item() / max(self._rows, 1)
 
     def mean(self, title: str) -> float:

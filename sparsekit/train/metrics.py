@@ -33,7 +33,7 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
         labels: ``[n]``, 0 or 1.
 
     Raises:
-        ValueError: shapes or labels are wrong, there is a NaN, or all samples have the same label.
+        ValueError: shapes or labels are wrong, a score is NaN, or all samples have the same label.
     """
     _check(scores, labels)
     positives = int((labels > 0).sum())

@@ -11,7 +11,7 @@ from typing import Any
 from .._extras import needed
 from .logs import METRICS
 
-# Maximum number of tables in a picture, which shows the tables with the most rows.
+# Maximum number of tables to plot, chosen by their number of rows.
 MOST_TABLES = 8
 OF_TABLES = {
     "rows": "rows in the tables",
@@ -26,7 +26,7 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         OSError: there is no metrics.jsonl in the folder.
-        ValueError: a line of the file was not written by `JsonLines`; the message has its number.
+        ValueError: a line of the file was not written by `JsonLines`; the message gives its number.
     """
     path = Path(folder) / METRICS
     records = []

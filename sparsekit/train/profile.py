@@ -22,8 +22,8 @@ class Op:
     """Profile of an op, summed over all ranks.
 
     Attributes:
-        name: name of a torch or sparsekit op or of a GPU kernel; or ``"exchange: PURPOSE"``, which
-            is the communication of layers, of dense gradients or of a placement.
+        name: name of a torch or sparsekit op or of a GPU kernel; or ``"exchange: PURPOSE"`` for the
+            communication of layers, of dense gradients or of a placement (see `DeepCoNN`).
         calls: number of calls.
         seconds: time in the op itself, without ops that it calls. This is GPU time if the op used
             the GPU, otherwise CPU time.
@@ -93,9 +93,9 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
     """Profile the code in this context, for instance some training steps.
 
     All ranks must enter and leave the context together; each gets the sums over all ranks. Bytes
-    are counted in sparsekit's exchanges: keys, vectors and their gradients, swaps, and dense
-    gradients if the ranks share memory. Otherwise dense gradients are averaged by
-    DistributedDataParallel, whose bytes are not counted. Run one or two steps first as a warm-up.
+    are counted only in sparsekit's own communication: keys, vectors and their gradients, and dense
+    gradients if the ranks share memory. Otherwise DistributedDataParallel averages the dense
+    gradients, and their bytes are not counted. Run one or two steps first as a warm-up.
 
     Args:
         trace: path of a Chrome trace to write, for chrome://tracing or ui.perfetto.dev. Rank r > 0

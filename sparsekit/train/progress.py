@@ -34,7 +34,7 @@ class Progress:
         self._start = self._shown = time.perf_counter()
 
     def go_on(self, done: int, seconds: float) -> None:
-        """Resume: add the number of samples already done, and the seconds that they took."""
+        """Continue an epoch: add the samples already done, and the seconds that they took."""
         self.done = done
         self._start -= seconds
 
@@ -61,7 +61,7 @@ class Progress:
         self.stream.flush()
 
     def finish(self, text: str) -> None:
-        """Replace the bar by a line that consists of the title and this text."""
+        """Replace the bar with a line that consists of the title and this text."""
         self.clear()
         self.stream.write(f"{self.title} {text}\n")
         self.stream.flush()

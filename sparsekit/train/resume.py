@@ -73,7 +73,7 @@ class Position:
         return Position(generator.get_state(), random, reader, _ranks(), data=facts)
 
     def check(self, fit: FitData) -> None:
-        """Check before training begins that the data is the one on which the state was saved.
+        """Check that the data is the same as when the state was saved.
 
         Tensors must have the same contents and, in the middle of an epoch, the same batches. For
         loaders that are not readers, only the size is compared, and only in the middle of an epoch.
@@ -103,18 +103,18 @@ class Position:
                 )
 
     def _batches_there(self, fit: FitData) -> int:
-        """Return the number of batches to skip: all that this position counts, or none.
+        """Return the number of batches to skip: either all finished batches, or none.
 
-        No batches can be skipped if the data is a loader and the number of ranks has changed, since
-        the batches are then different ones.
+        A loader's batches cannot be skipped if the number of ranks has changed, since they are
+        different batches then.
         """
         return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
 
     def find(self, generator: torch.Generator, fit: FitData, stream: TextIO | None) -> None:
-        """Set the data to this position or, if that is impossible, to the start of the epoch.
+        """Move the data to this position or, if that is impossible, to the start of the epoch.
 
-        In the second case, this object changes to the position at the start of the epoch, and a
-        line is written to ``stream``.
+        In the second case, this object becomes the position at the start of the epoch, and a
+        message is written to ``stream``.
 
         Raises:
             ValueError: the data is a reader other than the saved one.
@@ -130,7 +130,7 @@ class Position:
             fit.data.load_state_dict({**self.reader, "step": self.batches})
 
     def reach(self, shares: Generator[Share, None, None]) -> None:
-        """Read and skip the finished batches, unless the data already begins after them."""
+        """Read and drop the finished batches, unless a reader has already skipped them."""
         if self.reader is not None or not self.batches:
             return
         now = torch.get_rng_state()

@@ -74,7 +74,7 @@ def _batch(
 ) -> Batch:
     """Generate one rank's share of a batch. The batch does not depend on the number of ranks."""
     uniform = torch.rand(case.tables, case.batch, generator=generator, device="cpu")
-    # Invert the distribution function of the density 1 / x on [1, rows].
+    # Sample from the density 1 / x on [1, rows] by inverting its distribution function.
     keys = (case.rows**uniform).long()
     numbers = torch.rand(case.batch, 13, generator=generator, device="cpu")
     label = torch.randint(2, (case.batch,), generator=generator, device="cpu").float()
@@ -94,9 +94,9 @@ def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     """Predict the lowest and highest speed-up over one rank.
 
     Let T(N) be the time of a step on N ranks, where N is the largest measured number of ranks. The
-    overhead is E = T(N) - T(1) / N. In the worst case, the overhead of M ranks is also E, as if it
-    consisted of waiting only. In the best case, it is proportional to the bytes that each rank
-    sends, which are (M - 1) / M^2 of the bytes of a batch.
+    overhead is E = T(N) - T(1) / N. In the worst case, it consists only of waiting, and is also E
+    on M ranks. In the best case, it is proportional to the bytes that each rank sends, which are
+    (M - 1) / M^2 of the bytes of a batch.
 
     Args:
         measured: samples per second, by number of ranks; all at the same batch size. It must

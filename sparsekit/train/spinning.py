@@ -8,8 +8,8 @@ import time
 
 import torch
 
-# Minimum duration in seconds of an epoch to measure, and numbers of context switches above which
-# another process must be using our cores.
+# Minimum seconds of an epoch to measure, and number of context switches per thread and second above
+# which another process must be using our cores.
 LEAST_S = 5.0
 SWITCHES_PER_THREAD_S = 10.0
 # Environment variables that determine how threads wait.

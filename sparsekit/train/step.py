@@ -93,7 +93,7 @@ class Step:
             with nullcontext() if ends else self._without_averaging():
                 total += self._backward(loss_fn, share, after, samples, len(shares))
         if self._clip_norm is not None:
-            # Do not raise for non-finite gradients: the loss reports them later, with the step.
+            # Do not raise for non-finite gradients: `Losses` reports the step's number later.
             clip_grad_norm_(self._model.parameters(), self._clip_norm, error_if_nonfinite=False)
         for optimizer in self._optimizers:
             optimizer.step()

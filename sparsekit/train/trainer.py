@@ -153,7 +153,7 @@ class Trainer:
         ``interrupted``. The model may then have been trained on some batches of the next epoch.
 
         Args:
-            data: a tuple of tensors of equal length, or a loader. With tensors, an epoch has each
+            data: a tuple of tensors of equal length, or a loader. With tensors, an epoch uses each
                 row once, in random order, and a batch is a tuple of rows of all tensors. A loader
                 is an iterable over the batches of an epoch, such as a reader of `sparsekit.data` or
                 a DataLoader. Its batches are a `Batch`, a tensor, or a tuple, list or dict that
@@ -183,9 +183,9 @@ class Trainer:
             ValueError: tensors are empty or have unequal lengths, a number is out of range, or the
                 metric of ``stop`` does not exist.
             ResumeError: data or schedulers differ from those of the checkpoint; nothing is loaded.
-            DataFormatError: an epoch has no samples: a file is empty, or the data is a generator,
-                which the previous epoch has exhausted.
-            RuntimeError: ranks would train differently.
+            DataFormatError: an epoch has no samples: a file is empty, or the data is a generator
+                that the previous epoch has exhausted.
+            RuntimeError: the ranks' data, number of epochs, seeds or other settings differ.
             CheckpointError: a checkpoint cannot be written or read, or the folder has checkpoints
                 of a run that this call does not resume.
             DivergedError: the loss of a step is infinite or NaN. Raised on all ranks, with the next
@@ -310,7 +310,7 @@ class Trainer:
         """Return the position at which the next epoch begins or continues."""
         if not fit.of_tensors:
             set_epoch(fit.data, len(self.history))
-        place, self._place = self._place, None  # dropped if the epoch is left early
+        place, self._place = self._place, None  # stays None if the epoch is interrupted
         if place is None:
             return self._first_place(fit)
         place.find(self._generator, fit, self.stream if self._rank == 0 else io.StringIO())

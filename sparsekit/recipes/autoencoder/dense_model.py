@@ -21,8 +21,8 @@ class DenseAutoencoder(SavedModel):
 
     All activations are sigmoids. Weights and biases are drawn from N(0, 1). The loss is the mean
     squared error over all cells, rated or not, of ratings scaled to [0, 1]. This has two
-    disadvantages: the lowest rating equals a missing one, and every rank holds the weights of all
-    items. `Autoencoder` has neither; this model is for comparison. Source:
+    disadvantages: the lowest rating looks like a missing one, and every rank stores the weights of
+    all items. `Autoencoder` avoids both; this model is for comparison. Source:
     https://github.com/vitobellini/tfautorec.
 
     Args:
@@ -79,7 +79,7 @@ class DenseAutoencoder(SavedModel):
         return torch.nn.functional.mse_loss(found, matrix, reduction="none").mean(1)
 
     def optimizers(self, lr: float = 0.03) -> list[torch.optim.Optimizer]:
-        """Return TensorFlow's RMSProp: decay 0.9, initial accumulator 1, eps 1e-10 in the root."""
+        """Return an optimizer with the formula and defaults of TensorFlow's RMSProp."""
         return [RMSProp(self.parameters(), lr=lr, form="tensorflow")]
 
     def content(self) -> dict[str, Any]:

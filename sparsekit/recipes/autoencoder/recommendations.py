@@ -69,7 +69,7 @@ class Recommendations:
 
         Returns:
             ``(hits, relevant)`` for `sparsekit.train.metrics.precision_at_k`. ``hits``, bool ``[u,
-            k]``, says whether the user has rated the item in ``test``. ``relevant``, int64 ``[u]``,
+            k]``, is True if the user has rated the item in ``test``. ``relevant``, int64 ``[u]``,
             is the number of distinct items that the user has rated in ``test``, including items
             that nobody has rated before.
         """
@@ -103,7 +103,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
         rank, ranks = dist.get_rank(), dist.get_world_size()
     device = model.history.users.device
     mine = torch.arange(users, device=device).tensor_split(ranks)[rank]
-    # Cut into the same number of parts on all ranks, which must make equal numbers of lookups.
+    # Lookups are collectives, so cut into the same number of parts on all ranks.
     parts = mine.tensor_split(math.ceil(math.ceil(users / ranks) / USERS))
     training = model.training
     model.train(False)
@@ -158,7 +158,7 @@ def _best(
     k: int,
     scorer: Callable[[int, int], Callable[[int], torch.Tensor]],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each part's best columns and their scores, ``[n, k]`` each; compute it in pieces.
+    """Return each part's best columns and their scores, ``[n, k]`` each.
 
     Args:
         history: the ratings; items that a user has rated are excluded.

@@ -69,7 +69,7 @@ class TrainerConfig:
     accumulate: int = 1
     clip_norm: float | None = None
     bfloat16: bool = False
-    patience: int | None = None  # number of epochs without a better validation AUC, then stop
+    patience: int | None = None  # stop after this many epochs without a better AUC
     log_every: int = 20  # an epoch of the Adult census data has 39 steps
     tensorboard: bool = False
 
@@ -85,7 +85,7 @@ class RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise UsageError for settings that do not allow training."""
+    """Raise UsageError if a setting is invalid, or if two settings contradict each other."""
     data, trainer = config.data, config.trainer
     for name, value, choices in (
         ("data.format", data.format, tuple(FORMATS)),

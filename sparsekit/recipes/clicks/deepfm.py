@@ -11,7 +11,7 @@ from .dense import draw, stack, tables
 
 
 class DeepFM(torch.nn.Module):
-    r"""A model of the probability of a click, from numbers and bags of keys.
+    r"""A model that predicts the probability of a click from numbers and bags of keys.
 
     .. math::
         y = b + w \cdot x + \sum_f w_f
@@ -65,5 +65,5 @@ class DeepFM(torch.nn.Module):
         return first + squares.sum(1) / 2 + deep
 
     def prefetch(self, batch: Batch) -> None:
-        """Start to send the keys of the next batch; called by `Trainer`."""
+        """Start sending the keys of the next batch; called by `Trainer`."""
         self.embeddings.prefetch(batch.sparse)

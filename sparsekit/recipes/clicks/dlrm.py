@@ -38,7 +38,7 @@ class LowRankCross(torch.nn.Module):
                 torch.nn.init.zeros_(parameter)
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
-        """Map ``[n, width]`` to the same shape."""
+        """Apply all layers to x, ``[n, width]``; return the same shape."""
         x = first
         for down, up in zip(self.down, self.up, strict=True):
             x = first * up(down(x)) + x
@@ -65,7 +65,7 @@ class DLRM(torch.nn.Module):
 
     Example:
         >>> model = DLRM(["user", "item"], dense=1, rows=1000, bottom=[8], top=[8])
-        >>> model(numbers, keyed_jagged_tensor).shape  # [n, 1], and two features
+        >>> model(numbers, keyed_jagged_tensor).shape  # numbers: [n, 1]
         torch.Size([n])
     """
 
@@ -103,5 +103,5 @@ class DLRM(torch.nn.Module):
         return self.top(self.cross(vectors))[:, 0]
 
     def prefetch(self, batch: Batch) -> None:
-        """Start to send the keys of the next batch; called by `Trainer`."""
+        """Start sending the keys of the next batch; called by `Trainer`."""
         self.embeddings.prefetch(batch.sparse)

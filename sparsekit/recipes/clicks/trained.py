@@ -29,8 +29,8 @@ from .dlrm import DLRM
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 FORMAT = "sparsekit clicks 1"
 _MODEL = "model"
-# Name of the file in the model's folder that has the entries below. It must not be run.json: in a
-# checkpoint folder, run.json has the options of the run.
+# Name of the file with the entries below, in the model's folder. It must not be run.json: in a
+# checkpoint folder, run.json contains the options of the run.
 NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
@@ -60,15 +60,15 @@ def save(
     columns: Columns,
     buckets: QuantileBuckets | None,
 ) -> None:
-    """Write the model, and a note that says how to read files for it; a collective.
+    """Write the model, and a note that describes how to read files for it; a collective.
 
     Args:
         args: arguments of the command, including model, seed and ``--save``.
         model: the trained model.
         config: settings of the run.
         columns: columns on which the model was trained.
-        buckets: buckets by which the columns "NAME bucket" are computed, which a user's files do
-            not have; or None.
+        buckets: buckets from which the columns "NAME bucket" are computed, since a user's files
+            lack these columns; or None.
     """
     folder = Path(args.run_folder)
     run = {

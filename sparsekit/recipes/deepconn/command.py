@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn``: predicts ratings from text; layers may be on two ranks."""
+"""``sparsekit train deepconn``: predicts ratings from text, on one rank or with layers on two."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
     """Train a model whose layers are on two ranks, with the same batches as `Trainer`.
 
-    With `Trainer`, all ranks have the same layers, each rank gets a part of a batch, and gradients
-    are averaged. Here each rank has different layers, and both get the whole batch.
+    `Trainer` requires the same layers on all ranks: it gives each rank a part of a batch, and
+    averages gradients. Here each rank has different layers, and both get the whole batch.
     """
     optimizer = model.optimizer(args.lr)
     generator = torch.Generator("cpu").manual_seed(args.seed)

@@ -13,7 +13,7 @@ from ...optim import Adam
 
 PLACEMENTS = ("single", "split", "alternating")
 TOWERS = ("user", "item")
-WIDTH, POOL = 3, 2  # sizes in words of filters and of pooling windows
+WIDTH, POOL = 3, 2  # widths of filters and of pooling windows, in words
 
 
 class DeepCoNN(torch.nn.Module):
@@ -21,7 +21,7 @@ class DeepCoNN(torch.nn.Module):
 
     Source: Zheng, Noroozi and Yu, "Joint Deep Modeling of Users and Items Using Reviews for
     Recommendation", WSDM 2017. A tower maps words ``[n, length]`` to ``[n, hidden]``: it looks up
-    the words' vectors, applies a convolution over 3 words and tanh, takes the maximum of each 2
+    the words' vectors, applies a convolution over 3 words and tanh, takes the maximum of every two
     neighbors, and applies a dense layer with ReLU. Both towers use the same table of words. Word 0
     is padding: its vector is always zero.
 
@@ -114,7 +114,7 @@ class DeepCoNN(torch.nn.Module):
                     f"{list(documents.shape)}"
                 )
         if self.placement == "single":
-            # One lookup for both towers: a word that occurs in both is looked up once.
+            # Use one lookup for both towers, so that a word in both is looked up only once.
             of_users, of_items = self.words(torch.stack([users, items])).unbind()
             user = self._dense("user", self._features("user", of_users))
             item = self._dense("item", self._features("item", of_items))

@@ -52,14 +52,14 @@ def _find(ids: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor) -> torc
 
 
 def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None) -> BiasBaseline:
-    """Fit the biases by least squares with a penalty, ``damping * bias^2`` for each bias.
+    """Fit the biases by least squares, with a penalty of ``damping * bias^2`` for each bias.
 
-    As a result, each bias is the mean of its residuals and ``damping`` additional zeros.
+    The penalty has the same effect as adding ``damping`` zeros to the residuals of each bias.
 
     Args:
         train: the training ratings, at least one.
         damping: damping of the users' biases and of the items' biases. With None, the best pair is
-            chosen: biases are fitted on the earlier four fifths of each user's ratings, and the
+            chosen: biases are fitted on the earliest four fifths of each user's ratings, and the
             error is measured on the latest fifth. Then the biases are fitted on all ratings.
     """
     if damping is None:
@@ -70,7 +70,7 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
     residuals = ratings - ratings.mean()
     user_bias = ratings.new_zeros(len(user_ids))  # float64 like ratings, on the same device
     item_bias = ratings.new_zeros(len(item_ids))
-    # Fit the users' biases exactly, given the items' biases, and the reverse, until they converge.
+    # Alternate: fit the items' biases exactly, given the users' biases, then the reverse.
     for _ in range(SWEEPS):
         sums = torch.zeros_like(item_bias).index_add_(0, item, residuals - user_bias[user])
         item_bias = sums / (item_count + damping[1])

@@ -15,7 +15,7 @@ from ..saved import SavedModel
 
 # Small initial biases and vectors, so that the first predictions are close to the mean.
 INITIAL = Uniform(-0.05, 0.05)
-# These were chosen on the latest fifth of each user's training ratings in MovieLens-100K.
+# Penalties, chosen on the latest fifth of each user's training ratings in MovieLens-100K.
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01
@@ -174,7 +174,7 @@ class RatingModel(SavedModel):
         Args:
             path: path of the file.
             capacity: number of rows of each table on each rank; None means as many as in the saved
-                model, or more if its rows were on several ranks.
+                model, or more if the saved rows of all ranks exceed that number.
 
         Raises:
             ValueError: the file does not contain such a model.

@@ -19,14 +19,14 @@ from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from .model import LOSSES, OPTIMIZERS, WideModel, select_rows
 
-# The split must not depend on --seed: settings would be tested on data used to choose them.
+# A split that depended on --seed would test settings on data that was used to choose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
 # Loss, number of epochs, batch size, buckets and lengths were chosen on a fifth of the training
 # part. The test part was not used.
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
 NUMBER_BUCKETS = 32
-# Far more than the distinct values of any column (at most 42), so that few values collide.
+# Far more than the number of distinct values of a column (at most 42), so that few values collide.
 FEATURE_LENGTH = 1000
 EVALUATION_BATCH = 8192
 

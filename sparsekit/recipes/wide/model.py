@@ -33,7 +33,7 @@ class WideModel(SavedModel):
     ``c % world_size``.
 
     Args:
-        encoder: defines the features, and the columns of their values.
+        encoder: maps each feature's values to columns of the matrix.
         buckets: buckets of the numeric features. The index of a value's bucket is hashed instead
             of the value. With None, all features are hashed as categories.
         loss: ``"bce"``, the binary cross entropy of the score's sigmoid, or ``"mse"``, the squared
