@@ -44,7 +44,7 @@ class Changes:
 
 
 def changed(bags: Bags, changes: Changes) -> Bags:
-    """Return the changed bags, followed by the extra bag.
+    """Return the bags with these changes, followed by the extra bag.
 
     Args:
         bags: values, offsets and weights are on a device; offsets may have invalid values.

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import torch
 
-# A module in a ModuleDict cannot have the name of an attribute of this object.
+# ModuleDict refuses the names of this object's attributes as names of modules.
 _EMPTY = torch.nn.ModuleDict()
 
 

@@ -23,8 +23,8 @@ class Embedding(DropIn):
 
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
     ids first occurred; `vectors`, `assign` and `items` access rows by id. In evaluation nothing is
-    inserted, and an unseen id reads its initial vector. ``weight.grad`` is a sparse tensor. The
-    optimizers of `sparsekit.optim` take it, and so do torch's SparseAdam, SGD and Adagrad.
+    inserted, and an unseen id gets its initial vector. ``weight.grad`` is a sparse tensor. The
+    optimizers of `sparsekit.optim` accept it, as do torch's SparseAdam, SGD and Adagrad.
 
     Args:
         num_embeddings: rows of this process's table, in [1, 2^31 - 1]: the number of distinct ids
@@ -36,12 +36,12 @@ class Embedding(DropIn):
         max_norm: None, or the largest norm of a vector. Before a vector with a larger norm is read,
             the rank that owns it scales it by ``max_norm / (norm + 1e-7)`` in ``weight`` itself. As
             in torch this happens in evaluation too, so only one thread at a time may look up. On
-            CUDA each call then waits for the device. In evaluation an id without a row reads its
+            CUDA each call then waits for the device. In evaluation an id without a row gets its
             initial vector, unscaled.
         norm_type: p of that norm, > 0.
-        scale_grad_by_freq: refused unless False.
+        scale_grad_by_freq: must be False.
         sparse: ignored; gradients are always sparse.
-        _weight, _freeze: refused; see `from_pretrained`.
+        _weight, _freeze: not supported; see `from_pretrained`.
         device: as in `DistributedEmbedding`.
         dtype: float32, float64 or bfloat16; None means torch's default dtype.
         padding_key: may be given instead of padding_idx; any int64, and -1 is a key like any other.

@@ -29,11 +29,11 @@ class EmbeddingBag(DropIn):
 
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type: as in `Embedding`.
-        scale_grad_by_freq: refused unless False.
+        scale_grad_by_freq: must be False.
         mode: ``"mean"``, ``"sum"`` or ``"max"``. The maximum is elementwise; on ties the first
             vector gets the gradient. The vectors of all ids are gathered first.
         sparse: ignored; gradients are always sparse, with ``"max"`` too.
-        _weight: refused; see `from_pretrained`.
+        _weight: not supported; see `from_pretrained`.
         include_last_offset: whether offsets include the end of the last bag.
         padding_idx: as in `Embedding`; this id is not counted in a bag.
         device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
@@ -48,13 +48,13 @@ class EmbeddingBag(DropIn):
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
 
     In an `EmbeddingGroup`, inputs are ``[bags, m]``, or have any other form that
-    `DistributedEmbedding` takes for one slot; offsets then always include the end of the last bag.
+    `DistributedEmbedding` accepts for one slot. Offsets then include the end of the last bag.
 
     Raises:
         TypeError, ValueError: a bad argument or input; the message names the layer, the argument,
             the value and its position.
         NotImplementedError: scale_grad_by_freq or _weight; (a call) per_sample_weights
-            with another mode than ``"sum"``.
+            with a mode other than ``"sum"``.
         IndexError: (a call without the hash table) an id out of range.
         TableFullError: (a call in training) there are more new ids than free rows.
 

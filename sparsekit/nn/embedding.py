@@ -29,9 +29,9 @@ class DistributedEmbedding(EmbeddingLayer):
 
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which starts
     from an initial vector that depends on (seed, key, column) only. In evaluation nothing is
-    inserted, and an unseen key reads that same initial vector. Any number of threads may look up in
+    inserted, and an unseen key gets that same initial vector. Any number of threads may look up in
     evaluation, although with several ranks they take turns; only one thread at a time may train.
-    ``weight.grad`` is a coalesced sparse tensor. `sparsekit.optim.LazyAdam` takes it, and so do
+    ``weight.grad`` is a coalesced sparse tensor. `sparsekit.optim.LazyAdam` accepts it, as do
     torch's SparseAdam, SGD and Adagrad. `vectors`, `assign` and `items` read, write and list
     vectors by key.
 
@@ -85,16 +85,15 @@ class DistributedEmbedding(EmbeddingLayer):
             default no rounding. The layer's own dtype means no rounding.
         max_keys_per_rank: limit on the distinct keys that a call may request from any one rank.
             With this limit the counts of keys travel with the keys, in messages of ``8 *
-            max_keys_per_rank`` bytes. No rank then waits for counts before it sends, in
-            `EmbeddingGroup.prefetch` either, and a step has one collective fewer. More keys than
-            the limit are an error on all ranks. Lookups go by key, even with strategy="auto", and
-            all layers of a group must have the limit. None means no limit. On CUDA messages have
-            room for as many keys, vectors and gradients as the limit, whatever their number, so
-            that the host waits for nothing. In return an error on one rank ends the exchange:
-            start all ranks again from a checkpoint.
-        insert: False keeps the vocabulary unchanged in training too. A key without a row reads the
-            vector that it would read in evaluation; it gets no row and no gradient. Keys with a row
-            are trained. `insert` is also an attribute; set it to the same value on all ranks.
+            max_keys_per_rank`` bytes. No rank then waits for counts before it sends, not even in
+            `EmbeddingGroup.prefetch`, and a step has one collective fewer. More keys than the limit
+            are an error on all ranks. Lookups go by key, even with strategy="auto", and all layers
+            of a group must have the limit. None means no limit. On CUDA every message has room for
+            the maximum number of keys, vectors or gradients, so the host never waits. In return an
+            error on one rank ends the exchange: start all ranks again from a checkpoint.
+        insert: False keeps the vocabulary unchanged in training too. A key without a row then gets
+            its vector as in evaluation, but no row and no gradient. Keys with a row are still
+            trained. `insert` is also an attribute; set it to the same value on all ranks.
             `assign` always inserts.
         strategy: the data that the owners of a bag's keys send. ``"all_to_all"``: the vector of
             each distinct key; the rank of the bag pools them. ``"reduce_scatter"``: sums over the
@@ -216,7 +215,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         embedding_vec_size: length of a vector (dim).
         slot_num: number of slots of a sample.
         nnz_per_slot: number of keys in each slot.
-        dynamic_input: whether to take 1-D keys of any length instead of a fixed number.
+        dynamic_input: whether to accept 1-D keys of any length instead of a fixed number.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         dtype, device, options: as in `DistributedEmbedding`.

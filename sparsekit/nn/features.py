@@ -39,7 +39,7 @@ class Feature:
             without pooling or weights; ``"default"`` for the layer's combiner.
         max_nnz: largest number of keys in a bag; None for the layer's limit.
         truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
-            the layer's setting. Where vectors are not pooled, padding counts.
+            the layer's setting. Without pooling, padding keys count too.
     """
 
     layer: str
@@ -196,7 +196,7 @@ def ask_keyed(
     bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
     names = tuple(inputs.keys())
     bags = replace(bags, slot_major=False, slots=None)
-    # The facts about the input that the checks below use; the ops check the rest.
+    # Cache key: everything about the input that the checks below use. The ops check the rest.
     form = names, bags.count, bags.values.dtype
     if (read := plan.derived.get(form)) is not None:
         return cast(LazyRequests, read(bags))
@@ -271,7 +271,7 @@ def _need_gradient(bags: Bags) -> bool:
 
 
 def _changed(asked: Sequence[BoundFeature], places: Mapping[str, int], bags: Bags) -> Bags:
-    """Leave out what the features leave out of a KeyedJaggedTensor's bags, without waiting."""
+    """Drop padding and excess keys from a KeyedJaggedTensor's bags, without waiting."""
     padding: list[int | None] = [None] * len(places)
     most, limits = [NO_LIMIT] * len(places), [NO_LIMIT] * len(places)
     for one in asked:

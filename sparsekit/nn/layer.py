@@ -28,9 +28,9 @@ class EmbeddingLayer(EmbeddingTable):
     def vectors(self, keys: torch.Tensor) -> torch.Tensor:
         """Return copies of the vectors of keys, without gradient; insert nothing, even in training.
 
-        The result is what a lookup in evaluation reads: an absent key reads its initial vector, a
-        padding key reads zeros. With several ranks this is a collective; each rank passes its own
-        keys, or none. Vectors are not rounded to wire_dtype.
+        The result is the same as in evaluation: the initial vector for an absent key, and zeros for
+        a padding key. With several ranks this is a collective; each rank passes its own keys, or
+        none. Vectors are not rounded to wire_dtype.
 
         Args:
             keys: int64 or int32 of any shape; repeats allowed.
@@ -72,7 +72,7 @@ class EmbeddingLayer(EmbeddingTable):
         """Yield the keys of this rank's rows and their vectors, in chunks.
 
         This is not a collective: each rank yields its own keys, and all ranks together yield all
-        keys. Keys come in row order, starting at row 0, so the i-th key belongs to row i, in
+        keys. Keys are in row order, starting at row 0, so the i-th key belongs to row i, in
         optimizer states too. Keys are read at the first step and vectors chunk by chunk, so do not
         insert keys meanwhile. Without the hash table all rows have keys.
 

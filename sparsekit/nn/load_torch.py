@@ -30,7 +30,7 @@ def load_torch_state_dict(
     Args:
         model: model with sparsekit's layers instead of torch's, under the same names.
         state_dict: state of the model with torch's layers.
-        strict: whether names must be the same on both sides.
+        strict: whether the state must have exactly the names that the model expects.
 
     Returns:
         As ``load_state_dict``: ``missing_keys`` and ``unexpected_keys``.

@@ -16,7 +16,7 @@ import torch
 # Limit on the number of objects to search, since an attribute may lead to any number of objects.
 # The search takes one object from each container in turn.
 _MOST_OBJECTS = 100_000
-# Types whose objects hold no other objects.
+# Types whose objects contain no other objects.
 _ATOMS = (str, bytes, int, float, type(None), type, types.ModuleType)
 # Attributes in which torch keeps the parameters and submodules of a module.
 _PARTS = ("_parameters", "_modules")
@@ -42,12 +42,12 @@ class Reference:
         return Reference(self.name + name, functools.partial(container.__getitem__, key), write)
 
     def attribute(self, name: str, owner: Any) -> Reference:
-        """Return the reference to an attribute of owner, which is the object here or part of it."""
+        """Return the reference to an attribute of owner, the object at this place or part of it."""
         write = None if self.set is None else functools.partial(setattr, owner, name)
         return Reference(f"{self.name}.{name}", functools.partial(getattr, owner, name), write)
 
     def element(self, i: int) -> Reference:
-        """Return the reference to an element of the tuple here; setting it replaces the tuple."""
+        """Return the reference to an element of a tuple; setting it replaces the whole tuple."""
         name, change = f"{self.name}[{i}]", self.set
         if change is None:
             return Reference(name, lambda: self.get()[i], None)
@@ -74,7 +74,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
 
     The search covers attributes of modules, and from there lists, tuples, dicts, sets, attributes
     of objects, closures and defaults of functions. It leaves out the modules and parameters that
-    torch knows.
+    torch itself tracks.
 
     Args:
         model: the model that is searched.

@@ -73,10 +73,11 @@ def replace_embeddings(
     or a vector at padding_idx that is not zeros; or if its weight is not finite, or not of dtype
     float32, float64 or bfloat16.
 
-    Attributes, lists, dicts, tuples and closures in the model that have the old layer or its weight
-    get the new one, so that a regulariser keeps working; a layer is kept where this is impossible,
-    as in an optimizer. A warning names methods that read a layer's ``.weight`` by name, for example
-    for a softmax over all items, if the rows of the new weight are not exactly the old ids.
+    References to the old layer or its weight in the model's attributes, lists, dicts, tuples and
+    closures are changed to the new one, so that a regulariser keeps working. A layer is kept where
+    this is impossible, as in an optimizer. A warning lists methods that read a layer's ``.weight``
+    by name, for example for a softmax over all items, if the rows of the new weight are not exactly
+    the old ids.
 
     Args:
         model: changed in place; if an error is raised, no layer is changed.
@@ -91,12 +92,12 @@ def replace_embeddings(
             further ids.
 
     Returns:
-        One report for each layer that names selects.
+        One report for each layer whose name matches `names`.
 
     Raises:
         TypeError: the model is itself such a layer, or options has a keyword that differs from
             layer to layer.
-        ValueError: no layer's name fits a pattern, or the model is wrapped in
+        ValueError: no layer's name matches a pattern, or the model is wrapped in
             DistributedDataParallel.
         The layers raise further errors.
     """
@@ -153,7 +154,7 @@ def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
 
 
 def _names_of_parameters(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Return all parameters, with the names under which modules have each of them."""
+    """Return all parameters, each with all of its names in the model."""
     found: dict[torch.Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():

@@ -2,8 +2,8 @@
 
 Some tools have a convention for parameters that they must skip; others have none. torch calls the
 hooks at the end of this file before each step of an optimizer, and whenever a module becomes part
-of another one, as a model does when it is wrapped. It therefore does not matter who wraps the
-model.
+of another one, for example when a model is wrapped. The hooks therefore work even if code outside
+this library wraps the model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _average_tables(averaged: AveragedModel) -> None:
 def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
     """Run `AveragedModel.update_parameters` after writing the initial vectors of new keys.
 
-    A key without a row reads its initial vector, so its average begins with that vector.
+    A key without a row has its initial vector, so its average begins with that vector.
     """
     of_average = list(tables_of(averaged.module).values())
     if averaged.use_buffers:
@@ -151,7 +151,7 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
 
 
 # torch optimizers that refuse sparse gradients, and the optimizer to use instead. torch's own
-# errors recommend other optimizers from this list. SGD refuses only with weight_decay.
+# errors recommend other optimizers from this list. SGD refuses them only with weight_decay.
 _REFUSING = {
     getattr(torch.optim, name): instead
     for name, instead in {

@@ -15,7 +15,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def signed_64(seed: int) -> int:
-    """Return the seed's 64 bits as a signed integer, as the ops take it."""
+    """Return the seed's 64 bits as a signed integer, which the ops require."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

@@ -13,8 +13,8 @@ columns are those of `FeatureColumn`:
 - ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
   vector is copied; its weight is ignored.
 - ``max_nnz``: largest number of keys in a bag.
-- ``tensor``, ``begin``, ``stride``: bag b of the feature is
-  ``tensors[tensor].view(-1)[begin + b * stride:][:dim]``, in outputs and in their gradients.
+- ``tensor``, ``begin``, ``stride``: the output of the feature's bag b is
+  ``tensors[tensor].view(-1)[begin + b * stride:][:dim]``; gradients have the same layout.
 
 **tables**, int64 ``[T, 3]``; its columns are:
 

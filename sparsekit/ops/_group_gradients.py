@@ -76,9 +76,9 @@ def group_embedding_bag_backward_at_(
 ) -> None:
     """Write the gradients of `group_embedding_bag_backward` to given rows of out.
 
-    The gradient of a row of table t goes to ``out.view(-1)[row * row_strides[t]:][:dims[t]]``;
-    other elements of out are left unchanged. Where two rows overlap, out has either gradient or
-    parts of both. On CUDA the host does not wait for the device.
+    The gradient of a row of table t is ``out.view(-1)[row * row_strides[t]:][:dims[t]]``; other
+    elements of out are left unchanged. Where two rows overlap, out has either gradient or parts of
+    both. On CUDA the host does not wait for the device.
 
     Args:
         out: contiguous, any shape, in the dtype of grads, changed in place.
@@ -98,8 +98,8 @@ def group_embedding_bag_backward_at_(
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward`; or out is of another dtype, not
             contiguous, or shares memory with another argument.
-        IndexError: an element of index is not below its table's count, or a gradient would not lie
-            within out; on the CPU nothing is written then, on CUDA the other gradients are.
+        IndexError: an element of index is not below its table's count, or a gradient would lie
+            outside out. On the CPU nothing has been written; on CUDA the other gradients have been.
     """
     _backward_at(
         out, row_strides, grads, dims, index, rows, counts, bags, features, sample_weights,
@@ -162,8 +162,8 @@ def group_embedding_bag_update_(
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward` and `update_rows_`.
-        IndexError: an element of index is not below its table's count, or a table does not have a
-            row; on the CPU nothing has been changed, on CUDA other rows may have been.
+        IndexError: an element of index is not below its table's count, or a row is not in its
+            table. On the CPU nothing has been changed; on CUDA other rows may have been.
     """
     rounding = None if rounding_seed is None else signed_64(rounding_seed)
     _update(

@@ -91,7 +91,7 @@ class Op:
         raise refusal
 
     def fake(self, results: Callable[..., Any]) -> None:
-        """Register `results` as the fake kernel; it gets the arguments that its parameters name.
+        """Register `results` as the fake kernel; its parameters are a subset of the op's.
 
         torch also calls the fake kernel for real tensors if one argument is on the meta device.
         """

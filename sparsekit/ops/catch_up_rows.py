@@ -23,8 +23,8 @@ def catch_up_rows_(
     """Apply to rows the steps that they have missed because they had no gradient.
 
     The result is that of `update_rows_` with a gradient of zeros for each step between a row's
-    row_step and ``first_step + count - 1``, with one exception: a step too long after the last
-    gradient to move a weight only changes the states. Rows with a row_step of 0 have never had a
+    row_step and ``first_step + count - 1``, with one exception: when the last gradient is too long
+    ago to move a weight, a step only changes the states. Rows with a row_step of 0 have never had a
     gradient and do not change. If numbers is empty, nothing changes.
 
     Args:
@@ -43,8 +43,8 @@ def catch_up_rows_(
         TypeError: weight has a wrong dtype.
         ValueError: a wrong shape, dtype or rule, a step beyond 2^31 - 1, a mix of devices, or a
             tensor to change shares memory with another argument. States may be interleaved.
-        IndexError: a row is not below num_rows; on the CPU nothing has been changed, on CUDA the
-            other rows have been.
+        IndexError: a row >= num_rows. On the CPU nothing has been changed; on CUDA the other rows
+            have been.
     """
     _catch_up(weight, states, row_step, rows, numbers, first_step, rule, settings)
     torch.autograd.graph.increment_version(weight)  # for the same reason as in update_rows_

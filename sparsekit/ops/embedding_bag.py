@@ -54,8 +54,8 @@ def embedding_bag(
     Returns:
         ``[bags, dim]`` in the dtype of weight. Every engine adds the n rows of a bag in runs of 256
         and then the sums of the runs, so no term passes through more than ``k = 256 + n / 256``
-        additions and, before rounding to bfloat16, ``|error of S| <= (k + 1) u / (1 - (k + 1) u) *
-        sum |w_i x_i|`` with u = 2^-24 (2^-53 for float64): Higham, "Accuracy and stability of
+        additions. Before rounding to bfloat16, ``|error of S| <= (k + 1) u / (1 - (k + 1) u) *
+        sum |w_i x_i|`` with u = 2^-24 (2^-53 for float64); see Higham, "Accuracy and stability of
         numerical algorithms", 2nd edition, section 4.2. For example, the sum of 70,000 rows of one
         sign has a relative error of at most 3.2e-5.
 

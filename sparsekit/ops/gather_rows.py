@@ -17,7 +17,7 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     Args:
         table: float32, float64 or bfloat16 ``[num_rows, dim]``.
-        rows: int64 or int32 ``[n]``; a negative row, such as the -1 of `HashTable.find`, reads
+        rows: int64 or int32 ``[n]``; a negative row, such as the -1 of `HashTable.find`, gives
             zeros and gets no gradient.
 
     Returns:

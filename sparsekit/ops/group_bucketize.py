@@ -46,7 +46,7 @@ def group_bucketize(
         ends: for each table, the end of the range of its keys, which begins at 0; -1 allows any
             keys.
         keys: int64 or int32 ``[n]`` for each source.
-        offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
+        offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables. The columns combiner,
             tensor, begin and stride are ignored.
         world_size: number of ranks, 1 to 2048.
@@ -99,14 +99,14 @@ def group_exchange_rows(
     Args:
         places: int32, as `group_bucketize` returns them.
         bags: int32, as `group_bucketize` returns them.
-        features: int64 ``[F, 9]`` on the CPU, as `group_bucketize` took them.
+        features: int64 ``[F, 9]`` on the CPU, as passed to `group_bucketize`.
         come: int64 ``[T, world_size, 2]`` on the CPU. For a table and a rank, the first number is
             the row at which the vectors from that rank begin; the second is the number of vectors
             from this and all earlier ranks, at most the table's number of entries if numbers is
             None.
         steps: for each table, rows from one vector to the next.
         numbers: int64 ``[T]``, the number of keys of each table, as `group_bucketize` returns them;
-            None if there are as many as vectors.
+            None if that is also the number of vectors.
 
     Returns:
         int32 with one element per entry. Starting at the first entry of a table, it has the row of

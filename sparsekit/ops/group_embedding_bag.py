@@ -28,7 +28,7 @@ def group_embedding_bag_(
 
     ``sparsekit/ops/_group.py`` describes features and entries. After `group_find_or_insert_`, pass
     its results ``inverse`` as index, ``rows`` and ``counts``. After `group_find`, pass its result
-    ``rows`` as index, and None for rows and counts; a negative index then reads zeros or, with
+    ``rows`` as index, and None for rows and counts; a negative index then gives zeros or, with
     initializers, the initial vector of its key.
 
     Args:

@@ -26,7 +26,7 @@ def group_find(
         hash_seeds: seed of each hash table.
         tables: int64 ``[T, 3]`` on the CPU.
         keys: int64 or int32 ``[n]`` for each source.
-        offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
+        offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
 
     Returns:
@@ -73,7 +73,7 @@ def group_find_or_insert_(
         tables: int64 ``[T, 3]`` on the CPU.
         initializers: float64 ``[T, 3]`` on the CPU.
         keys: int64 or int32 ``[n]`` for each source.
-        offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
+        offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
 
     Returns:

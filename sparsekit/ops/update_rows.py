@@ -85,8 +85,8 @@ def update_rows_(
     Args:
         weight: float32, float64 or bfloat16 ``[num_rows, dim]``, changed in place.
         states: ``[num_rows, dim]`` each, ``[num_rows]`` or ``[num_rows, 1]`` for a state with one
-            number per row; float32 for bfloat16 rows, else as weight. Rows are contiguous and may
-            lie apart, so that all states of a row can be neighbours. Changed in place.
+            number per row; float32 for bfloat16 rows, else as weight. Each row is contiguous, but
+            rows may lie apart, so that all states of a row can be neighbours. Changed in place.
         row_step: int32 ``[num_rows]`` or None: the steps of each row; see per_row.
         rows: int64 ``[n]``, distinct; None means row i for gradient i.
         grad: ``[n, dim]`` in the dtype of weight.
@@ -99,7 +99,7 @@ def update_rows_(
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
         count_steps: step has the number of earlier steps, initially 0, and the call increments it.
-            An interruption then cannot come between the update of the rows and that of the number.
+            An interruption then cannot separate the update of the rows from that of the number.
         lr: float32 or float64, one element: replaces the first setting. It is read when the rows
             are updated, so a CUDA graph follows its changes.
 

@@ -26,7 +26,7 @@ _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
 
 class RowsOf:
-    """A table's reference to the layer whose rows it assigns; copying a table drops it."""
+    """A table's reference to the layer whose rows it assigns; copies of a table have none."""
 
     def __init__(self, layer: torch.nn.Module | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
@@ -85,7 +85,7 @@ class RowBound:
         self._known_since = 0  # `entries` when the bound was last unknown
 
     def add(self, size: torch.Tensor, entries: int) -> int:
-        """Count keys that are about to be looked up, and return `entries`."""
+        """Count keys that are about to be looked up, and return the new total number."""
         version = _UNKNOWN if self._lost or size.is_inference() else size._version
         if self._size is not size or self._version != version:
             self._size, self._version = size, version
@@ -100,7 +100,7 @@ class RowBound:
         self._lost = True
 
     def learn(self, rows: int, entries: int) -> None:
-        """Update the bound by the number of rows after `entries` keys, unless it is outdated."""
+        """Update the bound from the rows in use after `entries` keys, unless that is too old."""
         if entries > self._known_since and self._version != _UNKNOWN:
             self.most = min(self.most, rows + self.entries - entries)
 
@@ -119,8 +119,8 @@ class HashTable(torch.nn.Module):
     ``hash_seed`` int64 ``[1]``, a random number without which the buckets cannot be read, and
     ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may call `find` at
     the same time; while one thread inserts, no other thread may use the table. ``load_state_dict``
-    takes the state of a table of any capacity whose keys fit; it refuses a damaged state and leaves
-    the table unchanged.
+    accepts the state of a table of any capacity whose keys fit. It refuses a damaged state, and
+    leaves the table unchanged.
 
     Args:
         capacity: largest number of keys, in [1, 2^31 - 1]; the table holds exactly this number.
@@ -279,8 +279,8 @@ class HashTable(torch.nn.Module):
             )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return buckets, hash_seed and size, as the ops take them."""
-        # Read the dict, since attribute access of a module takes longer than a small lookup.
+        """Return buckets, hash_seed and size, the tensors that the ops work on."""
+        # Read the dict, since attribute access on a module takes longer than a small lookup.
         buffers = cast(dict[str, torch.Tensor], self._buffers)
         return buffers["buckets"], buffers["hash_seed"], buffers["size"]
 

@@ -2,8 +2,8 @@
 
 The initial vector of a key in a hash table depends only on (seed, key, column), not on when or on
 which rank the key first occurs. A function that fills a tensor does not see keys. It is therefore
-called on a tensor without memory, of the shape of the whole table, to see from which distribution
-it draws; initial vectors are drawn from that distribution.
+called on a tensor without memory, with the shape of the whole table, to find the distribution that
+it draws from. Initial vectors are then drawn from that distribution.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .initializers import Constant, Initializer, Normal, Uniform
 
 _aten = torch.ops.aten
-# Maximum distance of a normal draw from the mean, in standard deviations, since the draw is at most
-# sqrt(-2 log(u)) with u >= 2^-32.
+# Maximum distance of a normal draw from the mean, in standard deviations. The draw is at most
+# sqrt(-2 log(u)), where u >= 2^-32.
 _FARTHEST = math.sqrt(64 * math.log(2))
 
 
@@ -36,7 +36,7 @@ class Filled(Initializer):
         return "constant", 0.0, 0.0  # without effect: only a hash table has absent keys
 
     def __repr__(self) -> str:
-        # The text omits the function's address, since ranks compare it.
+        # Omit the function's address: ranks compare this text, and addresses differ.
         return f"Filled({_name_of(self.function)})"
 
     def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:

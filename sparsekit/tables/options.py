@@ -21,7 +21,7 @@ PLACEMENTS = ("hash", "modulo")
 
 
 class TableKeywords(TypedDict, total=False):
-    """Types of the keywords that every layer takes; `DistributedEmbedding` explains each."""
+    """Types of the keywords that every layer accepts; see `DistributedEmbedding`."""
 
     key_dtype: torch.dtype
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None

@@ -2,10 +2,10 @@
 
 An op that inserts keys on a device writes a report: the rows in use in each table before and after
 it, and the errors that kernels have found since the last report. An op that only finds keys reports
-the errors alone. The host starts a copy of the report, and reads it in a later lookup. Until then
-it knows an upper bound on the rows in use: the last known number and all keys that have been looked
-up since. A lookup waits for its own report only if its keys might not fit, and for the oldest one
-if too many are on their way.
+only errors. The host starts a copy of the report, and reads it in a later lookup. Until then it
+knows an upper bound on the rows in use: the last known number, plus the number of keys looked up
+since then. A lookup waits for its own report only if its keys might not fit, and for the oldest
+report if too many have not arrived yet.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Report:
         entries: for each table, an upper bound on the number of keys that are looked up.
 
     Attributes:
-        words: the argument ``report`` of the op: the words of errors, then those of each table.
+        words: the argument ``report`` of the op: the error words, then the words of each table.
             None in a graph without `captured_reports`.
     """
 
@@ -135,7 +135,7 @@ class Report:
             reports.drain()
 
     def read(self, words: torch.Tensor) -> None:
-        """Learn the number of rows in use, and raise the error in the report."""
+        """Read the number of rows in use, and raise the error in the report, if any."""
         num_errors = device_library().sparsekit_num_errors()
         status = words[num_errors:].view(-1, _STATUS_WORDS).tolist()
         error: Exception | None = None
@@ -166,7 +166,7 @@ def entries_by_table(
     """Return an upper bound on the number of keys that a call looks up in each table.
 
     Args:
-        limits: for each feature, its table, its source, and the most keys that it can look up.
+        limits: for each feature, its table, its source, and the maximum number of its keys.
         keys: keys of each source.
         num_tables: number of tables.
     """
@@ -181,9 +181,9 @@ def raise_errors(device: torch.device | str | None = None) -> None:
     """Wait for a device, and raise the error that an earlier call on it has found.
 
     With `sparsekit.checked` off, a CUDA op does not wait for its kernels, so an invalid key or
-    offset raises an error up to 8 lookups later. A save of a checkpoint and the end of each epoch
-    of `Trainer.fit`, after its evaluation, call this function; in your own training loop, call it
-    before you use the results. On the CPU ops raise their errors themselves, and this function does
+    offset raises an error up to 8 lookups later. Saving a checkpoint calls this function, and so
+    does `Trainer.fit` after the evaluation of each epoch. In your own training loop, call it before
+    you use the results. On the CPU ops raise their errors themselves, and this function does
     nothing.
 
     It waits for the current stream of each device. If several calls have failed, it raises the
@@ -208,7 +208,7 @@ def raise_errors(device: torch.device | str | None = None) -> None:
         if reports is None:
             continue
         reports.drain()
-        # Make a report by an empty lookup, since errors after the last report are still on the
+        # Make a report with an empty lookup, since errors after the last report are still on the
         # device.
         report = Report(used, ["sparsekit"])
         nothing, features = (torch.empty(0, n, dtype=torch.int64, device="cpu") for n in (3, 9))

@@ -231,7 +231,7 @@ def _copy(
 ) -> None:
     rows = min(len(weight), layer.capacity)
     unused = layer.weight[rows:].detach()
-    # The weight comes first, since its copy may fail for lack of memory.
+    # Copy the weight first, since this copy may fail for lack of memory.
     pairs = [
         (layer.weight[:rows].detach(), weight[:rows]),
         (unused, unused.new_zeros(()).expand_as(unused)),

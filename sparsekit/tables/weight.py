@@ -84,7 +84,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self.noted_version = None
 
     def end_writing(self) -> None:
-        """End the series of writes that `begin_writing` has begun."""
+        """End the series of writes that `begin_writing` started."""
         if self.noted_version is None:
             self.note_version()
 
@@ -254,7 +254,7 @@ def _mark(weight: torch.Tensor) -> None:
 
 
 def _mark_coalesced(weight: torch.Tensor) -> None:
-    """Restore the coalesced flag, which autograd drops when it takes a gradient without a copy."""
+    """Restore the coalesced flag, which autograd drops if it does not copy a gradient."""
     grad = weight.grad
     on_its_way = getattr(weight, "_on_its_way", None)
     if on_its_way is not None:
