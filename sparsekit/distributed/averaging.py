@@ -15,9 +15,9 @@ from .world import exchange_of
 class Averaging:
     """Averages gradients over ranks, with the communication hook `average`.
 
-    Each rank adds up a piece of a bucket, in rank order, so results are bitwise equal on all ranks.
-    No rank waits before the end of its backward. The average has its own exchange, since ranks may
-    reach a bucket and the backward of a layer in different orders.
+    Each rank adds up one piece of each gradient bucket, in rank order, so results are bitwise equal
+    on all ranks. A rank waits for others only at the end of its backward. The average has its own
+    exchange, since the order of buckets and layers in a backward may differ from rank to rank.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -29,7 +29,7 @@ class Averaging:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a bucket; see ``register_comm_hook``."""
+        """Start to average a bucket; see DistributedDataParallel's ``register_comm_hook``."""
         if not self._begun:
             # Queue this callback first, since DistributedDataParallel's own needs all buckets to be
             # averaged.

@@ -156,7 +156,7 @@ class Exchange:
         return Agreement(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
 
     def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
-        """Exchange the counts of the tables that do not fit in the handshake block."""
+        """Exchange the counts that do not fit in the handshake block."""
         ranks, tables = counts.shape
         size = part_bytes(8 * tables)
 

@@ -1,8 +1,8 @@
 """The route by bag: every rank gets all keys, and adds up the vectors of the keys that it owns.
 
-This is SOK's algorithm. Every rank sends its keys to all ranks. For every bag of every rank, each
-rank adds up the vectors of the keys that it owns, and sends the sum to the rank that the bag came
-from. That rank adds up the sums from all ranks, and divides for a mean. Apart from the keys
+The algorithm is that of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
+every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank of
+the bag. That rank adds up the sums from all ranks, and divides for a mean. Apart from the keys
 themselves, the number of bytes sent does not depend on the number of keys in a bag.
 """
 
@@ -40,7 +40,7 @@ from .table_ops import run
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Return whether a request is pooled by sums and its sample weights need no gradient."""
+    """Return whether the route supports a request: it sums, and weights need no gradient."""
     return request.combiner != "none" and not request.pooled_here
 
 

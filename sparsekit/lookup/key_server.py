@@ -18,7 +18,7 @@ from .table_ops import run_into
 
 
 class KeyServer:
-    """Serves the keys that all ranks request from this one, without copies.
+    """Answers the requests of all ranks for keys that this rank owns, without copies.
 
     It reads keys and gradients from the receive buffers, and writes vectors straight into the
     send buffers.

@@ -104,7 +104,7 @@ class Request:
         self.checked = True
 
     def check_weights(self) -> None:
-        """Raise ValueError if there are weights for a maximum."""
+        """Raise ValueError if a request for a maximum has sample weights."""
         if self.bags.weights is not None and "max" in self.combiners:
             raise ValueError(
                 f"{self.name}: sample_weights must be None, as combiner is {self.combiner!r}: a "
@@ -140,7 +140,7 @@ class Request:
 
 
 class OnDemand(Sequence[Request]):
-    """Requests that are made only when a request or the number of requests is needed."""
+    """A sequence of requests that is made only when it is first used."""
 
     def __init__(self, make: Callable[[], list[Request]]) -> None:
         self._make = make
@@ -277,7 +277,7 @@ def _changes(
 
 
 def on_device(table: EmbeddingTable) -> bool:
-    """Return whether bags for a table can be changed on its device, without waiting for it.
+    """Return whether the host can change a table's bags without waiting for the device.
 
     Errors must be deferred, and lookups must go by key: the route by bag always sends whole bags.
     """

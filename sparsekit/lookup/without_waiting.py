@@ -96,9 +96,9 @@ def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def one_each(bags: Bags, changes: Changes) -> tuple[Bags, torch.Tensor]:
-    """Return `changed` bags with one key each, and the offsets of the given bags.
+    """Return `changed` bags with one key each, and the offsets of the original bags.
 
-    The limits apply to the given bags; padding leaves empty bags.
+    The limits apply to the original bags. A padding key becomes an empty bag.
     """
     n = len(bags.values)
     places = torch.arange(n + 1, device=bags.values.device)

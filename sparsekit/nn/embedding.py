@@ -1,4 +1,4 @@
-"""The layers with SOK's interface: one pools bags of keys, one returns a vector for each key."""
+"""Layers with the interface of SOK, HugeCTR's sparse_operation_kit: one pools, one does not."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def ask_keyed(
     # Share bags only within one batch of tables; otherwise each call of an op would check all bags.
     share = len(plan.batches) == 1
 
-    # On a device all bags are changed together, so that the host need not know where those of a
+    # On a device all bags are changed together, so that the host need not know where the bags of a
     # feature begin.
     sums = all(one.is_sum for one in asked)
 

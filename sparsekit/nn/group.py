@@ -91,8 +91,7 @@ class EmbeddingGroup(torch.nn.Module):
             self.layers = LayersByName(layers)
         except KeyError as error:
             raise ValueError(f"{GROUP}: layers has a name that is none: {error.args[0]}") from error
-        # Without features from the caller, a KeyedJaggedTensor gets one default feature for each
-        # layer.
+        # If the caller gives no features, each layer has one default feature, of the same name.
         self.has_features = features is not None
         if features is None:
             features = {name: whole(name, layer) for name, layer in layers.items()}

@@ -73,8 +73,8 @@ class EmbeddingLayer(EmbeddingTable):
 
         This is not a collective: each rank yields its own keys, and all ranks together yield all
         keys. Keys are in row order, starting at row 0, so the i-th key belongs to row i, in
-        optimizer states too. Keys are read at the first step and vectors chunk by chunk, so do not
-        insert keys meanwhile. Without the hash table all rows have keys.
+        optimizer states too. All keys are read first, and vectors chunk by chunk, so do not
+        insert keys during the iteration. Without the hash table all rows have keys.
 
         Args:
             chunk: largest number of rows in a chunk.

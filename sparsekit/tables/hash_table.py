@@ -34,9 +34,9 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context in which rows get other keys; optimizer states move with their keys.
+        """Return a context in which rows get other keys; optimizer states follow them at its end.
 
-        If the body raises, the states move at the next step. A nested call does nothing.
+        If the body raises, the states move at the optimizer's next step. Nested calls do nothing.
         """
         layer = None if self._layer is None or self._changing else self._layer()
         weight: Any = getattr(layer, "weight", None)
@@ -61,7 +61,7 @@ class RowsOf:
         return RowsOf, ()
 
 
-# Stands for the version of a tensor whose writes are not counted.
+# Version of a tensor whose writes are not counted.
 _UNKNOWN = -1
 
 

@@ -30,7 +30,7 @@ _STATUS_WORDS = 3
 
 
 class Inserting(NamedTuple):
-    """Facts about a table that inserts keys; the table itself can be freed with its layer."""
+    """Facts about a table that inserts keys, without a reference that would keep it alive."""
 
     number: int  # index among the tables of a lookup
     bound: RowBound
