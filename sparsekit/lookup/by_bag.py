@@ -40,7 +40,7 @@ from .table_ops import run
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Return whether the route supports a request: it sums, and weights need no gradient."""
+    """Return whether this route supports a request: only sums without weight gradients."""
     return request.combiner != "none" and not request.pooled_here
 
 

@@ -128,7 +128,7 @@ def _bags_of_places(places: tuple[int, ...], device: torch.device) -> tuple[torc
 def _features(
     counts: np.ndarray, first: np.ndarray, begins: np.ndarray, dims: Sequence[int]
 ) -> torch.Tensor:
-    """Return ``features`` for keys from all ranks: a row per table and rank, a bag per key."""
+    """Return ``features`` for keys from all ranks: one row per table and rank, one bag per key."""
     world_size, tables = counts.shape
     column = np.empty((len(FeatureColumn), tables, world_size), dtype=np.int64)
     column[FeatureColumn.table] = np.arange(tables)[:, None]

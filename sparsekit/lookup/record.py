@@ -39,7 +39,7 @@ class LookupRecord:
     """Everything that the backward of a lookup in this rank's tables needs.
 
     Attributes:
-        calls: the record of a call of the ops for each of `LookupPlan.batches`.
+        calls: for each of `LookupPlan.batches`, the record of its call of the ops.
         weights: weights of the distinct tables.
         autograd_inputs: tensors to which autograd passes gradients: the weights, or only one of
             them if `fused`. A single input saves time, and gradients that an optimizer applies in

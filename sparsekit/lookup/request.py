@@ -17,7 +17,7 @@ from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within
 from .without_waiting import Changes, changed, one_each
 
-# Prefix of errors about the input of a whole group.
+# Prefix of error messages about the input of a whole group.
 GROUP = "EmbeddingGroup"
 
 

@@ -75,7 +75,7 @@ class DistributedEmbedding(EmbeddingLayer):
             more keys than max_nnz are an error.
         placement: which rank owns a key. ``"hash"``: a hash of the key decides, which spreads any
             keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK; keys with the
-            same low bits then crowd on few ranks. None means ``"hash"`` with the hash table, and
+            same low bits then share a few ranks. None means ``"hash"`` with the hash table, and
             ``"modulo"`` without it, since no other placement is then possible. A saved table keeps
             its placement.
         wire_dtype: ``torch.bfloat16`` rounds vectors, and their gradients, on their way between

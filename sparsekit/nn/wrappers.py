@@ -35,7 +35,7 @@ def tables_of(module: torch.nn.Module) -> dict[str, EmbeddingLayer]:
 
 
 def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Make DistributedDataParallel skip tables; must be called before it has sent anything."""
+    """Make DistributedDataParallel skip tables; call this before it has sent anything."""
     names = sharded_tensors(model) - ddp.parameters_to_ignore
     if not names or ddp.process_group.size() == 1:
         return

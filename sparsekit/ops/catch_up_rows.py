@@ -30,7 +30,7 @@ def catch_up_rows_(
     Args:
         weight: as in `update_rows_`, changed in place.
         states: as in `update_rows_`, changed in place.
-        row_step: int32 ``[num_rows]``, the step that each row is at, changed in place.
+        row_step: int32 ``[num_rows]``, the last step applied to each row, changed in place.
         rows: int64 ``[n]``, distinct; negative rows are ignored. None means all rows.
         numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step, and an
             unused number; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and

@@ -117,8 +117,8 @@ def group_exchange_rows(
         ValueError: a wrong shape, a mix of devices, a bad feature; bags that do not rise to at most
             the length of places, or that give a table fewer entries than there are keys; a step
             below 1, or rows that are not in [0, 2^31).
-        IndexError: a place that is not below the number of the table's vectors. On CUDA with checks
-            off, its row is -1.
+        IndexError: a place >= the number of the table's vectors. On CUDA with checks off, the row
+            is -1 instead.
     """
     rows: torch.Tensor = _exchange_rows(places, bags, features, come, steps, numbers)
     return rows

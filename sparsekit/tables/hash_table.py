@@ -100,7 +100,7 @@ class RowBound:
         self._lost = True
 
     def learn(self, rows: int, entries: int) -> None:
-        """Update the bound from the rows in use after `entries` keys, unless that is too old."""
+        """Update the bound, given the rows in use after `entries` keys; ignore outdated numbers."""
         if entries > self._known_since and self._version != _UNKNOWN:
             self.most = min(self.most, rows + self.entries - entries)
 

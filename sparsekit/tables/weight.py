@@ -25,17 +25,17 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     # Called before rows are read or written, with the weight and the rows, or None for all rows.
     before_read: "Callable[[EmbeddingWeight, torch.Tensor | None], None] | None" = None
-    # Called in backward instead of setting ``grad``: `RowOptimizer.update_in_backward`. A weak
-    # reference, so that an optimizer that is deleted is detached.
+    # Called in backward instead of setting ``grad``: `RowOptimizer.update_in_backward`. The
+    # reference is weak, so that deleting the optimizer detaches it.
     update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
     # True if an optimizer has changed all rows, including those without a key.
     moved: bool = False
     # Tensor version after the last write that was checked or made by the library; see `written`.
     # None while the library writes, or after an interrupted write.
     noted_version: int | None = None
-    # The hash table that assigns these rows, as long as it exists; see `belongs_to`.
+    # A weak reference to the hash table that assigns these rows; see `belongs_to`.
     _table: "weakref.ref[HashTable] | None" = None
-    # Optimizers that may have states of these rows, as long as they exist; see `is_stepped_by`.
+    # Weak references to optimizers that may have states of these rows; see `is_stepped_by`.
     _optimizers: "weakref.WeakSet[torch.optim.Optimizer] | None" = None
     # Address and number of the row indices of a coalesced gradient that autograd will put in
     # ``grad``.
@@ -177,7 +177,7 @@ def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
 
 
 def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
-    """Return the one function that updates all these weights in backward, or None."""
+    """Return the function that updates these weights in backward, if all share one."""
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None
