@@ -22,7 +22,7 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH",
 
 
 def check_tools() -> None:
-    """Stop with a message that names all missing tools and the command that installs them."""
+    """Exit if tools are missing, with a message that lists them and how to install them."""
     missing = [name for name in ("torch", "pybind11") if importlib.util.find_spec(name) is None]
     missing += [name for name in ("cmake", "ninja") if shutil.which(name, path=PATH) is None]
     if missing:
@@ -44,7 +44,7 @@ def cuda_options() -> dict[str, str]:
 
     If this machine has a GPU and an nvcc, the kernels are compiled for that GPU. Without a GPU,
     they are compiled only on request, since that takes many times as long as the rest of the build.
-    SPARSEKIT_CUDA=1 compiles them for three generations of GPUs; SPARSEKIT_CUDA_ARCHS names the
+    SPARSEKIT_CUDA=1 compiles them for three generations of GPUs. SPARSEKIT_CUDA_ARCHS selects the
     chips, such as "sm_90" or "sm_80;sm_90". SPARSEKIT_CUDA=0 leaves the kernels out.
     """
     wanted = os.environ.get("SPARSEKIT_CUDA", "")
@@ -134,7 +134,7 @@ def has_gpu() -> bool:
 
 
 class CMakeBuild(build_ext):
-    """Command that builds all libraries as one CMake project; `Extension`s only name the files."""
+    """Command that builds all libraries as one CMake project; `Extension`s only list the files."""
 
     def with_host_runner(self) -> bool:
         """Return whether to also compile the CUDA kernels for the CPU, as the tests require.

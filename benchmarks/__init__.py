@@ -1,1 +1,1 @@
-"""Kernel microbenchmarks: `python -m benchmarks [NAME ...] [--device cuda] [--json FILE]`."""
+"""Benchmarks of ops and of training steps; `python -m benchmarks --help` lists the commands."""

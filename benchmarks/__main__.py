@@ -39,7 +39,7 @@ from .gpu import Gpu
 
 Benchmarks = dict[str, Callable[[Any], Iterator[Comparison]]]
 
-# The benchmarks of each suite, by their names on the command line.
+# The benchmarks of each suite, by name on the command line.
 SUITES: dict[str, Benchmarks] = {
     "cpu": {
         "hash_table": bench_hash_table.run,
@@ -78,7 +78,7 @@ SUITES: dict[str, Benchmarks] = {
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
-    """Run `python -m benchmarks`; returns the exit status.
+    """Run `python -m benchmarks`, and return the exit status.
 
     Returns:
         0 for success; 1 if a benchmark failed, or `compare` found a slowdown; 2 if a file cannot be
@@ -161,7 +161,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if suite == "gpu" and not options.rehearse and not torch.cuda.is_available():
         parser.error("suite gpu: torch finds no GPU; --rehearse runs it on the CPU")
     chosen = {name: benchmarks[name] for name in options.names or benchmarks}
-    threads = torch.get_num_threads()  # a suite sets its own number
+    threads = torch.get_num_threads()  # restored below, since a suite sets its own number
     device: Cpu | Gpu
     if suite == "gpu":
         where = torch.device("cpu" if options.rehearse else "cuda")
@@ -169,7 +169,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             torch.set_num_threads(1)  # several threads would mostly wait for one another
         device = Gpu(where, options.quick or options.rehearse)
     else:
-        # Plots have many points and need fewer rounds.
+        # Plots have many points, so use fewer rounds for each.
         device = Cpu(options.quick, options.threads, brief=suite == "curves")
     try:
         return 1 if _run_all(suite, chosen, device, options.json) else 0
@@ -178,7 +178,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path | None) -> list[str]:
-    """Run all benchmarks, even after failures; returns the names of those that failed."""
+    """Run all benchmarks, even after failures, and return the names of those that failed."""
     print(report.title(suite, device.describe(), device.quick))
     print(HEADER)
     rows: list[report.Row] = []
@@ -202,9 +202,9 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
             for result in benchmark(device):
                 print(result.text(), flush=True)
                 rows.append({"benchmark": name, **result.row()})
-                write()  # written at once, since the run may be cut short
+                write()  # write each result now, since the run may be killed
         except Exception:
-            # Go on: the later benchmarks have their own inputs, and time on a GPU is scarce.
+            # Continue: the other benchmarks are independent, and time on a GPU is scarce.
             traceback.print_exc()
             failed.append(name)
     write()

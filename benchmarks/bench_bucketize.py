@@ -13,19 +13,19 @@ from .gpu import Gpu
 
 
 def owners_sorted(keys: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return only the permutation, which takes most of the time."""
+    """Return the permutation that sorts keys by owner; this takes most of `by_argsort`'s time."""
     return (keys % world_size).argsort(stable=True)
 
 
 def by_argsort(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:
-    """Return keys by owner, counts ``[world_size]`` and the permutation, as made by torch."""
+    """Compute the result of bucketize with torch: sorted keys, counts and the permutation."""
     owner = keys % world_size
     permutation = owner.argsort(stable=True)
     return keys[permutation], torch.bincount(owner, minlength=world_size), permutation
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time distinct keys of one batch, for few and many ranks."""
+    """Time bucketize on a batch of distinct keys, for 8 to 1000 ranks."""
     n = cpu.size(425_984, 1_000)
     inputs = [torch.randint(0, 2**62, (n,)) for _ in range(cpu.copies(8 * n))]
     for world_size in (8, 64, 1000):
@@ -38,7 +38,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time keys of two sizes: 24 bytes per key, for the key read, the key and its place written."""
+    """Time two numbers of keys; each key moves 24 bytes: it is read, and written with its index."""
     for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
         keys = gpu.randint(2**62, n)
         for world_size in (8, 64):

@@ -19,8 +19,8 @@ from .common import Comparison
 from .cpu import Cpu
 from .targets import CPU_TARGETS, target_of
 
-# Reads the file in a separate process, which prints its peak resident memory in KiB. getrusage
-# would begin with the memory of the parent process.
+# Reads the file in a separate process, which prints its peak resident memory in KiB. The peak from
+# getrusage would include the memory of the parent process.
 _READ = """
 import sys
 from sparsekit.data import CriteoReader
@@ -85,7 +85,7 @@ def _pandas(path: Path) -> None:
 
 
 def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
-    """Time an epoch of a small DLRM, and its waits for batches."""
+    """Train a small DLRM for an epoch; compare its waits for batches with the whole step time."""
     dim, batch = cpu.size(16, 4), cpu.size(2048, 16)
     torch.manual_seed(0)
     reader = CriteoReader(path, batch, shuffle=True)
@@ -114,7 +114,7 @@ def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
     case = f"waiting for batches of {batch:,} of that format, {rows:,} rows, DLRM of 26 x {dim}"
     line, against = "waiting for batches", "the whole step"
     target = target_of(CPU_TARGETS, line, against)
-    # Means over fifths of the epoch: a batch waits while a block of the file is read.
+    # Average over fifths of the epoch, since only some batches wait for a block of the file.
     means = [
         [part.mean().item() for part in torch.tensor(times).tensor_split(5)]
         for times in (waits, steps)

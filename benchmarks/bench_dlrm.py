@@ -1,7 +1,6 @@
-"""A recommendation model of usual size: 26 tables, dim 128, zipf keys, batch 65,536.
+"""Times a recommendation model of typical size: 26 tables, dim 128, zipf keys, batch 65,536.
 
-The dense part, with its pairwise products, is the same on both sides; the peer gets row numbers
-instead of keys.
+sparsekit and the peer use the same dense part. The peer gets row numbers instead of keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ TABLES, DENSE = 26, 13
 
 
 class Dense(torch.nn.Module):
-    """Everything except the tables: two stacks of layers and the products of all vectors."""
+    """Everything except the tables: two stacks of layers, and dot products of all vector pairs."""
 
-    pairs: torch.Tensor  # int64: places of the pairs' products
+    pairs: torch.Tensor  # int64: indices of the distinct pairs in the flattened products
 
     def __init__(self, dim: int, widths: tuple[int, ...], device: torch.device) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time one key per bag. At 1M ids per table the rows take 40 GB; ids are halved to fit."""
+    """Time steps with one key per bag; 1M ids per table take 40 GB, and are halved to fit."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))
@@ -105,7 +104,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
         return torch.stack([bag(c) for bag, c in zip(bags, columns, strict=True)], 1)
 
     peer = gpu.time(step_of(theirs, bags, torch.optim.SparseAdam(list(bags.parameters()))))
-    # Rows and their gradients are read once; LazyAdam's three rows are read and written.
+    # Read each key's vector and gradient once; read and write weight and two states per row.
     distinct = sum(len(of_table.unique()) for of_table in keys)
     num_bytes = 4 * dim * (2 * batch * TABLES + 6 * distinct)
     for name, timing in timings.items():

@@ -1,7 +1,7 @@
-"""Many tables: a step of an EmbeddingGroup, and the cost of a layer with few keys.
+"""Times steps of an EmbeddingGroup with many tables, and of a single layer with few keys.
 
-Peers get row numbers and need no hash table. The gradient of the outputs is given on all sides, as
-if made by the dense part of a model.
+Peers get row numbers and need no hash table. A constant gradient of the outputs replaces the dense
+part of a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,12 @@ TABLES = 26
 BAGS, TBE = "EmbeddingBag + SparseAdam", "FBGEMM TBE + row-wise Adagrad"
 ONE_LAYER, ONE_TABLE = "one layer, same keys", "one table, same keys"
 
-# Rows of MLPerf's DLRM-DCNv2, with at most a million per table.
+# Numbers of rows of MLPerf's DLRM-DCNv2, limited to a million per table.
 MLPERF_ROWS = [min(rows, 1_000_000) for rows in CARDINALITIES]
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time 26 tables at two sizes, MLPerf's tables, the same keys over 1 to 500, small layers."""
+    """Time 26 tables of two sizes, MLPerf's tables, 1 to 500 tables, and small layers."""
     yield from _twenty_six(cpu, cpu.size(2048, 8), cpu.size(16, 4))
     yield from _twenty_six(cpu, cpu.size(8192, 12), cpu.size(64, 8))
     yield from _mlperf(cpu)
@@ -36,13 +36,13 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class Keyed:
-    """Stand-in for a KeyedJaggedTensor: bags of one feature after those of another."""
+    """Stand-in for a KeyedJaggedTensor: the bags of all features, one feature after the other."""
 
     def __init__(self, names: list[str], values: torch.Tensor, offsets: torch.Tensor) -> None:
         self._parts = names, values, offsets
 
     def keys(self) -> list[str]:
-        """Return the names of features."""
+        """Return the names of the features."""
         return self._parts[0]
 
     def values(self) -> torch.Tensor:
@@ -50,12 +50,12 @@ class Keyed:
         return self._parts[1]
 
     def offsets(self) -> torch.Tensor:
-        """Return the offsets of bags."""
+        """Return the offsets of the bags."""
         return self._parts[2]
 
 
 class Tables:
-    """Tables with one slot each, and batches of keys ``[batch * nnz]`` for each table."""
+    """Settings of tables with one slot each, batches of keys for them, and steps on these."""
 
     def __init__(self, cpu: Cpu, rows: Sequence[int], nnz: Sequence[int], batch: int, dim: int):
         self.rows, self.nnz, self.batch, self.dim = rows, nnz, batch, dim
@@ -71,7 +71,7 @@ class Tables:
         self.grad = torch.randn(batch, dim)
 
     def group(self, optimizer: Callable[..., optim.RowOptimizer], fused: bool) -> list[Call]:
-        """Return steps of an EmbeddingGroup whose tables have all keys from the start."""
+        """Return steps of an EmbeddingGroup whose tables already contain all keys."""
         layers = self._layers()
         group = sparsekit.EmbeddingGroup(layers)
         made = optimizer(group.parameters(), lr=0.01)
@@ -96,7 +96,7 @@ class Tables:
         ]
 
     def keyed_group(self) -> list[Call]:
-        """Return steps of a group that takes one tensor of keys and returns one of vectors."""
+        """Return steps of a group whose input is one `Keyed` and whose output is one tensor."""
         layers = self._layers()
         group = sparsekit.EmbeddingGroup(layers, output="concatenated")
         made = optim.LazyAdam(group.parameters(), lr=0.01)
@@ -123,7 +123,7 @@ class Tables:
         return layers
 
     def one_layer(self) -> list[Call]:
-        """Return steps of one layer with a slot per table; an offset keeps the keys apart."""
+        """Return steps of one layer with a slot per table; offsets make the keys distinct."""
         (nnz,) = set(self.nnz)
         slots, ids = len(self.rows), sum(self.rows)
         layer = sparsekit.DistributedEmbedding("sum", ids, self.dim, slots, nnz)
@@ -168,7 +168,7 @@ class Tables:
         return [partial(step, [k.view(self.batch, -1) for k in batch]) for batch in self.batches]
 
     def tbe(self) -> list[Call]:
-        """Return steps of FBGEMM's module, which has all tables in one."""
+        """Return steps of FBGEMM's module, which stores all tables together."""
         module = fbgemm.tables([(ids, self.dim) for ids in self.rows])
         lengths = torch.tensor(self.nnz).repeat_interleave(self.batch)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -209,10 +209,10 @@ def _mlperf(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def _same_keys(cpu: Cpu, dim: int) -> Iterator[Comparison]:
-    """Time the same total of keys and rows, divided over more and more tables.
+    """Time the same total number of keys and rows, divided among 1 to 500 tables.
 
-    Keys come as one KeyedJaggedTensor, and vectors as one matrix: with hundreds of tables, hundreds
-    of outputs would cost autograd more than the lookup.
+    Inputs and outputs are one tensor each: with hundreds of outputs, autograd would take longer
+    than the lookup.
     """
     keys, ids = cpu.size(2048 * TABLES, 1040), cpu.size(100_000 * TABLES, 2080)
 
@@ -242,7 +242,7 @@ def _small_layer(cpu: Cpu) -> Iterator[Comparison]:
         layer = sparsekit.DistributedEmbedding("sum", ids, dim, 1, 1)
         _fill(layer, ids)
         bag = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True)
-        # Make views before the clock runs, since each side needs another shape.
+        # Create the views now, so that they are not timed; the layers need different shapes.
         ours = [k.view(-1, 1, 1) for k in keys]
         theirs = [k.view(-1, 1) for k in keys]
         layer.eval()
@@ -271,7 +271,7 @@ def _step(layer: torch.nn.Module, keys: torch.Tensor, optimizer: torch.optim.Opt
 
 
 def _fill(layer: sparsekit.DistributedEmbedding, ids: int) -> None:
-    """Insert the keys 0, 1, ..., so that the timed steps insert none."""
+    """Insert the keys 0 to ids - 1, so that the timed steps insert none."""
     assert layer.table is not None
     layer.table.find_or_insert(torch.arange(ids))
     layer.weight.data.uniform_(-0.05, 0.05)

@@ -1,4 +1,4 @@
-"""HashTable, compared with boost's flat map, R2 and, for find, binary search in a sorted array."""
+"""Compares HashTable with boost's flat map, R2 and, for find, binary search in a sorted array."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from .peers import native
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time finds of known keys in random order, in and out of cache, and inserts, on one thread."""
+    """Time find of known keys in random order, in and out of cache, and inserts of new keys."""
     for full, line in (
         (30_000_000, "find, 10M+ keys, 1 thread"),
         (10_000_000, "find, 10M+ keys, 1 thread"),
@@ -55,7 +55,7 @@ def _find(cpu: Cpu, full: int, line: str) -> Iterator[Comparison]:
 
 
 def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
-    """Time inserts into tables that have capacity for all keys and whose memory is touched."""
+    """Time inserts into cleared tables, whose memory has the final size and is already mapped."""
     table = sparsekit.HashTable(n)
     inputs = [random_keys(n, seed) for seed in range(2)]
 
@@ -83,7 +83,7 @@ def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time find and find_or_insert in a table with 64M places; each key reads one bucket."""
+    """Time find and find_or_insert in a table with 64M places; R2 assumes one bucket per key."""
     slots = gpu.fit(gpu.size(64 << 20, 500), bytes_each=64)
     for load in (0.6, 0.75, 0.9):
         table = sparsekit.HashTable(int(slots * load), device=gpu.device, load_factor=load)

@@ -1,4 +1,4 @@
-"""Compares init_rows_ on a GPU with torch's random numbers, which do not depend on keys."""
+"""Compares init_rows_ on a GPU with torch's uniform_ and normal_, which do not depend on keys."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from .gpu import Gpu
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time rows in order: each key is read and a row written."""
+    """Time initialization of consecutive rows; R1 counts keys read and rows written."""
     for dim in (16, 64, 128):
         n = gpu.fit(gpu.size((1 << 29) // dim, 100), bytes_each=8 * dim)
         keys = gpu.distinct_keys(0, n)

@@ -14,7 +14,7 @@ from .cpu import Call, Cpu
 
 @torch.no_grad()
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time calls with 8 keys, on a table and a weight of 8 rows of 16."""
+    """Time calls with 8 keys, on a table of 8 rows and a weight of shape [8, 16]."""
     keys = torch.arange(8)
     weight, offsets = torch.randn(8, 16), torch.arange(0, 9, 2)
     table = sparsekit.HashTable(8)
@@ -33,6 +33,6 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     }
     for name, call in calls.items():
         clone: list[Call] = [keys.clone]
-        # Such a method calls two ops.
+        # A HashTable method calls two ops, so the target for one op does not apply.
         line = "" if name.startswith("HashTable") else "op call, 8 keys"
         yield from cpu.compare(f"call of {name}, 8 keys", [call], {"clone": clone}, line)

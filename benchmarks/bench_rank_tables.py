@@ -1,7 +1,7 @@
-"""Many tables on ranks with one thread each: steps, their collectives, the effect of prefetch.
+"""Times many tables on ranks with one thread each: steps, collectives, the effect of prefetch.
 
-Ours runs LazyAdam. TorchRec has half of the tables on each rank, and row-wise Adagrad fused into
-backward.
+sparsekit uses LazyAdam. TorchRec has half of the tables on each rank, and uses row-wise Adagrad
+fused into backward.
 """
 
 import statistics
@@ -30,36 +30,36 @@ ALONE, DENSE = "the exchange alone", "the dense part alone"
 ONE_TABLE = "one table, same keys"
 
 
-# ---- what the ranks do ----
+# ---- functions that run on the ranks ----
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all cases, in full or at toy size; ranks start once for all of them."""
+    """Sizes of all cases, either full or toy sizes; the same rank processes run all cases."""
 
     quick: bool
 
     @property
     def rounds(self) -> int:
-        """Return the number of counted steps of each side."""
+        """Return the number of timed steps of each side."""
         return 2 if self.quick else 15
 
     @property
     def small_and_large(self) -> list[Shape]:
-        """Return shapes of 26 tables."""
+        """Return a small and a large shape of 26 tables."""
         if self.quick:
             return [Shape(26, 50, 8, 4), Shape(26, 50, 12, 8)]
         return [Shape(26, 100_000, 2048, 16), Shape(26, 100_000, 4096, 64)]
 
     @property
     def same_keys(self) -> list[Shape]:
-        """Return shapes with the same total of keys and rows, over more and more tables."""
+        """Return shapes that divide the same number of keys and rows among 1, 26 and 100 tables."""
         ids, keys, dim = (2600, 208, 4) if self.quick else (2_600_000, 53_248, 16)
         return [Shape(count, ids // count, keys // count, dim) for count in (1, 26, 100)]
 
 
 def _two_ranks(rank: int, sizes: Sizes) -> Any:
-    """Measure all cases on two ranks, including those of TorchRec."""
+    """Measure all cases that need two ranks, including TorchRec's."""
     return {
         "steps": [_steps(rank, shape, sizes.rounds) for shape in sizes.small_and_large],
         "same keys": _same_keys(rank, sizes.same_keys, sizes.rounds),
@@ -68,7 +68,7 @@ def _two_ranks(rank: int, sizes: Sizes) -> Any:
 
 
 def _steps(rank: int, shape: Shape, rounds: int) -> Any:
-    """Return samples of ours, of one layer, and of TorchRec if it is installed."""
+    """Time steps of a group, of one layer, and of TorchRec if it is installed."""
     tables = Tables(shape, [rank])
     sides = {
         LAZY: tables.training(False),
@@ -82,7 +82,7 @@ def _steps(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
-    """Measure two ranks, and the third by itself with the batches of both."""
+    """Measure two ranks that share the tables, and a third rank alone with the batches of both."""
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ranks, over, name = ([0, 1], alone, ONE_RANK) if rank == 2 else ([rank], pair, TWO_RANKS)
     tables = Tables(shape, ranks, over)
@@ -94,9 +94,9 @@ def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
-    """Return samples for each number of tables, and the collectives of some steps.
+    """Time steps for each number of tables, and count the collectives of some steps.
 
-    Vectors come as one tensor: a hundred outputs would cost autograd more than their lookup.
+    Outputs are one tensor: with a hundred outputs, autograd would take longer than the lookup.
     """
     sides = {
         str(shape.tables): Tables(shape, [rank], output="concatenated").training(True)
@@ -109,7 +109,7 @@ def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
 
 
 def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
-    """Measure an exchange and a dense part of equal length, with and without prefetch."""
+    """Measure an exchange and a dense part that takes equally long, with and without prefetch."""
     tables = Tables(shape, [rank])
     group, ahead = tables.group(), tables.group()
     exchange = tables.step(group)
@@ -120,7 +120,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
         for _ in range(times):
             torch.mm(matrix, matrix, out=product)
 
-    for _ in range(2):  # the second time with a dense part of about the right length
+    for _ in range(2):  # twice: the second estimate is better, since `times` is about right
         each = time_in_turns({ALONE: exchange, DENSE: dense}, rounds)
         found = [round(times * statistics.median(each[ALONE]) / statistics.median(each[DENSE]))]
         dist.broadcast_object_list(found)  # the same number on all ranks
@@ -146,11 +146,11 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
     return time_in_turns(sides, rounds)
 
 
-# ---- what is compared ----
+# ---- comparisons ----
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start the ranks, which do all the timing; bytes are those that one rank sends per step."""
+    """Start ranks that time all cases; `bytes` is the number that one rank sends in a step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     sizes = Sizes(cpu.quick)
     found = on_ranks.run(_two_ranks, WORLD, sizes)

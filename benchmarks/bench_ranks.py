@@ -1,9 +1,9 @@
-"""A whole training step, and the exchange alone, on two ranks with one thread each.
+"""Times a training step, and the exchange alone, on two ranks with one thread each.
 
 The peer is TorchRec's DistributedModelParallel over an EmbeddingBagCollection of two tables, one on
-each rank (its CPU mode refuses row-wise sharding), with fused row-wise Adagrad, on row numbers.
-Ours looks raw keys up in hash tables and runs LazyAdam. Both see the same batches and begin with
-the same vectors. Ranks time all sides in turns, from barrier to barrier.
+each rank (its CPU mode refuses row-wise sharding). It gets row numbers, and uses fused row-wise
+Adagrad. sparsekit looks up raw keys in hash tables, and uses LazyAdam. Both get the same batches
+and start with the same vectors. Ranks time all sides in turns, from barrier to barrier.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ NO_DEDUPE = "without dedupe"
 
 
 class Case:
-    """Sizes, and the batches of a rank: keys ``[batch, features, NNZ]`` for each table."""
+    """Sizes of a case, and a rank's batches: keys ``[batch, features, NNZ]`` for each table."""
 
     def __init__(self, rank: int, quick: bool, exponent: float) -> None:
         self.batch, self.features, self.ids = (8, 3, 100) if quick else (4096, 13, 500_000)
@@ -46,7 +46,7 @@ class Case:
 
 
 def make_group(case: Case, dedupe: bool) -> sparsekit.EmbeddingGroup:
-    """Return the tables; those of the same name begin with the same vectors."""
+    """Return a group of the tables; equal names give equal initial vectors."""
     capacity = case.ids * 6 // 10  # per rank, for half of the ids
     layers = {}
     for name in case.batches[0]:
@@ -69,7 +69,7 @@ def exchange_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
 
 
 def training_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
-    """Return a step with LazyAdam."""
+    """Return a training step with LazyAdam."""
     optimizer = sparsekit.optim.LazyAdam(group.parameters())
 
     def step(i: int) -> None:
@@ -82,7 +82,7 @@ def training_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
 
 
 def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, torch.Tensor]:
-    """Return vectors ``[ids, dim]`` of all ids in each table, without inserting any."""
+    """Return the initial vectors ``[ids, dim]`` of all ids in each table; inserts no ids."""
     per_call = case.batch * case.features
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in case.batches[0]}
     group.eval()
@@ -97,7 +97,7 @@ def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, to
 
 
 def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, list[Any]]:
-    """Return TorchRec's model with these vectors, and the batches in its form."""
+    """Return TorchRec's model with these initial vectors, and the batches in its input format."""
     names = {t: [f"{t}_f{f}" for f in range(case.features)] for t in vectors}
     model = torchrec.model(names, case.ids, case.dim)
     for name, weight in torchrec.own_weights(model).items():
@@ -161,7 +161,7 @@ LINES = {"step": "step on 2 ranks", "exchange": "exchange with dedupe, 2 ranks, 
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start the ranks, which do all the timing; bytes are those that one rank sends per step."""
+    """Start ranks that time all cases; `bytes` is the number that one rank sends in a step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     found = on_ranks.run(_measure, WORLD, cpu.quick)
     for what, line in LINES.items():

@@ -13,7 +13,7 @@ from .gpu import Gpu
 
 
 def index_add(data: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
-    """Return sums ``[segments, dim]`` of rows ``[n, dim]``, as made by torch."""
+    """Compute segment sums ``[segments, dim]`` of rows ``[n, dim]`` with torch."""
     return torch.zeros(segments, data.shape[1], device=data.device).index_add_(0, ids, data)
 
 
@@ -29,7 +29,7 @@ def inputs_of(kind: str, n: int, segments: int, seed: int) -> torch.Tensor:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time uniform ids, zipf ids, and ids half of which are equal."""
+    """Time uniform ids, zipf ids, and ids of which half are equal."""
     n, segments = cpu.size(425_984, 1_000), cpu.size(60_000, 100)
     for dim in (16, 64, 256):
         count = cpu.copies(4 * n * dim)
@@ -55,7 +55,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time four rows per segment on average: ids and rows are read once, and sums written."""
+    """Time four rows per segment on average; R1 counts ids and rows read, and sums written."""
     for dim in (16, 32, 64, 128, 256):
         n = gpu.fit(gpu.size(min(4 << 20, (1 << 29) // dim), 1_000), bytes_each=16 * dim)
         segments = n // 4
@@ -81,7 +81,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
             target = "" if name == "sorted" else target
             yield from gpu.against(case, timing, "index_add_", gpu.time(theirs), target)
             torch.use_deterministic_algorithms(True)
-            # In deterministic mode torch otherwise fills every new tensor of any op.
+            # By default, deterministic mode also fills all new tensors, which takes extra time.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             try:
                 ordered = gpu.time(ours)

@@ -1,7 +1,7 @@
-"""A whole training step, from raw keys to updated rows.
+"""Times a whole training step, from raw keys to updated rows.
 
-The peers get row numbers and need no hash table. The gradient of the bags is given on both sides,
-as if made by the dense part of a model.
+The peers get row numbers and need no hash table. A constant gradient of the bags replaces the dense
+part of a model.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     for steps in peers.values():
         for step in steps:
             step()
-    # Results after one step with each batch, copied because timing changes them.
+    # Save the results after one step per batch, since the timed steps change them.
     expected = {name: result.clone() for name, result in results.items()}
 
     for name, (make, in_backward) in OURS.items():
@@ -92,7 +92,7 @@ def _steps(
     grad: torch.Tensor,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[Call]:
-    """Return a step for each batch; without an optimizer it ends with backward."""
+    """Return a step for each batch; without an optimizer, a step ends with backward."""
 
     def step(arguments: tuple[object, ...]) -> None:
         layer(*arguments).backward(grad)
@@ -108,7 +108,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
     batch, slots, nnz = gpu.size(65536, 8), 26, 2
     n = batch * slots * nnz
     for dim in (128, 64):
-        # Room for weight and moments, and for both sides' temporaries.
+        # Leave memory for the weight and its moments, and for temporaries of both sides.
         ids = gpu.fit(gpu.size(16 << 20, 1_000), bytes_each=20 * dim)
         for name, keys in (
             ("uniform", gpu.randint(ids, n)),
@@ -156,7 +156,7 @@ def _parts(
     inputs: tuple[object, ...],
     grad: torch.Tensor,
 ) -> tuple[Timing, Timing]:
-    """Time backward and optimizer, and the whole step."""
+    """Time backward and optimizer alone, and the whole step."""
     outputs = []
 
     def forward() -> None:

@@ -1,6 +1,6 @@
-"""unique, compared with torch.unique, np.unique and pandas.factorize; with inverse and counts.
+"""Compares unique with torch.unique, np.unique and pandas.factorize, with inverse and counts.
 
-pandas.factorize makes no counts; it is timed without them.
+pandas.factorize is timed without counts, since it cannot return them.
 """
 
 from collections.abc import Iterator
@@ -55,13 +55,13 @@ def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
         assert torch.equal(their_keys[their_inverse], distinct[inverse])
         assert torch.equal(their_counts, counts[order])
         assert torch.equal(distinct[inverse], keys)
-    # The other peers are so slow that they are checked on one input only.
+    # Check the other peers on one input only, since they are slow.
     ours = [x.numpy() for x in sparsekit.ops.unique(inputs[0])]
     by_key = ours[0].argsort()
     sorted_keys, _, sorted_counts = peers["np.unique"][0]()
     assert np.array_equal(sorted_keys, ours[0][by_key])
     assert np.array_equal(sorted_counts, ours[2][by_key])
-    if "pandas.factorize" in peers:  # gives the order of first occurrence, as ours does
+    if "pandas.factorize" in peers:  # keys are in order of first occurrence, as in ours
         codes, uniques = peers["pandas.factorize"][0]()
         assert np.array_equal(codes, ours[1])
         assert np.array_equal(uniques, ours[0])
@@ -69,7 +69,7 @@ def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time the public op, which reads the number of keys back; the padded form does not."""
+    """Time the public op, which waits to read the number of keys, and the padded op without it."""
     for full, quick in (1 << 20, 1_000), (4 << 20, 1_500), (16 << 20, 2_000):
         n = gpu.size(full, quick)
         for name, keys in (

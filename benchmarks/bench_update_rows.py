@@ -13,7 +13,7 @@ from .common import Comparison
 from .cpu import Call, Cpu
 from .gpu import Gpu
 
-# Ours, torch's, and whether torch's takes sparse gradients.
+# Our optimizer, torch's optimizer, and whether torch's accepts sparse gradients.
 PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
     "LazyAdam": (optim.LazyAdam, torch.optim.SparseAdam, True),
     "SGD": (lambda p: optim.SGD(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01), True),
@@ -28,7 +28,7 @@ PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time steps that touch 6% of the rows, alternating, so that exact optimizers must catch up."""
+    """Time steps that each touch another 6% of the rows, so that exact optimizers must catch up."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad would warn
     num_rows, touched = cpu.size(1_000_000, 1_000), cpu.size(63_819, 60)
     for name, (ours, theirs, takes_sparse) in PAIRS.items():
@@ -78,7 +78,7 @@ def _steps(
     return [partial(step, gradient) for gradient in gradients]
 
 
-# Passes over a row of floats: the gradient once, weight and states twice.
+# Optimizers, and their passes over a row: gradients are read; weight and states read and written.
 PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "SGD": (lambda p: optim.SGD(p, lr=0.01), 3),
     "SGD momentum": (lambda p: optim.SGD(p, lr=0.01, momentum=0.9), 5),
@@ -107,7 +107,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _against_sparse_adam(gpu: Gpu, dim: int) -> Iterator[Comparison]:
-    # Room for three tensors of the table's size, and for SparseAdam's temporaries.
+    # Leave memory for three tensors of the table's size, and for SparseAdam's temporaries.
     num_rows = gpu.fit(gpu.size((1 << 30) // dim, 1_000), bytes_each=20 * dim)
     touched = min(gpu.size(2 << 20, 60), num_rows // 2)
     grad = _gradient_on(gpu, num_rows, touched, dim)

@@ -14,7 +14,7 @@ _LOOP = "loop over xxhash"
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time a million different strings: of 12 to 18 characters, and of 1 to 60."""
+    """Time hashing of a million distinct strings: of 12 to 18 characters, and of 1 to 60."""
     n = cpu.size(1_000_000, 500)
     similar = [[f"user_id_{i}_{turn + 100}" for i in range(n)] for turn in range(2)]
     mixed = [_mixed(n, turn) for turn in range(2)]
@@ -32,7 +32,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     for name, inputs in (("str", similar), ("mixed str", mixed)):
         ours: list[Call] = [partial(xxh64, strings) for strings in inputs]
         line = f"xxh64 of 1M {name.replace('str', 'strings')}"
-        # Bytes of the scattered objects, a pointer to each, and the codes.
+        # Count the bytes of the string objects, a pointer to each, and the hashes.
         num_bytes = sum(map(sys.getsizeof, inputs[0])) + 16 * n
         case, peers = f"xxh64 of {n:,} {name}", loops.get(name, {})
         yield from cpu.compare(case, ours, peers, line, num_bytes=num_bytes)
@@ -46,13 +46,13 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     ours = [partial(xxh64, column) for column in columns]
     line = "xxh64 of 1M mixed strings, Arrow"
     case = f"xxh64 of an Arrow column of {n:,} mixed str"
-    num_bytes = columns[0].nbytes + 8 * n  # texts, offsets and codes
+    num_bytes = columns[0].nbytes + 8 * n  # strings, offsets and hashes
     peers = loops.get("mixed str", {})
     yield from cpu.compare(case, ours, peers, line, num_bytes=num_bytes)
 
 
 def _mixed(n: int, seed: int) -> list[str]:
-    """Return numbers, names and addresses in unpredictable order."""
+    """Return strings of several kinds, such as numbers, names and addresses, in random order."""
     draw = random.Random(seed)
     kinds = (
         lambda i: str(draw.randrange(10 ** draw.randrange(1, 19))),

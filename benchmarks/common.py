@@ -1,7 +1,8 @@
-"""Shared by all benchmarks: the form of a result, inputs, and the description of the machine.
+"""Defines results, inputs, and the description of the machine, for all benchmarks.
 
-A result compares one of our cases with one roof or one peer, on the same inputs in the same run. A
-roof counts as a peer that takes the time the roof allows, so the same ratio serves both.
+A result compares a case of sparsekit with a roof or a peer, on the same inputs in the same run. A
+peer is another library. A roof is a limit of the hardware, such as the speed of a copy; it is
+treated like a peer that runs at this limit.
 """
 
 import os
@@ -20,12 +21,12 @@ import torch
 import sparsekit
 
 ROOT = Path(__file__).resolve().parents[1]
-# Packages that may be measured, too; the machine's description has their versions.
+# Peers' packages, whose versions are part of the machine's description.
 PACKAGES = ("numpy", "pandas", "libboost-headers", "fbgemm-gpu-cpu", "torchrec", "xxhash")
 
 
 def median_and_spread(samples: list[float]) -> tuple[float, float]:
-    """Return the median and (upper - lower quartile) / median; one sample has no spread."""
+    """Return the median, and (upper - lower quartile) / median, which is 0 for one sample."""
     if len(samples) == 1:
         return samples[0], 0.0
     low, median, high = statistics.quantiles(samples, n=4)
@@ -34,7 +35,7 @@ def median_and_spread(samples: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Place of a case in a plot: figure, series, name and value of x, and number of items."""
+    """Position of a case in a plot: figure, series, name and value of x, and number of items."""
 
     figure: str
     series: str
@@ -47,11 +48,10 @@ class Curve:
 class Comparison:
     """Comparison of a case with one roof or one peer.
 
-    Samples are milliseconds per call, in the order in which they were taken; those of the CPU were
-    taken in turns, so sample i of ours and sample i of the peer saw the machine in the same state.
-    A roof may have a single sample. `line` is the name under which `targets.py` may have a target.
-    With the clock "collectives", samples are not times but numbers of collectives that a step
-    began.
+    Samples are milliseconds per call, in the order of measurement. On the CPU, ours and the peer's
+    are measured in turns, so both samples i were taken in the same state of the machine. A roof may
+    have a single sample. `line` is the name of the case's target in `targets.py`, if it has one.
+    With the clock "collectives", samples are numbers of collectives in a step instead of times.
     """
 
     case: str
@@ -66,26 +66,26 @@ class Comparison:
 
     @property
     def ms(self) -> float:
-        """Return the median of ours."""
+        """Return the median of our samples."""
         return median_and_spread(self.samples)[0]
 
     @property
     def against_ms(self) -> float:
-        """Return the median of the roof or the peer."""
+        """Return the median of the roof's or the peer's samples."""
         return median_and_spread(self.against_samples)[0]
 
     @property
     def ratio(self) -> float:
-        """Return the speed of ours divided by that of the roof or the peer."""
+        """Return our speed divided by the speed of the roof or the peer."""
         return self.against_ms / self.ms
 
     @property
     def met(self) -> bool | None:
-        """Return whether the target is met, or None without a target."""
+        """Return whether the target is met; None if there is no target."""
         return None if self.target is None else self.ratio >= self.target
 
     def row(self) -> dict[str, object]:
-        """Return the row of a JSON file."""
+        """Return the comparison as a row of the JSON file."""
         ms, spread = median_and_spread(self.samples)
         against_ms, against_spread = median_and_spread(self.against_samples)
         return {
@@ -107,7 +107,7 @@ class Comparison:
         }
 
     def text(self) -> str:
-        """Return the line that is printed while the benchmarks run."""
+        """Format the comparison as a line to print while the benchmarks run."""
         row = self.row()
         target = "" if self.target is None else f"{self.target:>7.2f}x"
         verdict = {None: "", True: "  met", False: "  NOT MET"}[self.met]
@@ -127,25 +127,25 @@ HEADER = (
 
 @cache
 def zipf_cumulative(exponent: float, num_ids: int) -> np.ndarray:
-    """Return float64 ``[num_ids]``: the sum of r ** -exponent up to each rank r."""
+    """Return the cumulative sums of r ** -exponent for r = 1 to num_ids, float64 ``[num_ids]``."""
     return np.cumsum(np.arange(1, num_ids + 1, dtype=np.float64) ** -exponent)
 
 
 def zipf_keys(n: int, exponent: float, num_ids: int, seed: int = 0) -> torch.Tensor:
-    """Return keys ``[n]`` in [0, num_ids); rank r is drawn in proportion to r ** -exponent."""
+    """Draw keys ``[n]`` in [0, num_ids); the weight of key k is (k + 1) ** -exponent."""
     cumulative = zipf_cumulative(exponent, num_ids)
     draws = np.random.default_rng(seed).random(n) * cumulative[-1]
     return torch.from_numpy(np.searchsorted(cumulative, draws, side="right"))
 
 
 def random_keys(n: int, seed: int = 0) -> torch.Tensor:
-    """Return keys ``[n]`` over the whole range of int64; repeats are most unlikely."""
+    """Draw keys ``[n]`` from the whole range of int64; duplicates are very unlikely."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator)
 
 
 def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check for equality up to the rounding of long sums, relative to the largest one."""
+    """Check that sums are equal up to rounding, with a tolerance relative to the largest sum."""
     difference = float((actual - expected).abs_().max()) if len(actual) else 0.0
     largest = float(expected.abs().max()) if len(expected) else 0.0
     assert difference <= 1e-4 * largest + 1e-5, f"off by {difference}; the largest is {largest}"
@@ -153,7 +153,7 @@ def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @cache
 def machine() -> dict[str, object]:
-    """Describe the machine and the software, without which results mean little."""
+    """Describe the machine and the software, which are needed to interpret results."""
     packages: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -194,7 +194,7 @@ def _read(path: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this clone, with a mark if files have been changed."""
+    """Return the commit of this clone, with the suffix "-dirty" if files have been changed."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--match="]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

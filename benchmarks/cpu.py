@@ -1,12 +1,12 @@
-"""Shared by the benchmarks of the CPU: the clock, the roofs, and the comparison of sides.
+"""Times calls on the CPU, measures the roofs, and compares sides.
 
-Ours and all peers of a case are timed in turns, A B C A B C, since the speed of a machine drifts. A
-timed call includes the allocation and release of its outputs. Each call takes the next of several
-inputs, which together exceed the cache; "in cache" cases have one input.
+A side is sparsekit or a peer. All sides of a case are timed in turns, A B C A B C, since the speed
+of a machine drifts. A timed call includes the allocation and release of its outputs. Each call uses
+the next of several inputs, which together exceed the cache; "in cache" cases have one input.
 
-R1 is the speed of a copy, in bytes read and written. R2 is the number of 64-byte lines gathered per
-second, one for each random key, from an array as large as the table. Each is the best of several
-ways and of pages of 4 KiB and 2 MiB.
+R1 is the speed of a copy, in bytes read and written. R2 is the number of random 64-byte lines read
+per second from an array as large as the table. Each is the best of several implementations, with
+pages of 4 KiB and of 2 MiB.
 """
 
 import math
@@ -31,14 +31,14 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Calls that do the same on different inputs; `setup` runs, untimed, before each call."""
+    """Calls that do the same work on different inputs; `setup` runs before each call, untimed."""
 
     calls: Sequence[Call]
     setup: Call | None = None
 
 
 class Cpu:
-    """The CPU under test, with a number of threads; `quick` means toy sizes, `brief` few rounds."""
+    """The CPU under test; `quick` selects toy sizes, and `brief` selects fewer rounds."""
 
     def __init__(
         self, quick: bool = False, threads: int | None = None, brief: bool = False
@@ -46,9 +46,9 @@ class Cpu:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        # Minimum number of rounds; short rounds go on for this many milliseconds.
+        # Minimum number of rounds, and milliseconds for which short rounds are repeated.
         self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
-        # A sample of less than this many milliseconds is made of several calls.
+        # Minimum milliseconds of a sample; shorter calls are repeated within a sample.
         self.least_ms = 0.01 if quick else 1.0
         self.cache_bytes = 1 << 12 if quick else 2 * common.last_cache_bytes()
         self.skipped: dict[str, str] = {}
@@ -58,15 +58,15 @@ class Cpu:
     # ---- sizes, inputs, peers ----
 
     def size(self, full: int, quick: int) -> int:
-        """Return `full`, or `quick` at toy size."""
+        """Return `full`, or `quick` if sizes are toy sizes."""
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
-        """Return the number of inputs of this size that together exceed the cache."""
+        """Return how many inputs of `num_bytes` together exceed the cache, in [2, most]."""
         return max(2, min(most, -(-self.cache_bytes // max(1, num_bytes))))
 
     def has(self, against: str, reason: str | None) -> bool:
-        """Return whether a peer can be measured; if not, print the reason once and keep it."""
+        """Return whether a peer can be measured; if not, print and record the reason once."""
         if reason and against not in self.skipped:
             print(f"skipped: {against}: {reason}", flush=True)
             self.skipped[against] = reason
@@ -78,7 +78,7 @@ class Cpu:
 
     @contextmanager
     def using(self, threads: int | None) -> Iterator[None]:
-        """Run with another number of threads, or with the usual number if None."""
+        """Set torch's number of threads within this context; None means the default number."""
         torch.set_num_threads(threads or self.threads)
         try:
             yield
@@ -98,16 +98,16 @@ class Cpu:
         num_bytes: int | None = None,
         curve: Curve | None = None,
     ) -> Iterator[Comparison]:
-        """Time ours and all peers in turns.
+        """Time our calls and all peers' in turns, and yield a comparison with each peer.
 
         Args:
             case: description with sizes; unique within the suite.
             ours: calls, one for each input.
             peers: calls of each peer.
-            line: the line of the targets that the case belongs to.
-            threads: number of threads, if not that of the suite.
-            num_bytes: bytes that must be moved; adds a comparison with R1.
-            curve: its place in a plot.
+            line: name of the case's target in `targets.py`; empty if it has none.
+            threads: number of threads; None means the default number.
+            num_bytes: number of bytes that a call must move; adds a comparison with R1.
+            curve: position of the case in a plot.
         """
         with self.using(threads):
             times = self.time([ours, *peers.values()])
@@ -121,12 +121,12 @@ class Cpu:
     def time(
         self, calls_or_sides: Sequence[Side | Sequence[Call]], rounds: int = 0
     ) -> list[list[float]]:
-        """Return milliseconds per call by side and round; 0 rounds: as many as fit the budget."""
+        """Return milliseconds per call by side and round; 0 means as many rounds as time allows."""
         sides = [x if isinstance(x, Side) else Side(x) for x in calls_or_sides]
         loops, round_ms = [], 0.0
         for i, side in enumerate(sides):
-            # Warm up: the first call may load code, start threads, grow a heap. In a long call this
-            # hardly counts.
+            # Warm up, since the first call may load code, start threads or grow a heap. Long calls
+            # need no second call, since this hardly affects their time.
             ms = _time(side, i * 7, 1)
             if ms < 500:
                 ms = _time(side, i * 7 + 1, 1)
@@ -140,8 +140,8 @@ class Cpu:
         times: list[list[float]] = [[] for _ in sides]
         for r in range(rounds):
             for i, (side, count) in enumerate(zip(sides, loops, strict=True)):
-                # Start each side at distant inputs, so that none finds its inputs in the cache from
-                # another.
+                # Start the sides at distant inputs, so that no side finds its inputs in the cache
+                # because another side has just used them.
                 first = r * count + i * len(side.calls) // len(sides)
                 times[i].append(_time(side, first, count))
         return times
@@ -149,7 +149,7 @@ class Cpu:
     # ---- roofs ----
 
     def copy_ms(self, num_bytes: int, threads: int | None = None) -> list[float]:
-        """Return the milliseconds that moving these bytes takes at R1, the speed of a copy."""
+        """Return samples of the milliseconds to move these bytes at R1, the speed of a copy."""
         threads = threads or self.threads
         if threads not in self._copy_ms_per_byte:
             best: list[float] = []
@@ -164,7 +164,7 @@ class Cpu:
         return [ms * num_bytes for ms in self._copy_ms_per_byte[threads]]
 
     def gather_sides(self, table_bytes: int, n: int) -> list[list[Call]]:
-        """Return ways to gather n random lines of an array of this size, for R2."""
+        """Return several sides that gather n random lines of an array of this size, for R2."""
         lines = max(1, table_bytes // 64)
         generator = torch.Generator().manual_seed(1)
         count = self.copies(8 * n, most=8)
@@ -189,16 +189,16 @@ class Cpu:
         threads: int,
         curve: Curve | None = None,
     ) -> Iterator[Comparison]:
-        """Compare with R2, timed in turns with ours; the best way to gather counts.
+        """Time our calls in turns with the fastest side of `gather_sides`, which measures R2.
 
         Args:
-            case: as for `compare`, and so are line, threads and curve.
+            case: as for `compare`.
             ours: calls, one for each input.
             table_bytes: size of the array.
             n: number of lines that a call reads.
-            line: line of the targets.
+            line: as for `compare`.
             threads: number of threads of both.
-            curve: place in a plot.
+            curve: as for `compare`.
         """
         self.has("R2 by a C++ loop", native.missing("gather"))
         with self.using(threads):
@@ -210,7 +210,7 @@ class Cpu:
         yield Comparison(case, "R2", times[0], times[1], line, target, 64 * n, curve=curve)
 
     def roofs(self) -> str:
-        """Return the text about R1 printed at the end; R2 is timed with each table."""
+        """Return a line about R1 to print at the end; R2 differs between tables."""
         rates = [
             f"{1e-6 / statistics.median(ms):,.1f} GB/s with {threads} threads"
             for threads, ms in self._copy_ms_per_byte.items()
@@ -218,7 +218,7 @@ class Cpu:
         return f"R1, copy: {', '.join(rates) or 'not needed'}"
 
     def describe(self) -> dict[str, object]:
-        """Describe the machine, the software and R1, without which no result can be read."""
+        """Describe the machine, the software and R1, which are needed to interpret results."""
         rates = {
             str(threads): 1e3 / statistics.median(ms)
             for threads, ms in self._copy_ms_per_byte.items()
@@ -227,7 +227,7 @@ class Cpu:
 
 
 def _time(side: Side, first: int, count: int) -> float:
-    """Return the milliseconds per call of `count` calls, beginning with call number `first`."""
+    """Time `count` consecutive calls, starting at number `first`; return milliseconds per call."""
     calls = [side.calls[(first + i) % len(side.calls)] for i in range(count)]
     if side.setup is not None:
         side.setup()

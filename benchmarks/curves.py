@@ -1,4 +1,4 @@
-"""Throughput by size, load factor, dim and duplication, for plots; without targets."""
+"""Measures throughput by size, load factor, dim and duplication, for plots; without targets."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from .common import Comparison, Curve, random_keys
 from .cpu import Call, Cpu, Side
 from .peers import native
 
-# Upper bound of bytes per key for all tables of a point and the arrays of R2.
+# Upper bound of the memory per key that one point of a plot needs, including R2's arrays.
 BYTES_PER_KEY = 160
 DIMS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -33,7 +33,7 @@ def _of(threads: int) -> str:
 
 
 def hash_table(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure find and find_or_insert by the number of keys, with 1 and 2 threads."""
+    """Measure find and find_or_insert for different numbers of keys, with 1 and 2 threads."""
     free = int(_available_bytes() * 0.8 / BYTES_PER_KEY)
     for n in _sizes(cpu, 10**8):
         if n > free:
@@ -93,7 +93,7 @@ def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
 
 
 def load(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure find in full tables of the same keys, with different load factors."""
+    """Measure find of the same keys in full tables with different load factors."""
     n = cpu.size(4_000_000, 1_000)
     keys = random_keys(n)
     queries = [keys[torch.randint(0, n, (min(n, 1_000_000),))] for _ in range(8)]
@@ -111,7 +111,7 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def unique(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure by the number of keys, all different, and by the number of repeats."""
+    """Measure unique for different numbers of distinct keys, and for different repetitions."""
     points = [(n, 1) for n in _sizes(cpu, 10**7)]
     duplicated = cpu.size(4_000_000, 1_000)
     points += [(duplicated, 10**power) for power in range(4)]
@@ -145,7 +145,7 @@ def unique(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def segment_sum(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure by dim, for uniform ids."""
+    """Measure unsorted_segment_sum for different dims, with uniform ids."""
     n, segments = cpu.size(425_984, 1_000), cpu.size(60_000, 100)
     for dim in DIMS:
         pairs = [
@@ -165,7 +165,7 @@ def segment_sum(cpu: Cpu) -> Iterator[Comparison]:
 
 @torch.no_grad()
 def embedding_bag(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure by dim, for uniform rows."""
+    """Measure embedding_bag for different dims, with uniform rows."""
     num_rows, n = cpu.size(1_000_000, 1_000), cpu.size(425_984, 400)
     offsets = torch.arange(0, n + 1, 2)
     inputs = [torch.randint(0, num_rows, (n,)) for _ in range(cpu.copies(8 * n, most=8))]

@@ -1,8 +1,8 @@
-"""A step of one table by ops that keep every size on the device, so the host never waits.
+"""Runs a step of one table with ops that keep every size on the device, so the host never waits.
 
-This sketches a future fused mode of layers: from keys to pooled vectors, and from their gradient to
-updated rows. Each tensor has as many rows as there may be distinct keys; rows past the true number
-are padding, which costs memory and zeros in the gradient.
+This is a sketch of a fused mode for layers: the step pools the vectors of keys, and updates rows
+with the gradient of the result. Each tensor has one row per key, since only the device knows the
+number of distinct keys. The other rows are padding, which takes memory and time.
 """
 
 import torch
@@ -10,16 +10,16 @@ import torch
 import sparsekit
 from sparsekit import ops
 
-SETTINGS = (0.9, 0.999, 1e-8, 0.0, 0.0)  # Adam's settings after the learning rate
+SETTINGS = (0.9, 0.999, 1e-8, 0.0, 0.0)  # Adam's settings except the learning rate
 
 
 class FusedStep:
-    """A step that sums bags and runs LazyAdam. After a first call, a CUDA graph can capture it.
+    """A step that sums bags and runs LazyAdam. A CUDA graph can capture it after the first call.
 
     Args:
         capacity: rows of the table.
         dim: size of a vector.
-        offsets: int64 ``[bags + 1]`` of all calls.
+        offsets: offsets of the bags, int64 ``[bags + 1]``, the same in all calls.
         seed: seed of the initial vectors.
         lr: learning rate.
     """
@@ -30,7 +30,7 @@ class FusedStep:
         device = offsets.device
         self.table = sparsekit.HashTable(capacity, device=device)
         self.weight = torch.zeros(capacity, dim, device=device)
-        # The states of a row are side by side, as in the optimizer.
+        # A row's states are adjacent in memory, as in the optimizer.
         self.states = torch.zeros(capacity, 2, dim, device=device).unbind(1)
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         self.offsets = offsets
@@ -38,7 +38,7 @@ class FusedStep:
         self.settings = [lr, *SETTINGS]
 
     def __call__(self, keys: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Pool the vectors of keys, then update them by the gradient of the result."""
+        """Return the pooled vectors of keys, and update the rows with `grad`, their gradient."""
         unique, inverse, _, number = torch.ops.sparsekit.unique_padded(keys)
         rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
             self.table.buckets, self.table.hash_seed, self.table.size, unique,
@@ -59,9 +59,9 @@ class FusedStep:
 def captured(
     step: FusedStep, keys: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Return a graph of one step with these tensors, and its pooled vectors.
+    """Capture a step with these tensors; return the graph and its pooled vectors.
 
-    The step runs once before, as torch requires.
+    The step runs once before the capture, as torch requires.
     """
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Shared by the benchmarks of a GPU: clocks, roofs, targets and the form of a result.
+"""Times calls on a GPU, measures the roofs, and compares calls with roofs and peers.
 
-R1 is the speed of a copy within the device, in bytes read and written; R2 is the number of 64-byte
-lines gathered per second, one for each random key, from an array as large as the table.
+R1 is the speed of a copy within the device, in bytes read and written. R2 is the number of random
+64-byte lines read per second from an array as large as the table.
 """
 
 import gc
@@ -27,10 +27,10 @@ from .targets import GPU_TARGETS, target_of
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds by the device's clock ("events") and by the wall clock.
+    """Milliseconds of calls, by the device's clock ("events") and by the wall clock.
 
     The wall clock starts and stops while the device is idle. It includes the host's launches and
-    waits, so it shows the real duration of a call that reads a result back.
+    waits, so it is the relevant clock for a call that waits for a result.
     """
 
     events: list[float]
@@ -38,16 +38,16 @@ class Timing:
 
     @property
     def ms(self) -> float:
-        """Return the median by the device's clock."""
+        """Return the median of the device's clock."""
         return statistics.median(self.events)
 
     def on(self, clock: str) -> list[float]:
-        """Return samples by "events" or "wall"."""
+        """Return the samples of a clock, "events" or "wall"."""
         return self.wall if clock == "wall" else self.events
 
 
 class Gpu:
-    """The device under test. At toy size any device will do, to see whether all lines run."""
+    """The GPU under test; or the CPU, with toy sizes, to check that all benchmarks run."""
 
     repeats = 7
 
@@ -58,10 +58,10 @@ class Gpu:
         self.generator = torch.Generator(device).manual_seed(0)
         self.gather_roofs: dict[int, float] = {}
         self.skipped: dict[str, str] = {}
-        # Both exceed the L2 cache. Before each timed call the first is written, so that the call's
-        # input is not in the cache and the host queues the call ahead of the device. Then the
-        # second is read, so that the cache writes the first one's lines to memory before the timed
-        # call, not during it.
+        # Both tensors exceed the L2 cache. Before each timed call, `_flush` is written. This
+        # removes the call's input from the cache, and takes long enough for the host to queue the
+        # call. Then `_unwritten` is read, so that the cache writes back the lines of `_flush`
+        # before the timed call, not during it.
         self._flush = torch.empty(1 << 10 if quick else 1 << 29, dtype=torch.uint8, device=device)
         self._unwritten = torch.zeros(1 << 8 if quick else 1 << 26, device=device)
         self.copy_roof = self._measure_copy()
@@ -69,7 +69,7 @@ class Gpu:
     # ---- clocks ----
 
     def time(self, run: Callable[[], object], setup: Callable[[], object] | None = None) -> Timing:
-        """Time `run`; `setup` runs before each call and is not counted."""
+        """Time `run`; `setup` runs before each call, untimed."""
         for _ in range(2):
             self._prepare(setup)
             run()
@@ -112,7 +112,7 @@ class Gpu:
     # ---- roofs ----
 
     def _measure_copy(self) -> float:
-        """Measure R1 in bytes per second: the best of several sizes."""
+        """Measure R1 in bytes per second, as the best of several sizes."""
         best = 0.0
         for size in (1 << 10,) if self.quick else (1 << 28, 1 << 30, 1 << 32):
             size = self.fit(size, bytes_each=2)
@@ -123,13 +123,13 @@ class Gpu:
         return best
 
     def gather_roof(self, table_bytes: int) -> float:
-        """Measure R2 in lines per second, for an array of this size: the best of several ways."""
+        """Measure R2 in lines per second for an array of this size, as the best of several ways."""
         lines = max(1, table_bytes // 64)
         if lines not in self.gather_roofs:
             table = torch.zeros(lines, 16, device=self.device)
             n = self.size(16 << 20, 1_000)
             keys = self.randint(lines, n)
-            # The last two ways add up what they gather, so they write almost nothing.
+            # The last two ways sum up the lines, so they write almost nothing.
             offsets = torch.arange(0, n + 1, 64, device=self.device)
             keys = keys[: int(offsets[-1])]
             ways: list[Callable[[], object]] = [
@@ -144,14 +144,14 @@ class Gpu:
     # ---- comparisons ----
 
     def against_r1(self, case: str, ours: Timing, num_bytes: int, target: str = "") -> Comparison:
-        """Compare with moving these bytes at the speed of a copy."""
+        """Compare with R1: the time to move these bytes at the speed of a copy."""
         roof_ms = 1e3 * num_bytes / self.copy_roof
         return self._compare(case, ours, "R1", Timing([roof_ms], [roof_ms]), target, num_bytes)
 
     def against_r2(
         self, case: str, ours: Timing, lines: int, table_bytes: int, target: str = ""
     ) -> Comparison:
-        """Compare with gathering random lines from an array of this size."""
+        """Compare with R2: the time to read random lines from an array of this size."""
         roof_ms = 1e3 * lines / self.gather_roof(table_bytes)
         return self._compare(case, ours, "R2", Timing([roof_ms], [roof_ms]), target, 64 * lines)
 
@@ -175,12 +175,12 @@ class Gpu:
     # ---- inputs ----
 
     def size(self, full: int, quick: int) -> int:
-        """Return `full`, or `quick` at toy size."""
+        """Return `full`, or `quick` if sizes are toy sizes."""
         return quick if self.quick else full
 
     def fit(self, count: int, bytes_each: float) -> int:
-        """Return `count`, halved until that many items leave some memory free."""
-        # Modules with hooks are in reference cycles, and cached memory is not free for other sizes.
+        """Return `count`, halved until this number of items leaves some memory free."""
+        # Free modules with hooks, which are in reference cycles, and torch's cached memory.
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -198,19 +198,19 @@ class Gpu:
         return torch.randn(*shape, generator=self.generator, device=self.device)
 
     def distinct_keys(self, start: int, end: int) -> torch.Tensor:
-        """Return keys start to end - 1 of a sequence without repeats."""
+        """Return the keys at positions start to end - 1 of a fixed sequence of distinct keys."""
         return torch.arange(start, end, device=self.device) * 0x1E3779B97F4A7C15
 
     def zipf(self, n: int, exponent: float, num_ids: int) -> torch.Tensor:
-        """Return int64 ``[n]`` in [0, num_ids); frequent ids are not neighbours."""
+        """Return zipf-distributed ids, int64 ``[n]`` in [0, num_ids); frequent ids are spread."""
         ranks = torch.arange(1, num_ids + 1, dtype=torch.float64, device=self.device)
         cumulative = ranks.pow_(-exponent).cumsum_(0)
         draws = torch.rand(n, generator=self.generator, device=self.device, dtype=torch.float64)
         rank = torch.searchsorted(cumulative, draws * cumulative[-1]).clamp_(max=num_ids - 1)
-        return rank * 2654435761 % num_ids  # a prime, so that no two ranks get the same id
+        return rank * 2654435761 % num_ids  # a prime, so that all ranks get distinct ids
 
     def array_module(self) -> Any:
-        """Return the module cupy, or None without it; numpy if the device is the CPU."""
+        """Return the module cupy on a GPU, or None if it is not installed; numpy on the CPU."""
         if not self.on_gpu:
             return np
         if find_spec("cupy") is None:
@@ -218,7 +218,7 @@ class Gpu:
         return import_module("cupy")
 
     def roofs(self) -> str:
-        """Return the text about R1 and R2 printed at the end."""
+        """Return lines about R1 and R2 to print at the end."""
         lines = [f"R1, copy: {self.copy_roof / 1e9:,.0f} GB/s"]
         for table_bytes, roof in self.gather_roofs.items():
             lines.append(
@@ -227,7 +227,7 @@ class Gpu:
         return "\n".join(lines)
 
     def describe(self) -> dict[str, object]:
-        """Describe the machine, the software and R1, without which no result can be read."""
+        """Describe the machine, the software and R1, which are needed to interpret results."""
         info = {
             **machine(),
             "device": "cpu",

@@ -1,4 +1,4 @@
-"""Ranks on this machine, each a process with one thread and gloo, and a clock for their steps."""
+"""Runs functions on ranks, processes with one thread and gloo each, and times their steps."""
 
 import json
 import tempfile
@@ -17,17 +17,17 @@ import sparsekit
 
 Step = Callable[[int], object]  # called with the number of the batch
 
-# Number of warm-up steps, which are not timed. One for each batch, so that no row is new later.
+# Number of untimed warm-up steps: one for each batch, so that timed steps insert no rows.
 WARM_UP = 4
 
 
 def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-    """Return the result of ``function(rank, *arguments)`` on rank 0, as JSON keeps it.
+    """Call ``function(rank, *arguments)`` on all ranks; return rank 0's result, after JSON.
 
-    Functions are sent by name, so they must be at the top level of a module.
+    Functions are pickled by name, so they must be at the top level of a module.
     """
-    # Fork the ranks from a process that has imported torch, and torch._dynamo for the first
-    # optimizer: each import takes seconds. That process has computed nothing.
+    # Fork the ranks from a server process that has only imported torch, and torch._dynamo, which
+    # the first optimizer imports. Each import would take seconds in every rank.
     preload = ["torch.distributed", "torch._dynamo", "sparsekit"]
     get_context("forkserver").set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory() as folder:
@@ -51,13 +51,13 @@ def _rank(
 def time_in_turns(
     sides: Mapping[str, Step | None], rounds: int, together: dist.ProcessGroup | None = None
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of each step, from when all ranks may begin until all have ended.
+    """Return the milliseconds of each side's steps, from a barrier before a step to one after it.
 
     Args:
-        sides: steps that take turns. A rank without a step sleeps in a barrier of gloo meanwhile
-            and has no samples.
-        rounds: number of counted steps of each side.
-        together: the ranks that step when this one does; None for all.
+        sides: steps that take turns. None means that this rank waits in gloo's barrier during the
+            step, and gets no samples.
+        rounds: number of timed steps of each side.
+        together: the ranks that run a step at the same time as this one; None for all.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(-WARM_UP, rounds):
@@ -75,7 +75,7 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives that one rank begins in a step, and bytes that it sends."""
+    """Number of collectives that one rank begins in a step, and of bytes that it sends."""
 
     collectives: int
     bytes: int

@@ -1,4 +1,4 @@
-"""PNG plots of the suite curves; needs matplotlib."""
+"""Plots the suite `curves` as PNG files; needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from .report import ReportError, Row, Run
 
 
 def missing() -> str | None:
-    """Return why nothing can be plotted; None if plots work."""
+    """Return why plots are impossible; None if matplotlib is installed."""
     return optional.missing("matplotlib")
 
 
 def plot(runs: Sequence[Run], out: Path) -> list[Path]:
-    """Write a PNG for each figure that the runs have curves for; returns the paths."""
+    """Write a PNG for each figure in the runs, and return the paths."""
     rows = [(run, row) for run in runs for row in run["results"] if row["curve"]]
     if not rows:
         raise ReportError("no curves in these files: they come from `run --suite curves --json`")
@@ -29,13 +29,13 @@ def plot(runs: Sequence[Run], out: Path) -> list[Path]:
 def _plot(name: str, rows: Sequence[Row], stamp: str, out: Path) -> Path:
     import matplotlib
 
-    matplotlib.use("Agg")  # needs no screen
+    matplotlib.use("Agg")  # a backend that does not need a screen
     from matplotlib import pyplot
 
     series: dict[str, dict[float, float]] = {}
     for row in rows:
         curve = row["curve"]
-        # Millions per second: items / ms / 1000.
+        # items / ms / 1000 is millions of items per second.
         series.setdefault(f"sparsekit, {curve['series']}", {})[curve["x"]] = (
             curve["items"] / row["ms"] / 1e3
         )

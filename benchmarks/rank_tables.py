@@ -1,8 +1,8 @@
-"""Many tables on ranks, and the steps that use them: of a group, of one layer, of TorchRec.
+"""Defines many tables on ranks, and steps of a group, of one layer and of TorchRec on them.
 
-Ours looks raw keys up in hash tables that have all keys from the start; TorchRec gets row numbers.
-Both get one KeyedJaggedTensor, or ours a stand-in for one. A group returns the vectors of each
-table by name, which saves a copy; their gradients are given on all sides.
+sparsekit looks up raw keys in hash tables that already contain all keys; TorchRec gets row numbers.
+The input of both is one KeyedJaggedTensor, or a stand-in for it. A group returns the vectors of
+each table by name, which saves a copy. All sides get the same constant gradients of the outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a case; `batch` is that of one rank."""
+    """Sizes of a case; `batch` is the batch size of one rank."""
 
     tables: int
     ids: int
@@ -32,12 +32,12 @@ class Shape:
     dim: int
 
     def text(self) -> str:
-        """Return the sizes as in the name of a case."""
+        """Format the sizes for the name of a case."""
         return f"{self.tables} tables of {self.ids:,} x {self.dim}, batch {self.batch:,}"
 
 
 class Tables:
-    """Tables of one slot, each divided over the ranks of a group, and batches of one key per bag.
+    """Tables with one slot each, sharded over the ranks of a group; batches have one key per bag.
 
     Args:
         shape: number and sizes of the tables.
@@ -78,12 +78,12 @@ class Tables:
         return Keyed(self.names, values, torch.arange(len(values) + 1))
 
     def _capacity(self, ids: int) -> int:
-        """Return the rows per rank for its share of the ids, plus a margin for chance."""
+        """Return the capacity per rank: its expected share of the ids, plus a margin."""
         world = dist.get_world_size(self.over)
         return ids if world == 1 else ids * 6 // 5 // world + 50
 
     def group(self) -> sparsekit.EmbeddingGroup:
-        """Return a group that has all keys."""
+        """Return a group whose tables contain all keys."""
         layers = {
             name: sparsekit.DistributedEmbedding(
                 "sum",
@@ -103,7 +103,7 @@ class Tables:
 
     @torch.no_grad()
     def vectors(self, group: sparsekit.EmbeddingGroup) -> Iterator[torch.Tensor]:
-        """Yield vectors ``[n, tables, dim]`` of all ids, n at a time; unseen ids are inserted."""
+        """Yield vectors ``[n, tables, dim]`` of all ids, n at a time; inserts missing ids."""
         for ids in torch.arange(self.shape.ids).split(4096):
             outputs = self.look_up(group, self._keyed([ids] * self.shape.tables))
             yield torch.cat(outputs, 1).view(-1, self.shape.tables, self.shape.dim)
@@ -116,7 +116,7 @@ class Tables:
     def step(
         self, group: sparsekit.EmbeddingGroup, optimizer: torch.optim.Optimizer | None = None
     ) -> Step:
-        """Return a step of a group; without an optimizer, gradients are sent back and dropped."""
+        """Return a step of a group; without an optimizer, gradients are sent but not applied."""
 
         def step(i: int) -> None:
             torch.autograd.backward(self.look_up(group, self.inputs[i % BATCHES]), self.grads)
@@ -127,7 +127,7 @@ class Tables:
         return step
 
     def training(self, in_backward: bool) -> Step:
-        """Return a step of a new group, with LazyAdam."""
+        """Return a training step of a new group with LazyAdam."""
         group = self.group()
         optimizer = optim.LazyAdam(group.parameters(), lr=0.01)
         if in_backward:
@@ -135,7 +135,7 @@ class Tables:
         return self.step(group, optimizer)
 
     def one_layer(self) -> Step:
-        """Return a step of one layer with a slot per table; an offset keeps the keys apart."""
+        """Return a step of one layer with a slot per table; offsets make the keys distinct."""
         tables, ids, dim = self.shape.tables, self.shape.ids, self.shape.dim
         layer = sparsekit.DistributedEmbedding(
             "sum", self._capacity(tables * ids), dim, tables, 1, name="one", process_group=self.over
@@ -158,7 +158,7 @@ class Tables:
         return step
 
     def torchrec(self) -> Step:
-        """Return a step of the peer, whose optimizer runs in backward; it begins like a group."""
+        """Return a step of TorchRec with a group's initial vectors; backward runs the optimizer."""
         group = self.group()
         model = torchrec.model(
             {name: [name] for name in self.names}, self.shape.ids, self.shape.dim

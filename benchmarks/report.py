@@ -1,4 +1,4 @@
-"""Reports on results: verdicts, tables, and slowdowns between two runs."""
+"""Formats results as verdicts and tables, and finds slowdowns between two runs."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 class ReportError(Exception):
-    """Raised for a file that is not a suitable result of `run`."""
+    """Raised if a file cannot be used: it was not written by `run`, or the runs do not match."""
 
 
 def read(path: Path) -> Run:
@@ -31,7 +31,7 @@ def read(path: Path) -> Run:
 
 
 def brief(run: Run) -> str:
-    """Return a run as JSON with a line per case, without samples: enough for tables and plots."""
+    """Format a run as JSON with a line per result, without samples, for tables and plots."""
     head = json.dumps({name: value for name, value in run.items() if name != "results"}, indent=1)
     samples = ("samples", "against_samples")
     rows = [{name: each[name] for name in each if name not in samples} for each in run["results"]]
@@ -40,7 +40,7 @@ def brief(run: Run) -> str:
 
 
 def title(suite: str, machine: dict[str, Any], quick: bool) -> str:
-    """Return the line above a suite's output."""
+    """Return the header line of a suite's output."""
     build = machine["build"]
     threads = f", {machine['threads']} threads" if "threads" in machine else ""
     toy = ": TOY SIZES, no time means anything" if quick else ""
@@ -59,7 +59,7 @@ def _by_line(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def verdicts(rows: Iterable[Row]) -> str:
-    """Return the worst and the median case for each line of the targets."""
+    """Format the worst and the median ratio of each target's cases as a table."""
     lines = [f"{'line':<42}{'against':<32}{'worst':>8}{'median':>8}{'target':>8}{'cases met':>12}"]
     met = 0
     for (line, against), cases in (groups := _by_line(rows)).items():
@@ -77,17 +77,17 @@ def verdicts(rows: Iterable[Row]) -> str:
 
 
 def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[str]]:
-    """Return lines about the change of each case, and the cases and benchmarks that are slower.
+    """Return a line about the change of each case, and the names of slower cases and benchmarks.
 
-    The measure is our time divided by that of the peer timed in turns with it, since the speed of
-    machines drifts; of several peers the median decides. On one processor our time by itself must
-    also have changed, by half of the threshold, so that a peer's chance speed does not count
-    against us.
+    The measure is the quotient of our time and the peer's time, since the speed of machines drifts
+    and both were timed in turns. If there are several peers, the median change counts. If both runs
+    used the same processor, our time alone must also have changed by half of the threshold;
+    otherwise a peer that happened to run faster would make us look slower.
 
-    A case is slower if this quotient has grown by more than the threshold, with the lower quartile
-    above the upper quartile of before. All cases of a benchmark together show what the noise of
-    each hides: a benchmark is slower if three quarters of its cases have grown by more than half
-    of the threshold, and half of them by more than all of it.
+    A case is slower if its quotient has grown by more than the threshold, and the new lower
+    quartile is above the old upper quartile. All cases of a benchmark together can reveal a change
+    that noise hides in each of them: a benchmark is slower if the median of its cases has grown by
+    more than the threshold, and three quarters of them by more than half of the threshold.
     """
     for what in ("suite", "quick"):
         if before.get(what) != after.get(what):
@@ -103,7 +103,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     groups: dict[str, list[tuple[float, float]]] = {}
     for case in (case for case in old if case in new):
         pairs = [(old[case][x], new[case][x]) for x in old[case] if x in new[case]]
-        # A roof with a single sample tells nothing about drift.
+        # Ignore roofs that were not timed in turns with ours, unless there is nothing else.
         pairs = [x for x in pairs if all(map(_in_turns, x))] or pairs
         if not pairs:
             continue
@@ -119,7 +119,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
             verdict = "  faster"
         lines.append(f"{case:<80}{time:>7.2f} time{change:>7.2f} vs {against}{verdict}")
     judged = len(lines) - (not same)
-    lines.sort(key=lambda line: "SLOWER" in line)  # put them last, where they are seen
+    lines.sort(key=lambda line: "SLOWER" in line)  # print slower cases last, where they are noticed
     for name, cases in groups.items():
         change, time = (statistics.median(x[i] for x in cases) for i in range(2))
         verdict = ""
@@ -153,14 +153,14 @@ def _in_turns(row: Row) -> bool:
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:
-    """Return the growth of our time over theirs: of medians, and between the nearest quartiles."""
+    """Return the growth of `_quotients` by medians, and bounds of it from opposite quartiles."""
     old, new = _quotients(before), _quotients(after)
     (a25, a50, a75), (b25, b50, b75) = (statistics.quantiles(x, n=4) for x in (old, new))
     return b50 / a50, b25 / a75, b75 / a25
 
 
 def _quotients(row: Row) -> list[float]:
-    """Return our samples divided by theirs, taken in turns; a roof may have one sample for all."""
+    """Divide our samples by the peer's, in pairs, or by its median if the numbers differ."""
     ours, theirs = row["samples"], row["against_samples"]
     if len(ours) != len(theirs):
         theirs = [statistics.median(theirs)] * len(ours)
@@ -172,7 +172,7 @@ def _quotients(row: Row) -> list[float]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return Markdown with a row for each target, then for each case; medians over the runs."""
+    """Format runs as Markdown tables, one of all targets and one of all cases, with medians."""
     suites = {"gpu" if run["suite"] == "gpu" else "cpu" for run in runs} or {"cpu"}
     lines = _stamps(runs)
     lines += [
@@ -245,7 +245,7 @@ def _median(rows: Sequence[Row], field: str) -> float:
 
 
 def write_into(path: Path, text: str) -> None:
-    """Replace the text between the two marks of a document by a table."""
+    """Replace the text between the marks BEGIN and END of a document with a new text."""
     try:
         document = path.read_text()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The project's targets: how many times as fast as the roof or the peer a case should be.
+"""Lists the project's targets: the required speed of cases, as a multiple of a roof's or a peer's.
 
-The key is the line that a case belongs to and the roof or peer. A time of at most 1.15 times
-another is a ratio of 1 / 1.15. For collectives, the ratio says how many times fewer there are.
-Targets are raised once they are met.
+A key consists of a target's name, the `line` of its cases, and of the roof or peer. If a case may
+take 1.15 times as long as the peer, its target is 1 / 1.15. For collectives, the target is the
+peer's number divided by ours. Targets are raised once they are met.
 """
 
 CPU_TARGETS = {
@@ -75,10 +75,10 @@ TARGETS = {"cpu": CPU_TARGETS, "gpu": GPU_TARGETS}
 
 
 def target_of(targets: dict[tuple[str, str], float], line: str, against: str) -> float | None:
-    """Return the target of a line against a roof or a peer, or None without one.
+    """Return the target of a line for a roof or a peer; None if there is none.
 
     Raises:
-        KeyError: no target has this line, so it is misspelled.
+        KeyError: no target has this line, so the line is misspelled.
     """
     if line and not any(name == line for name, _ in targets):
         raise KeyError(f"there is no target for {line!r}")

@@ -1,7 +1,7 @@
 """Counts how often the host waits for the device, since each wait leaves the GPU idle.
 
-torch counts its own waits while torch.cuda.set_sync_debug_mode is on; ops of sparsekit wait without
-torch and count for themselves.
+torch warns of its own waits while torch.cuda.set_sync_debug_mode is on. sparsekit's ops do not wait
+through torch, and count their waits themselves.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ LIBRARY = Path(sparsekit.__file__).parent / "lib" / "libsparsekit_cuda.so"
 
 @dataclass(frozen=True)
 class Waits:
-    """Waits of one call."""
+    """Numbers of waits in one call, by torch and by sparsekit."""
 
     torch: int
     sparsekit: int
 
     @property
     def all(self) -> int:
-        """Return the total."""
+        """Return the total number of waits."""
         return self.torch + self.sparsekit
 
 
@@ -35,14 +35,14 @@ def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
     """Run a call and count its waits.
 
     Args:
-        call: called once here. Call it before, too, since a first call waits more often.
-        library: library that counts the waits; the host runner's does so without a device.
+        call: called once. Warm it up before, since a first call waits more often.
+        library: library that counts the waits; pass the host runner's if there is no GPU.
     """
     own = ctypes.CDLL(str(library)).sparsekit_num_waits
     own.restype = ctypes.c_int64
     before = own()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # torch also warns about the mode itself
+        warnings.simplefilter("always")  # record every warning, not only the first of each kind
         with _debug_mode():
             call()
     of_torch = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]

@@ -6,7 +6,7 @@ from model import Clicks, data, loss_of
 
 import sparsekit
 
-accelerator = Accelerator(cpu=True)  # must come first: the model's tables ask it for the ranks
+accelerator = Accelerator(cpu=True)  # must come first: the tables need to know the ranks
 torch.manual_seed(0)
 model = Clicks()
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)

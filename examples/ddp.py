@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import sparsekit
 
-dist.init_process_group()  # must come first: the model's tables ask it for the ranks
+dist.init_process_group()  # must come first: the model's tables need to know the ranks
 torch.manual_seed(0)
-model = DistributedDataParallel(Clicks())  # ignores the tables, which are sharded
+model = DistributedDataParallel(Clicks())  # leaves the tables alone: they are sharded
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 batches = DataLoader(data(), batch_size=32, sampler=DistributedSampler(data()))
 for epoch in range(5):
@@ -23,5 +23,5 @@ for epoch in range(5):
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"loss {loss.item():.4f}")
-# A state_dict holds the rows of one rank, so each rank saves its own file.
+# To save the model, write one file per rank: a state_dict contains only the rank's own rows.
 dist.destroy_process_group()

@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import sparsekit
 
-dist.init_process_group()  # must come first: the model's tables ask it for the ranks
+dist.init_process_group()  # must come first: the model's tables need to know the ranks
 torch.manual_seed(0)
 model = Clicks()
-tables = set(sparsekit.distributed.ignored_parameters(model).values())  # sharded already
+tables = set(sparsekit.distributed.ignored_parameters(model).values())  # already sharded
 fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=tables)
 # This optimizer accepts both DTensors and tables.
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)

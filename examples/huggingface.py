@@ -13,11 +13,11 @@ class WithLoss(Clicks):
         return {"loss": loss_of(logits, clicked), "logits": logits}
 
 
-# The arguments initialize torch.distributed. They come before the model, since its tables must know
-# the ranks.
+# Create the arguments before the model: they initialize torch.distributed, and the model's tables
+# need to know the ranks.
 args = TrainingArguments(
     "unused", use_cpu=True, per_device_train_batch_size=32, num_train_epochs=5, report_to=[],
-    save_strategy="no",  # would save only rank 0's part of a table: docs/trainers.md
+    save_strategy="no",  # Trainer would save only rank 0's rows: docs/trainers.md
     logging_strategy="no", disable_tqdm=True, ddp_backend="gloo",
 )  # fmt: skip
 args.device  # noqa: B018 (initialises torch.distributed)
@@ -31,6 +31,6 @@ trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, schedu
 trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_
 trainer.train()
 with torch.no_grad():
-    loss = model.eval()(*data().tensors)["loss"].item()  # all ranks must take part
+    loss = model.eval()(*data().tensors)["loss"].item()  # a collective: run on all ranks
 if trainer.is_world_process_zero():
     print(f"loss {loss:.4f}")

@@ -29,7 +29,7 @@ class Module(lightning.LightningModule):
 
 
 ranks = int(os.environ.get("WORLD_SIZE", 1))
-# Lightning's checkpoints would contain only rank 0's part of a table; see docs/trainers.md.
+# Disable Lightning's checkpoints: they would contain only rank 0's rows; see docs/trainers.md.
 trainer = lightning.Trainer(
     accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=5, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

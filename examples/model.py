@@ -1,4 +1,4 @@
-"""A model of clicks on raw 64-bit ids, trained by the examples; several ranks shard its tables."""
+"""The examples' model, which predicts clicks from raw 64-bit ids; its tables can be sharded."""
 
 import torch
 
@@ -6,7 +6,7 @@ import sparsekit
 
 
 class Clicks(torch.nn.Module):
-    """Model with two tables and a dense part."""
+    """A click model with two tables and a dense part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ loss_of = torch.nn.functional.binary_cross_entropy_with_logits
 
 
 def data(samples: int = 512) -> torch.utils.data.TensorDataset:
-    """Return ids of users and tags, spread over 64 bits, and clicks that depend on the user."""
+    """Generate ids of users and tags, spread over 64 bits, and clicks that depend on the user."""
     random = torch.Generator().manual_seed(0)
     user = torch.randint(0, 50, (samples,), generator=random)
     tags = torch.randint(-(2**62), 2**62, (20,), generator=random)

@@ -1,4 +1,4 @@
-"""Two tables of raw 64-bit ids, on one rank (`python examples/quickstart.py`) or on several.
+"""Trains a model with two tables of raw 64-bit ids, on one rank or, under torchrun, on several.
 
 torchrun --nproc-per-node 2 examples/quickstart.py
 """
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import sparsekit
 
-if "RANK" in os.environ:  # under torchrun; must come before the layers
+if "RANK" in os.environ:  # under torchrun; call this before creating layers
     dist.init_process_group()
 
 
 class Clicks(torch.nn.Module):
-    """Predicts whether a user clicks an item, from the user, the item and items seen before."""
+    """Predicts whether a user clicks on an item, from the user, the item and items seen before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Clicks(torch.nn.Module):
 torch.manual_seed(0)
 users = torch.randint(0, 200, (4096,))
 items = torch.randint(0, 200, (4096,))
-seen = torch.randint(0, 200, (4096, 5))  # a bag of five
+seen = torch.randint(0, 200, (4096, 5))  # a bag of five items per sample
 clicked = (users + items > 200).float()
 users = users * 2**40 - 7  # any int64 is a key
 

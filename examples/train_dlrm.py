@@ -1,4 +1,4 @@
-"""DLRM on a file in Criteo's format: `torchrun --nproc-per-node 2 examples/train_dlrm.py`."""
+"""Trains DLRM on Criteo's format: `torchrun --nproc-per-node 2 examples/train_dlrm.py`."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from sparsekit.data import CriteoReader, write_criteo_sample
 from sparsekit.models import DLRM
 from sparsekit.train import JsonLines, Trainer, linear_warmup
 
-if "RANK" in os.environ:  # under torchrun; must come before the layers
+if "RANK" in os.environ:  # under torchrun; call this before creating layers
     dist.init_process_group()
 
 
@@ -25,14 +25,14 @@ model = DLRM([f"C{i}" for i in range(1, 27)], 13, rows=20_000, bottom=[64], top=
 sparse, dense = sparsekit.split_embedding_variable_from_others(model)
 optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.002)]
 with tempfile.TemporaryDirectory() as folder:
-    # Generate a file, of which each rank reads a share.
+    # Every rank generates the same file, and reads its share of the rows.
     write_criteo_sample(f"{folder}/day_0", rows=20_000)
     trainer = Trainer(
         model,
         losses,
         optimizers,
         schedulers=[linear_warmup(optimizer, 1.0, 20) for optimizer in optimizers],
-        logs=[JsonLines(f"{folder}/metrics.jsonl")],  # for `sparsekit plot`
+        logs=[JsonLines(f"{folder}/metrics.jsonl")],  # `sparsekit plot` reads this file
     )
     history = trainer.fit(CriteoReader(f"{folder}/day_0", 512, shuffle=True), epochs=3)
 if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Retrieval with a tower for users and one for items, on one rank or under torchrun."""
+"""Trains a retrieval model with two towers, for users and items, on one rank or under torchrun."""
 
 import os
 
@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy, normalize
 import sparsekit
 
 rank, ranks = (int(os.environ.get(name, only)) for name, only in (("RANK", 0), ("WORLD_SIZE", 1)))
-if ranks > 1:  # under torchrun; must come before the layers
+if ranks > 1:  # under torchrun; call this before creating layers
     dist.init_process_group()
 
 
 class Towers(torch.nn.Module):
-    """Model that maps int64 ids of users [n] and items [m] to scores [n, m]."""
+    """Maps int64 ids of users [n] and items [m] to scores [n, m]."""
 
     def __init__(self):
         super().__init__()
@@ -30,14 +30,14 @@ class Towers(torch.nn.Module):
 torch.manual_seed(0)
 users, items = torch.arange(400), torch.arange(200)  # users like items whose number is equal mod 20
 liked = torch.rand(400, 200).where(users[:, None] % 20 == items % 20, 2).argsort(1)[:, :10]
-liked, held_out = liked[:, :8], liked[:, 8:]  # [400, 8] for training, [400, 2] to be found
+liked, held_out = liked[:, :8], liked[:, 8:]  # [400, 8] for training, [400, 2] for testing
 user_ids, item_ids = users * 2**40 - 7, items * 10**15 + 3  # any int64 is a key
 model = sparsekit.distributed.wrap_ddp(Towers())
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.1)
 for batch in torch.cat([torch.randperm(3200) for _ in range(8)]).split(256):
     mine = batch.tensor_split(ranks)[rank]
     scores = model(user_ids[mine // 8], item_ids[liked.flatten()[mine]])
-    # Other users' items in the batch are negatives.
+    # Treat other users' items in the batch as negatives.
     loss = cross_entropy(scores, torch.arange(len(mine)))
     optimizer.zero_grad()
     loss.backward()

@@ -1,1 +1,1 @@
-"""Programs that developers run by hand or through make; they are not part of the package."""
+"""Programs that developers run directly or through make; they are not part of the package."""

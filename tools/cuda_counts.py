@@ -24,14 +24,14 @@ from deferred_errors import deferred_errors  # noqa: E402
 from simt_counts import Count, Counts, counted  # noqa: E402
 
 TABLES = 26
-# EXACT columns are the same in every run. BY_CHANCE columns depend on seeds of hashes and on the
-# interleaving of threads.
+# EXACT columns are the same in every run. BY_CHANCE columns depend on the seeds of hash tables and
+# on the interleaving of threads.
 EXACT = ("calls", "kernels", "memsets", "scans, sorts", "torch", "waits", "copies in")
 BY_CHANCE = ("atomics", "KB accessed", "KB moved")
 
 
 class Step:
-    """A training step with LazyAdam and given gradients, whose work can be counted.
+    """A training step with LazyAdam and constant gradients of the outputs, to be counted.
 
     Args:
         tables: 1 for a single layer, more for an EmbeddingGroup.
@@ -80,7 +80,7 @@ class Step:
         self.optimizer.zero_grad()
 
     def count(self) -> Counts:
-        """Return the counts of a second step: states exist already, and some keys are new."""
+        """Return the counts of the second step, when states already exist and some keys are new."""
         waits: list[int] = []
         with deferred_errors(on_wait=lambda: waits.append(1)):
             with counted():
@@ -101,7 +101,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Counts]]]:
 
 
 def row(name: str, count: Count) -> str:
-    """Return a line of a table."""
+    """Format the counts of an op as a row of a table."""
     cells: list[object] = [count.calls, count.kernels, count.memsets, count.library]
     cells += [count.torch, count.waits, count.copies_in, rounded(count.atomics)]
     cells += [rounded(count.accessed / 1000), rounded(count.moved / 1000)]
@@ -109,14 +109,14 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Round to two digits, since the others depend on chance; return "" for 0."""
+    """Format with two significant digits, since the others vary between runs; 0 becomes ""."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Return a table of our ops, of totals for torch's ops and for all, and perhaps of kernels."""
+    """Format a table of our ops and, optionally, their kernels, with totals for torch and all."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}
@@ -135,7 +135,7 @@ def table(counts: Counts, kernels: bool) -> str:
 
 
 def tables() -> str:
-    """Return all tables in Markdown."""
+    """Count all cases, and format their tables in Markdown."""
     parts = []
     for i, (title, count) in enumerate(cases()):
         counts = count()
@@ -153,7 +153,7 @@ def in_status(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """Return tables without the columns that depend on chance."""
+    """Remove the BY_CHANCE columns from tables."""
     lines = text.splitlines()
     return "\n".join(
         line.rsplit("|", len(BY_CHANCE) + 1)[0] if line.startswith("|") else line for line in lines

@@ -29,12 +29,12 @@ _HALF_BLOCKS = {"bucketize"}
 
 
 def occupancy(registers: int, shared: int, threads: int) -> float:
-    """Return the share of a multiprocessor's 64 warps that can be resident.
+    """Return the fraction of a multiprocessor's 64 warps that can be resident.
 
-    sm_80, sm_90 and sm_100 agree: 65,536 registers, allocated to each warp in units of 256, and 32
-    blocks. The estimate assumes 100 KiB of shared memory, of which each block loses 1 KiB to the
-    system. Dynamic shared memory of a launch is unknown here; no kernel requests more than a few
-    KiB.
+    sm_80, sm_90 and sm_100 have the same limits: 65,536 registers, allocated to each warp in units
+    of 256, and 32 blocks. The estimate assumes 100 KiB of shared memory, of which the system
+    reserves 1 KiB per block. Dynamic shared memory is not counted; no kernel uses more than a few
+    KiB of it.
     """
     of_warp = -(-registers * 32 // 256) * 256
     warps = threads // 32
@@ -44,7 +44,7 @@ def occupancy(registers: int, shared: int, threads: int) -> float:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel; each set of template arguments and each chip has its own."""
+    """A kernel as compiled for one set of template arguments and one chip."""
 
     source: str  # stem of the .cu file
     symbol: str
@@ -57,7 +57,7 @@ class Kernel:
 
     @property
     def occupancy(self) -> float:
-        """Return the resident warps of a multiprocessor as a share of the maximum."""
+        """Return the fraction of a multiprocessor's warps that can be resident."""
         return occupancy(self.registers, self.shared, 128 if self.source in _HALF_BLOCKS else 256)
 
     @property
@@ -101,7 +101,7 @@ def newest_build(root: Path = ROOT) -> Path | None:
 
 
 def read(build: Path) -> list[Kernel]:
-    """Return the kernels of a build, except those of sources that no longer exist."""
+    """Return the kernels of a build; skip sources that no longer exist."""
     kernels = []
     for log in sorted(build.glob("**/*.cu.o.ptxas")):
         source = log.name.removesuffix(".cu.o.ptxas")
@@ -148,7 +148,7 @@ def is_ours(short: str) -> bool:
 
 
 def table(kernels: list[Kernel], all_kernels: bool) -> str:
-    """Return a line for each kernel and chip, with a mark for spills."""
+    """Format a line for each kernel and chip; lines of kernels that spill are marked."""
     names = demangle({kernel.symbol for kernel in kernels})
     lines = [
         f"{'source':<15}{'kernel':<64}{'arch':<8}{'registers':>9}{'occupancy':>11}{'stack':>7}"
@@ -170,7 +170,7 @@ def table(kernels: list[Kernel], all_kernels: bool) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; returns 1 if one of our kernels spills or no build has CUDA."""
+    """Print the table; return 1 if one of our kernels spills or no build has CUDA."""
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_report", description=__doc__)
     parser.add_argument("--all", action="store_true", help="CUB's kernels as well")
     options = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Counts the memory instructions of each kernel: `python -m tools.cuda_sass [NAME ...]`.
 
-For one chip, counts loads and stores of global memory by width, atomics, shuffles, votes, barriers
-and accesses to local memory. It counts instructions in the code, not executions: an unrolled loop
-contains its loads several times. NAME selects kernels whose names contain it.
+Counts loads and stores of global memory by width, atomics, shuffles, votes, barriers and accesses
+to local memory, for one chip. It counts instructions in the code, not executions: an unrolled loop
+contains its loads several times. NAME selects kernels whose names contain NAME.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from pathlib import Path
 from .cuda_report import ROOT, base_name, demangle, is_ours
 
 LIBRARY = ROOT / "sparsekit" / "lib" / "libsparsekit_cuda.so"
-TOOLS = ("cuobjdump", "nvdisasm")  # cuobjdump calls nvdisasm
+TOOLS = ("cuobjdump", "nvdisasm")  # nvdisasm is called by cuobjdump
 
 _FUNCTION = re.compile(r"^\s*Function : (\w+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-# Listed instructions, in this order, by the first part of their names.
+# Kinds of instructions to list, in this order: the first parts of their names.
 _KINDS = (
     "LDG", "LD", "STG", "ST", "LDL", "STL", "ATOMG", "ATOM", "REDG", "RED", "ATOMS", "LDS", "STS",
     "SHFL", "MATCH", "VOTE", "VOTEU", "REDUX", "BAR", "MEMBAR",
 )  # fmt: skip
 # Local memory: spilled registers, and arrays that are not kept in registers.
 _LOCAL = ("LDL", "STL")
-# Parts of a name that say nothing about width or scope, such as E for an extended address.
+# Parts of a name to omit, since they do not tell the width or scope, such as E: extended address.
 _DROPPED = {"E", "SYNC", "DEFER_BLOCKING", "FTZ", "RN", "STRONG", "IDX"}
 
 
@@ -86,13 +86,13 @@ def uses_local_memory(counts: Counter[str]) -> bool:
 
 
 def describe(counts: Counter[str]) -> str:
-    """Return `4 LDG.128, 1 STG.64, ...` in the order of the kinds."""
+    """Format counts as `4 LDG.128, 1 STG.64, ...`, in the order of `_KINDS`."""
     order = sorted(counts, key=lambda name: (_KINDS.index(name.split(".")[0]), name))
     return ", ".join(f"{counts[name]} {name}" for name in order)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the list; returns 1 if one of our kernels uses local memory."""
+    """Print the counts; return 1 if one of our kernels uses local memory."""
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_sass", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="part of a kernel's name")
     parser.add_argument("--arch", default="sm_90", help="one that the library is built for")
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.library.name} has no machine code for {options.arch}.")
         return 1
     names = {symbol: name for symbol, name in demangle(counts).items() if is_ours(name)}
-    # The library has one copy of a header's kernel per source that includes the header; print one.
+    # Print one copy of each kernel in a header: every source that includes the header has a copy.
     seen = set()
     local = 0
     for symbol, name in sorted(names.items(), key=lambda item: item[1]):

@@ -1,7 +1,7 @@
-"""A launcher of nvcc that stores ptxas's report on each kernel in a file beside the object.
+"""Runs nvcc, and stores ptxas's report on each kernel in a file next to the object file.
 
-CMakeLists.txt inserts it before the compiler's command. Thus `make cuda-report` can read the
-reports without compiling again, and a build prints only other lines, such as warnings and errors.
+CMakeLists.txt inserts this program before the compiler's command. Thus `make cuda-report` can read
+the reports without compiling again, and a build prints only the other lines, such as warnings.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ def is_report(line: str) -> bool:
 
 
 def main(command: list[str]) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.splitlines(keepends=True)
     sys.stderr.writelines(line for line in lines if not is_report(line))

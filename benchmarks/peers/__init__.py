@@ -1,1 +1,1 @@
-"""Peers other than torch. All are optional: a missing one is skipped, and the reason is printed."""
+"""Peers other than torch. All are optional: a missing peer is skipped, with a message."""

@@ -1,7 +1,7 @@
-"""FBGEMM's table batched embeddings on the CPU: the training module, float32.
+"""FBGEMM's table batched embeddings (TBE) on the CPU: the training module, float32.
 
-This is its fastest configuration: each table is one feature, bounds are not checked (ours checks
-them), and its CPU optimizer is fused into backward.
+This is its fastest configuration: each table has one feature, bounds are not checked (sparsekit
+checks them), and the optimizer is fused into backward.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def missing() -> str | None:
 
 
 def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
-    """Return a module in mode sum; (rows, offsets) give ``[batch, sum of dims]``.
+    """Return a module that sums bags; it maps (rows, offsets) to ``[batch, sum of dims]``.
 
     Args:
         shapes: rows and dim of each table.
@@ -43,7 +43,7 @@ def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
 
 
 def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
-    """Return a module with one table, which begins as a copy of `weight`."""
+    """Return a module with one table, initialized with a copy of `weight`."""
     num_rows, dim = weight.shape
     module = tables([(num_rows, dim)], lr)
     module.split_embedding_weights()[0].copy_(weight)

@@ -1,7 +1,7 @@
-"""Peers written in C++: compiled on first use, called through ctypes.
+"""Peers written in C++, which are compiled on first use and called through ctypes.
 
-They are compiled for this very machine, with the best options, into ``build/peers``. Outputs are
-torch tensors, so that allocation costs a peer the same as us.
+They are compiled for this processor into ``build/peers``. Outputs are torch tensors, so that
+allocation takes a peer as long as sparsekit.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def _compiler() -> str | None:
 
 
 def _includes() -> list[str]:
-    """Return folders with boost's headers: of the wheel, or of the system."""
+    """Return folders with boost's headers; the folder of the wheel comes first."""
     spec = find_spec("libboost_headers")
     folders = (spec and spec.submodule_search_locations) or []
     wheel = [str(Path(folder) / "include") for folder in folders]
@@ -64,7 +64,7 @@ def _library(name: str) -> ctypes.CDLL:
     target = BUILD / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        # Move the whole file into place: another process may be about to load it.
+        # Compile to a temporary file and rename it, since another process may load the library.
         part = target.with_suffix(f".{os.getpid()}")
         command = [compiler, *flags, str(source), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's flags, which -march=native depends on: the folder may be shared."""
+    """Return the processor's flags, so that machines of different types can share BUILD."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def pages(num_bytes: int, huge: bool) -> torch.Tensor:
-    """Return zeros, uint8 ``[num_bytes]``, in pages of 2 MiB or 4 KiB, or torch's own."""
+    """Return zeros, uint8 ``[num_bytes]``, in pages of 2 MiB or 4 KiB if a compiler is present."""
     if missing("gather") is not None:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     address = _function("gather", "pages_new", ctypes.c_void_p)(
@@ -102,7 +102,7 @@ def pages(num_bytes: int, huge: bool) -> torch.Tensor:
         raise MemoryError(f"no memory for {num_bytes:,} bytes")
     array = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     tensor = torch.from_numpy(array)
-    # The array lives as long as any tensor that shares its memory.
+    # Free the pages with the array, which lives as long as any tensor that shares its memory.
     weakref.finalize(array, partial(_free, "gather", "pages_free", address))
     return tensor
 
@@ -112,7 +112,7 @@ def _free(library: str, function: str, address: int) -> None:
 
 
 def gather(array: torch.Tensor, keys: torch.Tensor) -> int:
-    """Return the sum of the keys' lines; array is ``[lines, 16]`` float32, keys int64 ``[n]``."""
+    """Read line ``keys[i]`` of a float32 array ``[lines, 16]`` for each key; return the sum."""
     return _function("gather", "gather", ctypes.c_int64)(
         _pointer(array),
         _pointer(keys),
@@ -130,11 +130,11 @@ class FlatMap:
         weakref.finalize(self, partial(_free, "flat_map", "map_free", address))
 
     def clear(self) -> None:
-        """Remove all keys and keep the memory."""
+        """Remove all keys, but keep the memory."""
         _function("flat_map", "map_clear")(self._map)
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the values of keys ``[n]``, -1 for unknown ones."""
+        """Return the values of keys ``[n]``, -1 for unknown keys."""
         return self._call("map_find", keys)
 
     def emplace(self, keys: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tells whether a peer's package is installed; none of them is required."""
+"""Checks whether a peer's package is installed; all of these packages are optional."""
 
 from importlib.util import find_spec
 

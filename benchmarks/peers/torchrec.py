@@ -1,7 +1,7 @@
 """TorchRec's DistributedModelParallel over an EmbeddingBagCollection, on gloo ranks.
 
-Each table lies whole on one rank, since its CPU mode refuses row-wise sharding. Row-wise Adagrad is
-fused into backward, and bounds are not checked (ours checks them).
+Each table is on one rank, since TorchRec's CPU mode refuses row-wise sharding. Row-wise Adagrad is
+fused into backward, and bounds are not checked (sparsekit checks them).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ def missing() -> str | None:
 
 
 def model(features: Mapping[str, Sequence[str]], ids: int, dim: int, lr: float = 0.01) -> Any:
-    """Return a module in mode sum: `keyed` -> KeyedTensor; rank 0 has the first tables, and so on.
+    """Return a module that sums the bags of `keyed`; ranks get consecutive tables, in order.
 
     Args:
         features: features of each table.
@@ -83,7 +83,7 @@ def own_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def keyed(names: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """Return a KeyedJaggedTensor: all bags of a feature after those of the one before."""
+    """Return a KeyedJaggedTensor from the bags of all features, one feature after the other."""
     from torchrec import KeyedJaggedTensor
 
     return KeyedJaggedTensor(keys=list(names), values=values, lengths=lengths)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.systems.autoencoder
 
-Trains on one rank and on two, with one thread each. It exits with 1 if a line fails; the speed-up
-is only printed, since it depends on the machine and its load.
+Trains on one rank and on two, with one thread each. Exits with 1 if a requirement is not met. The
+speed-up is only printed, since it depends on the machine and its load.
 """
 
 import io
@@ -29,18 +29,18 @@ from sparsekit.train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 
 from ..on_ranks import run
 
-# Upper bound of the loss, and lower bound of the precision.
+# Requirements: upper bound of the loss, and lower bound of the precision.
 LARGEST_LOSS = 0.0205
 POPULARITY = 0.104
-# The original reports this on 2 GPUs.
+# Speed-up that the original reports for 2 GPUs.
 THEIR_SPEED_UP = 1.53
-WARM_UP = 5  # epochs
+WARM_UP = 5  # number of epochs that are not timed
 
 LINE = "{:<30}{:>10}{:>12}{:>12}{:>12}"
 
 
 def train(rank: int, original: bool) -> dict[str, Any]:
-    """Train as the command does with seed 0; all ranks must call it."""
+    """Train like `sparsekit train autoencoder` with seed 0; all ranks must call this."""
     earlier, test = movielens_100k().split_by_time(0.2)
     history = RatedItems(earlier)
     users = len(history.users)

@@ -2,9 +2,9 @@
 
 python benchmarks/systems/checkpoint.py [--gib 4] [--folder FOLDER]
 
-Exits with 1 if a line fails: save must be at least 0.7 times as fast as cp and sync of the same
-bytes and faster than torch.save; save, load and reshard may take at most 256 MiB besides the table;
-async_save may hold up training for at most a tenth of a save.
+Exits with 1 if a requirement is not met. save must be at least 0.7 times as fast as cp and sync of
+the same bytes, and faster than torch.save. save, load and reshard may use at most 256 MiB of memory
+besides the table. async_save may delay training by at most a tenth of the time of a save.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import sparsekit
 from sparsekit import checkpoint
 
 DIM = 64
-GOLDEN = -7046029254386353131  # keys are multiples of it
+GOLDEN = -7046029254386353131  # keys are multiples of this number, to be spread over 64 bits
 MOST_EXTRA_MIB = 256
 LEAST_OF_CP = 0.7
 MOST_HELD_UP = 0.1
 
 
 def main() -> int:
-    """Print the figures; returns 1 if a line fails."""
+    """Print the results; return 1 if a requirement is not met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=4.0, help="of vectors and states")
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
@@ -68,7 +68,7 @@ def _run(folder: Path, args: argparse.Namespace) -> int:
     print(f"torch.save   {pickle:6.2f} s: save has {pickle / save:.2f} times its speed")
     print(f"async_save   {held_up:6.2f} s of training lost, {held_up / save:.1%} of a save; "
           f"{first:.2f} s the first time, for its memory is new")  # fmt: skip
-    # The table's memory is touched already, so only the additional memory of load counts.
+    # The table's memory is already resident, so this measures only the extra memory of load.
     seconds, extra_of_load = _measured(lambda: checkpoint.load(layer, folder / "saved", optimizer))
     print(f"load         {seconds:6.2f} s, {extra_of_load} MiB beside the table")
     begin = time.perf_counter()
@@ -95,7 +95,7 @@ def _layer(rows: int) -> tuple[sparsekit.DistributedEmbedding, sparsekit.optim.L
 def _fill(
     layer: sparsekit.DistributedEmbedding, optimizer: torch.optim.Optimizer, rows: int
 ) -> None:
-    """Give each row a key, a vector and states."""
+    """Fill all rows of the layer with keys, random vectors and random optimizer states."""
     generator = torch.Generator().manual_seed(0)
     for begin in range(0, rows, 1 << 18):
         keys = torch.arange(begin, min(begin + (1 << 18), rows)) * GOLDEN
@@ -123,7 +123,7 @@ def _held_up(
     folder: Path,
     saves: int,
 ) -> list[float]:
-    """Return the seconds that async_save takes, plus those by which it delays later steps."""
+    """Return by how many seconds each async_save delays training, during the call and later."""
     lost = []
     keep = checkpoint.Checkpoints(folder / "async", keep=1)
     for step in range(saves):
@@ -145,7 +145,7 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _measured(function: Callable[[], object]) -> tuple[float, int]:
-    """Return seconds, and MiB at the peak beyond the memory before."""
+    """Return the function's seconds, and by how many MiB its peak exceeds the memory before."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     seconds = _timed(function)
@@ -153,7 +153,7 @@ def _measured(function: Callable[[], object]) -> tuple[float, int]:
 
 
 def _memory(name: str) -> int:
-    """Return an entry of /proc/self/status in KiB."""
+    """Return an entry of /proc/self/status, such as VmRSS, in KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])
@@ -173,7 +173,7 @@ def _torch_save(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, path: 
         os.fsync(file.fileno())
 
 
-# The process prints its peak last. wait4 would begin with the memory of this process.
+# The process prints its peak memory last. The peak from wait4 would include this process's memory.
 _COMMAND = """
 import sys
 from sparsekit.cli import main
@@ -184,7 +184,7 @@ sys.exit(status)
 
 
 def _reshard(folder: Path) -> int:
-    """Return the peak of the command's process in MiB, minus that of an idle process."""
+    """Return the peak memory in MiB of `checkpoint reshard`, minus that of `checkpoint inspect`."""
     idle = _peak("inspect", str(folder / "saved"))
     return _peak("reshard", str(folder / "saved"), str(folder / "three"), "--world", "3") - idle
 

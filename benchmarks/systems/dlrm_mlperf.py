@@ -1,7 +1,7 @@
-"""DLRM-DCNv2 at MLPerf's shape on generated data: unofficial, throughput only.
+"""Trains DLRM-DCNv2 of MLPerf's size on generated data; measures throughput only, unofficially.
 
-Dim 128, MLPerf's numbers of keys in the 26 bags (214 per sample) and its dense layers, Adagrad;
-tables have at most --rows rows, where MLPerf's largest have 40 million.
+The model has dim 128, MLPerf's numbers of keys in the 26 bags (214 per sample) and its dense
+layers. It is trained with Adagrad. Tables have at most --rows rows; MLPerf's have up to 40 million.
 
 python -m benchmarks.systems.dlrm_mlperf
 """
@@ -21,14 +21,14 @@ from sparsekit.train import Trainer
 
 
 def losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
-    """Return a loss for each sample."""
+    """Return a loss for each sample, and no penalty."""
     assert batch.label is not None
     scores = model(batch.dense.clamp(min=0).log1p(), batch.sparse)
     return binary_cross_entropy_with_logits(scores, batch.label, reduction="none"), 0.0
 
 
 def main() -> None:
-    """Train and print samples per second."""
+    """Train for some steps, and print the samples per second."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=800_000, help="most rows of a table")
     parser.add_argument("--batch", type=int, default=2048)
