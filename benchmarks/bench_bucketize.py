@@ -38,7 +38,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time two numbers of keys; each key moves 24 bytes: it is read, and written with its index."""
+    """Time bucketize on a GPU; the roof is reading keys, and writing keys and the permutation."""
     for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
         keys = gpu.randint(2**62, n)
         for world_size in (8, 64):

@@ -49,7 +49,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time bags of a table of 8 GiB; the roof R1 counts rows, row numbers, offsets and outputs."""
+    """Time bags of a table of 8 GiB; the roof is reading all inputs and writing the outputs."""
     floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=5)
     storage = gpu.randn(floats)
     for dim in (16, 32, 64, 128, 256):

@@ -48,9 +48,9 @@ class Curve:
 class Comparison:
     """Comparison of a case with one roof or one peer.
 
-    Samples are milliseconds per call, in the order of measurement. On the CPU, ours and the peer's
-    are measured in turns, so both samples i were taken in the same state of the machine. A roof may
-    have a single sample. `line` is the name of the case's target in `targets.py`, if it has one.
+    Samples are milliseconds per call, in the order of measurement. On the CPU, our calls and the
+    peer's are timed in turns, so samples with the same index were taken at about the same time. A
+    roof may have a single sample. `line` is the name of the case's target in `targets.py`, if any.
     With the clock "collectives", samples are numbers of collectives in a step instead of times.
     """
 

@@ -38,7 +38,7 @@ class Timing:
 
     @property
     def ms(self) -> float:
-        """Return the median of the device's clock."""
+        """Return the median time by the device's clock."""
         return statistics.median(self.events)
 
     def on(self, clock: str) -> list[float]:
@@ -202,7 +202,7 @@ class Gpu:
         return torch.arange(start, end, device=self.device) * 0x1E3779B97F4A7C15
 
     def zipf(self, n: int, exponent: float, num_ids: int) -> torch.Tensor:
-        """Return zipf-distributed ids, int64 ``[n]`` in [0, num_ids); frequent ids are spread."""
+        """Draw ids by Zipf's law, int64 ``[n]`` in [0, num_ids); frequent ids are not adjacent."""
         ranks = torch.arange(1, num_ids + 1, dtype=torch.float64, device=self.device)
         cumulative = ranks.pow_(-exponent).cumsum_(0)
         draws = torch.rand(n, generator=self.generator, device=self.device, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Runs functions on ranks, processes with one thread and gloo each, and times their steps."""
+"""Runs functions on ranks, which are processes with one thread each, and times their steps."""
 
 import json
 import tempfile
@@ -75,7 +75,7 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of collectives that one rank begins in a step, and of bytes that it sends."""
+    """Numbers of collectives that one rank starts in a step and of bytes that it sends."""
 
     collectives: int
     bytes: int

@@ -1,8 +1,8 @@
-"""Lists the project's targets: the required speed of cases, as a multiple of a roof's or a peer's.
+"""Lists targets: the required speed of each case, as a multiple of the roof's or the peer's speed.
 
-A key consists of a target's name, the `line` of its cases, and of the roof or peer. If a case may
-take 1.15 times as long as the peer, its target is 1 / 1.15. For collectives, the target is the
-peer's number divided by ours. Targets are raised once they are met.
+A key is a pair: the target's name, which cases have as their `line`, and the roof or peer. If a
+case may take 1.15 times as long as the peer, its target is 1 / 1.15. For collectives, the target is
+the peer's number divided by ours. Targets are raised once they are met.
 """
 
 CPU_TARGETS = {

@@ -1,4 +1,4 @@
-"""Accelerate: `torchrun --nproc-per-node 2 examples/accelerate_loop.py`."""
+"""Trains with Accelerate: `torchrun --nproc-per-node 2 examples/accelerate_loop.py`."""
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ for _ in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         accelerator.backward(loss)
-        # accelerator.clip_grad_norm_ calls torch's function, which refuses tables on several ranks.
+        # accelerator.clip_grad_norm_ calls torch's function, which does not support sharded tables.
         sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: `torchrun --nproc-per-node 2 examples/ddp.py`."""
+"""Trains with DistributedDataParallel: `torchrun --nproc-per-node 2 examples/ddp.py`."""
 
 import torch
 import torch.distributed as dist

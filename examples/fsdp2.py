@@ -1,4 +1,4 @@
-"""FSDP2, torch's fully_shard: `torchrun --nproc-per-node 2 examples/fsdp2.py`."""
+"""Trains with FSDP2, torch's fully_shard: `torchrun --nproc-per-node 2 examples/fsdp2.py`."""
 
 import torch
 import torch.distributed as dist

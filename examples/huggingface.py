@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: `torchrun --nproc-per-node 2 examples/huggingface.py`."""
+"""Trains with Hugging Face's Trainer: `torchrun --nproc-per-node 2 examples/huggingface.py`."""
 
 import torch
 from model import Clicks, data, loss_of
@@ -27,7 +27,7 @@ optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 rows = [dict(zip(("user", "tags", "clicked"), row, strict=True)) for row in data()]
 trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, schedule))
-# Replace torch's function, which refuses tables.
+# Replace torch's clip_grad_norm_, which does not support sharded tables.
 trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_
 trainer.train()
 with torch.no_grad():

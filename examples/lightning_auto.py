@@ -24,7 +24,7 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sparsekit.optim.LazyAdam(self.parameters(), lr=0.02)
 
-    def configure_gradient_clipping(self, optimizer, *_, **__) -> None:  # torch's refuses tables
+    def configure_gradient_clipping(self, optimizer, *_, **__) -> None:  # torch cannot clip tables
         sparsekit.optim.clip_grad_norm_(self.parameters(), 1.0)
 
 

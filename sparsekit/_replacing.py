@@ -25,7 +25,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
-    # Not derived from the target's name, which may already have the maximum length.
+    # Use a random name, since the target's name may already have the maximum length.
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         yield part

@@ -18,8 +18,8 @@ from ._load import device_library
 # Types of devices on which errors are deferred: ops do not wait for them.
 DEFERRING_DEVICES = {"cuda"}
 
-# Largest age of a report in lookups. A lookup waits for the reports of this age, so an error is
-# raised at most this number of lookups later.
+# Maximum age of a report, in lookups. A lookup waits for reports of this age, so an error is raised
+# at most this number of lookups later.
 MOST_LOOKUPS = 8
 
 

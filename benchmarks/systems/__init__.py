@@ -1,1 +1,1 @@
-"""Long checks of whole systems. Each prints its results, and exits with 1 if a check fails."""
+"""Long-running checks of complete applications. Each exits with 1 if a requirement is not met."""

@@ -1,4 +1,4 @@
-"""S1: the autoencoder on MovieLens-100K, in the original's setting and in ours.
+"""Checks the autoencoder on MovieLens-100K, with the original's settings and with ours.
 
     python -m benchmarks.systems.autoencoder
 

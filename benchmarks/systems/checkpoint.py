@@ -1,4 +1,4 @@
-"""Save, load and reshard of a large table: time compared with cp and torch.save, and peak memory.
+"""Measures the time and the peak memory of save, load and reshard for a large table.
 
 python benchmarks/systems/checkpoint.py [--gib 4] [--folder FOLDER]
 

@@ -1,4 +1,4 @@
-"""Optimizers that also move rows without a gradient, but only take time for touched rows.
+"""Optimizers that also move rows without a gradient, but spend time only on touched rows.
 
 A row's movement in a step without a gradient depends only on the row and on two numbers of that
 step. It can therefore be postponed until a lookup, a gradient or a save reads the row.
@@ -88,7 +88,7 @@ class CatchUpOptimizer(RowOptimizer):
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float | torch.Tensor, float]:
         """Return the two numbers that `catch_up_rows_` needs for a step.
 
-        The first depends on the learning rate, and is a tensor if that is one.
+        The first number depends on the learning rate; it is a tensor if the learning rate is one.
         """
         raise NotImplementedError
 

@@ -76,7 +76,7 @@ class RowOptimizer(torch.optim.Optimizer):
         )
         self._updated: set[torch.Tensor] = set()  # weights updated in backward since the last step
         self._layers: dict[torch.Tensor, str] = {}  # layer names of weights that backward updates
-        # Callback of the weights that backward updates; see fuse_in_backward.
+        # Callback through which backward updates weights; see fuse_in_backward.
         self._attached: weakref.WeakMethod[Any] | None = None
         super().__init__(params, defaults)
 
@@ -214,9 +214,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self._updated.clear()
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Let another optimizer apply the steps that rows of the parameter have missed, if any.
+        """Move states to the rows that their keys have now, before the parameter is updated.
 
-        States that may belong to other rows are first moved to the rows that their keys have now.
+        If another optimizer left late rows, let it apply the steps that they have missed.
         """
         if "keys" in self.state.get(parameter, ()) and isinstance(parameter, EmbeddingWeight):
             parameter.settle(self)
@@ -369,7 +369,7 @@ class RowOptimizer(torch.optim.Optimizer):
         states = packed["state"]
         for group, of_group in zip(self.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], of_group["params"], strict=True):
-                # Reading a missing state creates an empty one; leave empty states without keys.
+                # Do not add keys to an empty state: merely reading a missing state creates one.
                 known = isinstance(parameter, EmbeddingWeight) and bool(states.get(number))
                 keys = parameter.keys() if known and "keys" not in states[number] else None
                 if keys is not None:

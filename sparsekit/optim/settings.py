@@ -42,7 +42,7 @@ class Allowed:
 
 
 class _AllowedRates(Allowed):
-    """The values of a learning rate, which may be a tensor that kernels read."""
+    """Allowed values of a learning rate: a number, or a one-element tensor that kernels read."""
 
     def check(self, name: str, argument: str, value: Any) -> None:
         """Raise like `Allowed`, or TypeError for a dtype that kernels cannot read."""

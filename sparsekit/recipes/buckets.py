@@ -40,8 +40,8 @@ class QuantileBuckets:
         If a column has at most `count` distinct numbers, each number gets a bucket. Otherwise, a
         number that makes up at least ``1 / count`` of the rows gets a bucket of its own: zero, for
         example, if most amounts are zero. The other numbers are divided into `count` parts of
-        nearly equal size. This makes at most ``3 * count`` buckets. Pass
-        training rows only, without those to be predicted.
+        nearly equal size. This makes at most ``3 * count`` buckets. Pass only training rows, not
+        the rows to be predicted.
 
         Args:
             columns: n numbers, or strings of numbers, per column; see `__call__`.

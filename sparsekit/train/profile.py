@@ -145,7 +145,7 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
 
 
 def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]]]) -> list[Op]:
-    # By op: number of calls, microseconds on the CPU, microseconds on the device.
+    # For each op: number of calls, microseconds on the CPU, and microseconds on the device.
     sums: defaultdict[str, tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     moved: Counter[str] = Counter()
     for events, sent in ranks:

@@ -34,7 +34,7 @@ class Spinning:
         self._begin = _now()
 
     def hint(self) -> str:
-        """Return advice on how to train faster; empty if it would not help, or was given before."""
+        """Return advice on how to train faster; empty if it was given before or would not help."""
         seconds, switches = (now - was for now, was in zip(_now(), self._begin, strict=True))
         threads = torch.get_num_threads()
         chosen = any(name in os.environ for name in CHOSEN)

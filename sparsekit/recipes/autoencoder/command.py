@@ -142,7 +142,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         (torch.arange(users),),
         epochs=epochs,
         global_batch_size=batch_size,
-        # Test metrics are only reported; nothing is chosen by them.
+        # Test metrics are only reported; no choice depends on them.
         evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
         resume=args.resume,
     )

@@ -13,7 +13,7 @@ LEAST_WEIGHT = 0.2
 
 
 class RatedItems(torch.nn.Module):
-    """Holds the items that each user has rated, with the ratings; every rank holds all users.
+    """The items that each user has rated, with the ratings; every rank stores all users.
 
     Users and items are indexed in ascending order of ids. If a user has rated an item several
     times, the latest rating counts.

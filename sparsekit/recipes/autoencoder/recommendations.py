@@ -30,7 +30,7 @@ Recommender = Autoencoder | DenseAutoencoder
 
 @dataclass(frozen=True, eq=False)
 class Recommendations:
-    """The best items of each user, best first.
+    """The recommended items of each user, best first.
 
     Attributes:
         users: ids of the users, int64 ``[u]``, in ascending order.

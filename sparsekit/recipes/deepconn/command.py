@@ -143,7 +143,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         (data.train.users, data.train.items, data.train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only reported; nothing is chosen by them.
+        # Test metrics are only reported; no choice depends on them.
         evaluate=lambda _: {"test RMSE": math.sqrt(_test_mse(model, data))},
         resume=args.resume,
     )

@@ -121,7 +121,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         (train.users, train.items, train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only reported; nothing is chosen by them.
+        # Test metrics are only reported; no choice depends on them.
         evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
         resume=args.resume,
     )

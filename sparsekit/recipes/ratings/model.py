@@ -22,7 +22,7 @@ L2_BIASES = 0.01
 
 
 class UserHistory(torch.nn.Module):
-    """Holds the latest items that each user has rated, as bags for an embedding layer.
+    """The latest items that each user has rated, as bags for an embedding layer.
 
     Args:
         train: the known ratings; must not contain ratings to be predicted.

@@ -106,7 +106,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         (torch.arange(len(train)), train.labels),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # Test metrics are only reported; nothing is chosen by them.
+        # Test metrics are only reported; no choice depends on them.
         evaluate=lambda _: _evaluate(model, of_test, test.labels),
         resume=args.resume,
     )
