@@ -1,4 +1,4 @@
-"""Measures throughput by size, load factor, dim and duplication, for plots; without targets."""
+"""Measures throughput by size, load factor, dim and duplication, for plots that have no targets."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -111,7 +111,7 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def unique(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure unique for different numbers of distinct keys, and for different repetitions."""
+    """Measure unique for different numbers of distinct keys, and of repeats of each key."""
     points = [(n, 1) for n in _sizes(cpu, 10**7)]
     duplicated = cpu.size(4_000_000, 1_000)
     points += [(duplicated, 10**power) for power in range(4)]

@@ -75,7 +75,7 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Numbers of collectives that one rank starts in a step and of bytes that it sends."""
+    """Traffic of one rank in a step: collectives that it starts, and bytes that it sends."""
 
     collectives: int
     bytes: int

@@ -1,4 +1,4 @@
-"""Trains DLRM on Criteo's format: `torchrun --nproc-per-node 2 examples/train_dlrm.py`."""
+"""Trains DLRM on Criteo-format data: `torchrun --nproc-per-node 2 examples/train_dlrm.py`."""
 
 import os
 import tempfile

@@ -33,7 +33,7 @@ class HostCopy:
         self._made.record(torch.cuda.current_stream(tensor.device))
 
     def is_made(self) -> bool:
-        """Return whether the copy has been made."""
+        """Return whether the copy is complete."""
         return self._made.query()
 
     def wait(self) -> torch.Tensor:

@@ -17,7 +17,7 @@ _library.sparsekit_prefer_huge_pages.restype = None
 
 
 class PoolBytes(NamedTuple):
-    """Size in bytes of the pool from which ops take CPU outputs and workspace of 2 MiB or more.
+    """Size in bytes of the pool from which ops allocate CPU memory of 2 MiB or more.
 
     Attributes:
         in_use: size of the blocks that tensors use.

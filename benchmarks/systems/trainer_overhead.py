@@ -51,7 +51,7 @@ def model_and_optimizers() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]
 
 
 def measure(rows: int) -> float:
-    """Print and return the quotient of the trainer's and the loop's time, timed in turns."""
+    """Time the trainer and the loop in turns; print and return the quotient of their times."""
     data = batches(rows)
     model, optimizers = model_and_optimizers()
     trainer = Trainer(model, losses, optimizers, stream=io.StringIO())

@@ -45,7 +45,7 @@ class _AllowedRates(Allowed):
     """Allowed values of a learning rate: a number, or a one-element tensor that kernels read."""
 
     def check(self, name: str, argument: str, value: Any) -> None:
-        """Raise like `Allowed`, or TypeError for a dtype that kernels cannot read."""
+        """Raise as `Allowed` does, or TypeError for a dtype that kernels cannot read."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             if value.dtype not in (torch.float32, torch.float64):
                 raise TypeError(
@@ -108,7 +108,7 @@ def given(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_values(constructor: Callable[..., None]) -> dict[str, Allowed]:
-    """Return the allowed values of each argument whose annotation has an `Allowed`."""
+    """Return the allowed values of each argument whose annotation contains an `Allowed`."""
     found = {}
     for name, annotation in constructor.__annotations__.items():
         or_none = types.NoneType in get_args(annotation)

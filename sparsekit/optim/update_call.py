@@ -110,7 +110,7 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_rows(weight: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Reshape a parameter's gradient into a matrix, like `weight`, its matrix view."""
+    """Reshape a parameter's gradient to match `weight`, the parameter's matrix view."""
     if grad.dim() == 2:  # true for every table, and faster than a reshape
         return grad
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])

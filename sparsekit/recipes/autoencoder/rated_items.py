@@ -74,7 +74,7 @@ class RatedItems(torch.nn.Module):
         return (self.ratings - low) / (high - low)
 
     def weights(self) -> torch.Tensor:
-        """Return all ratings scaled to [0.2, 1], float32 ``[n]``; 0 would be a missing rating."""
+        """Return all ratings scaled to [0.2, 1], float32 ``[n]``, since 0 means unrated."""
         return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Recommends to each user the items with the highest scores that the user has not rated."""
+"""Recommends to each user the unrated items with the highest scores."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _best(
             scores = _without_rated(history, rows, scores_of(i), begin, end)
             columns = torch.arange(begin, end, device=device).expand_as(scores)
             columns = torch.cat([best[i][0], columns], 1)
-            # The sort is stable, so that ties go to the lowest id, whatever the pieces are.
+            # Use a stable sort, so that ties go to the lowest id, however the items are split.
             scores, place = torch.sort(
                 torch.cat([best[i][1], scores], 1), dim=1, descending=True, stable=True
             )

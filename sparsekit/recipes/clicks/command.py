@@ -252,7 +252,7 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
 
 
 def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, float]:
-    """Compute metrics for each reader; ranks share the predictions of each batch."""
+    """Compute metrics for each reader; each rank predicts its share of each batch."""
     metrics = {}
     for name, reader in tested.items():
         found = [(scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]

@@ -134,7 +134,7 @@ class RatingModel(SavedModel):
         self.low, self.high = (bound.item() for bound in train.ratings.aminmax())
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Predict ratings, float32 ``[n]``, for pairs of ids, clamped to the range in training."""
+        """Predict ratings ``[n]`` for pairs of ids, clamped to the range of training ratings."""
         return self._score(users, items)[0].clamp(self.low, self.high)
 
     def losses(
