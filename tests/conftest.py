@@ -1,5 +1,6 @@
 """Sets up backends, time limits and reproducibility for all tests, and makes difficult inputs."""
 
+import collections
 import contextlib
 import faulthandler
 import importlib.util
@@ -67,6 +68,7 @@ REPORT_S = 15
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--time-factor", type=float, default=1, help="multiplies all time limits")
+    parser.addoption("--at-most", type=int, help="parametrizations per test (> 1)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +79,40 @@ def pytest_configure(config: pytest.Config) -> None:
     except FileNotFoundError as error:
         raise pytest.UsageError(str(error)) from error
     _stderr = os.dup(2)
+
+
+@pytest.hookimpl(trylast=True)  # after -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Apply --at-most, for runs that repeat tests under a sanitizer or on another engine."""
+    if most := config.getoption("--at-most"):
+        tests = collections.defaultdict(list)
+        for item in items:
+            tests[item.nodeid.partition("[")[0]].append(item)
+        kept = {item for test in tests.values() for item in thinned(test, most)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Return `most` of a test's items, evenly spread from the first to the last, the same always.
+
+    Further items are added until all values remain of each parameter that has up to `most` values.
+    """
+    if len(items) <= most:
+        return items
+    # Stacked parameters repeat with periods that divide the length. The step is derived from the
+    # length less one, so it follows none of them.
+    kept = [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
+    # Values are compared by identity, since some cannot be hashed.
+    values = {item: {(n, id(v)) for n, v in item.callspec.params.items()} for item in items}
+    counts = collections.Counter(name for name, _ in set().union(*values.values()))
+    missing = {value for item in items for value in values[item] if counts[value[0]] <= most}
+    missing -= set().union(*(values[item] for item in kept))
+    for item in items:
+        if missing & values[item]:
+            kept.append(item)
+            missing -= values[item]
+    return kept
 
 
 def time_limit(test: pytest.Item) -> float:

@@ -25,8 +25,10 @@ def test_that_ends():
     pass
 """
 
-# No signal gets through, and the interpreter's lock stays held.
+# No signal gets through, and the interpreter's lock stays held: there is no report to wait for.
 IN_NATIVE_CODE = """
+sys.modules["conftest"].REPORT_S = 1
+
 @pytest.fixture
 def stuck():
     mutex = ctypes.create_string_buffer(64)
@@ -40,7 +42,7 @@ def test_with_a_fixture(stuck):
 
 
 def run(folder, tests):
-    header = "import ctypes, subprocess, time, pytest\nLIMIT = pytest.mark.time_limit(1)\n"
+    header = "import ctypes, subprocess, sys, time, pytest\nLIMIT = pytest.mark.time_limit(1)\n"
     (folder / "test_it.py").write_text(header + tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = time_limit(seconds)\n")
     return subprocess.run(
