@@ -63,6 +63,8 @@ def use_everything():
         _, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
         show(f"unique_padded {key_dtype}", inverse, count)
         show(f"bucketize {key_dtype}", *ops.bucketize(keys, 7))
+        words = torch.ops.sparsekit.kept_list([integers(0, 9, 1) for _ in range(3)])
+        show("words", torch.ops.sparsekit.words_of([words]))
         owners = torch.arange(65536).remainder(7).to(torch.int16)
         show(f"bucketize {key_dtype} by map", *ops.bucketize(keys, 7, owners))
         for load_factor in (0.6, 1.0):

@@ -72,12 +72,15 @@ ACROSS_OPS = (
     "sizes",
     "workspace",
     "bad_offsets",
+    "kept_list",
 )
 LAYERS = {
     "csrc/core/include/sparsekit": stems("csrc/core/include/sparsekit/*.h"),
     "csrc/core/cpu": stems("csrc/core/cpu/*.cpp"),
     "csrc/core/cuda": stems("csrc/core/cuda/*.cu"),
-    "csrc/torch_ops": stems("csrc/torch_ops/*.cpp", "schemas", "device_context", "large_memory"),
+    "csrc/torch_ops": stems(
+        "csrc/torch_ops/*.cpp", "schemas", "device_context", "large_memory", "kept_list"
+    ),
     "sparsekit/ops": stems("sparsekit/ops/[!_]*.py"),
     "tests/ops": stems("tests/ops/test_*.py", "checks", "opcheck", *ACROSS_OPS),
 }

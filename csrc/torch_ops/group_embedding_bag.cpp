@@ -1,6 +1,7 @@
 #include "sparsekit/group_embedding_bag.h"
 
 #include "group_gradients.h"
+#include "kept_list.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -14,10 +15,11 @@ Tensor new_out(Tensor like, int64_t num_elements) {
 void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
           const std::optional<Tensor>& rows, const std::optional<Tensor>& counts,
           const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
-          const std::optional<Tensor>& key_starts, const Tensors& keys, const Tensors& seeds,
+          const std::optional<Tensor>& key_starts, const Tensors& keys, const Tensors& seeds_in,
           const std::optional<Tensor>& initializers) {
   Arguments given("group_embedding_bag_", Arguments::kWrites);
-  Tensors weights = weights_in;
+  Tensors weights = KeptList::tensors_of(weights_in);
+  const Tensors& seeds = KeptList::tensors_of(seeds_in);
   const size_t num_tables = weights.size();
   const ScalarType dtype = weights.empty() ? kAnyDtype : dtype_of(weights[0]);
   for (size_t o = 0; o < outs.size(); ++o) given.written({"outs", o}, outs[o], dtype);
@@ -183,12 +185,15 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
 void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
                  const Tensor& counts, const Tensor& bags, const Tensor& features,
                  const Tensors& sample_weights, const std::optional<Tensor>& key_starts,
-                 const Tensors& weights, const Tensors& states, const Tensors& row_steps,
-                 const Tensors& steps, const std::string& rule, const std::vector<double>& settings,
-                 int64_t divisor, bool per_row, std::optional<int64_t> rounding_seed, bool counted,
+                 const Tensors& weights_in, const Tensors& states_in, const Tensors& row_steps_in,
+                 const Tensors& steps_in, const std::string& rule,
+                 const std::vector<double>& settings, int64_t divisor, bool per_row,
+                 std::optional<int64_t> rounding_seed, bool counted,
                  [[maybe_unused]] bool deterministic, const std::optional<Tensor>& lr) {
   Arguments given("group_embedding_bag_update_", Arguments::kWrites);
-  const TableLists lists{given, weights, states, row_steps, steps};
+  const Tensors& weights = KeptList::tensors_of(weights_in);
+  const TableLists lists{given, weights, KeptList::tensors_of(states_in),
+                         KeptList::tensors_of(row_steps_in), KeptList::tensors_of(steps_in)};
   lists.check_sizes();
   std::vector<int64_t> dims;
   for (size_t t = 0; t < weights.size(); ++t) {

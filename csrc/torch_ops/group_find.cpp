@@ -2,6 +2,7 @@
 
 #include "group.h"
 #include "hash_table.h"
+#include "kept_list.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -75,10 +76,12 @@ cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceCon
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};
 }
 
-std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& hash_seeds,
+std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets_in, const Tensors& hash_seeds_in,
                                         const Tensor& tables, const Tensors& keys,
                                         const Tensors& offsets, const Tensor& features,
                                         const std::optional<Tensor>& report) {
+  const Tensors& buckets = KeptList::tensors_of(buckets_in);
+  const Tensors& hash_seeds = KeptList::tensors_of(hash_seeds_in);
   Arguments given("group_find", report ? Arguments::kWrites : Arguments::kReads);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());
@@ -133,9 +136,15 @@ std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
-    const Tensors& buckets, const Tensors& hash_seeds, const Tensors& sizes, const Tensors& weights,
-    const Tensors& seeds, const Tensor& tables, const Tensor& initializers, const Tensors& keys,
-    const Tensors& offsets, const Tensor& features, const std::optional<Tensor>& report) {
+    const Tensors& buckets_in, const Tensors& hash_seeds_in, const Tensors& sizes_in,
+    const Tensors& weights_in, const Tensors& seeds_in, const Tensor& tables,
+    const Tensor& initializers, const Tensors& keys, const Tensors& offsets, const Tensor& features,
+    const std::optional<Tensor>& report) {
+  const Tensors& buckets = KeptList::tensors_of(buckets_in);
+  const Tensors& hash_seeds = KeptList::tensors_of(hash_seeds_in);
+  const Tensors& sizes = KeptList::tensors_of(sizes_in);
+  const Tensors& weights = KeptList::tensors_of(weights_in);
+  const Tensors& seeds = KeptList::tensors_of(seeds_in);
   Arguments given("group_find_or_insert_", Arguments::kWrites);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());

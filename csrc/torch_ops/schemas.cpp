@@ -40,6 +40,12 @@ constexpr const char* kSchemas[] = {
     "init_rows_(Tensor(a!) out, Tensor keys, Tensor? rows, Tensor? status, int seed,"
     " int distribution, float a, float b) -> ()",
 
+    // A stand-in for a list of tensors: the ops on many tables take it as the only item in place of
+    // a list with one or several tensors for each table; see kept_list.h. Autograd and the compiler
+    // do not know what it stands for.
+    "kept_list(Tensor[] tensors) -> Tensor",
+    "words_of(Tensor[] words) -> Tensor",
+
     // Ops on many tables. sparsekit/ops/_group.py explains tables, initializers and features.
     "group_find(Tensor[] buckets, Tensor[] hash_seeds, Tensor tables, Tensor[] keys,"
     " Tensor[] offsets, Tensor features, Tensor(a!)? report=None)"

@@ -48,7 +48,7 @@ class KeyClient:
         places: Sequence[int] = (),
     ) -> None:
         self.batch = batch
-        weight = batch.tensors().weights[0]
+        weight = batch.tensors()[0].weights[0]
         sources = describe(requests, batch, weight)
         owners, maps = batch.owners()
         try:

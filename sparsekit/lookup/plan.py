@@ -15,15 +15,19 @@ from .._reports import errors_are_deferred
 from ..distributed.exchange import Exchange
 from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.kept_tensors import KeptTensors, same_tensors
 from ..tables.reports import Inserting
 from .request import check_weight
+
+_version, _noted_version = operator.attrgetter("_version"), operator.attrgetter("noted_version")
+_changes = operator.attrgetter("changes")
 
 # Maximum number of input forms to cache; the batch size is part of a form.
 _MOST_FORMS = 64
 
 
 class Tensors(NamedTuple):
-    """Tensors of several tables, for the ops; the last three lists belong to hash tables."""
+    """Tensors of several tables, or arguments of ops; the last three belong to hash tables."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]
@@ -35,9 +39,10 @@ class Tensors(NamedTuple):
 class TableBatch:
     """Tables for one call of an op: they share a dtype, and all or none of them insert keys.
 
-    Tensors are read at each call, since loading a state may replace them. The tables are held by
-    weak references, so that a layer that keeps this object is still freed as soon as nothing else
-    uses it.
+    Tensors are read at each call, since loading a state may replace them; as long as none has been
+    replaced, lists of several are passed to the ops as `KeptTensors`. The tables are held by weak
+    references, so that a layer that keeps this object is still freed as soon as nothing else uses
+    it.
 
     Attributes:
         positions: positions of the requests for these tables among all requests of a call.
@@ -106,6 +111,9 @@ class TableBatch:
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
         self._process = -1  # id of the last process for which `refuse_sharing` has passed
+        # The tensors of the last call, and how ops take them; set from the second call on.
+        self._last: Tensors | None = None
+        self._kept: KeptTensors | None = None
         self.features: dict[Any, Any] = {}
 
     @property
@@ -113,15 +121,23 @@ class TableBatch:
         """The distinct tables."""
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
-    def tensors(self) -> Tensors:
+    def tensors(self) -> tuple[Tensors, Tensors]:
         """Check the tables where needed, and return their tensors for the next lookup.
+
+        Returns:
+            The tensors, in the same lists as for the last call if they are the same; and the
+            arguments of ops for them.
 
         Raises:
             TypeError, ValueError: a lookup cannot use a table's weight.
             RuntimeError: see `EmbeddingTable.prepare` and `HashTable.refuse_sharing`.
         """
         weights = self._weights()
-        if [weight.shape for weight in weights] != self._shapes:
+        # Without this, an access to an attribute of a subclass of Tensor takes three times as long.
+        with torch._C.DisableTorchFunctionSubclass():
+            misshapen = [weight.shape for weight in weights] != self._shapes
+            unseen = not self.seen or self._written(weights)
+        if misshapen:
             for table in self.tables:
                 check_weight(table)
         # A forked process inherits this object, and must do the check itself.
@@ -130,17 +146,28 @@ class TableBatch:
                 if table.table is not None:
                     table.table.refuse_sharing()
             self._process = os.getpid()
-        if not self.seen or self._written(weights):
+        if unseen:
             for table in self.tables:
                 table.prepare(self.inserts)
             self.seen = not self.inserts  # if tables insert, `have_keys` sets it
-        return Tensors(
+        tensors = Tensors(
             weights,
             [buffers["seed"] for buffers in self.buffers],
             [buffers["buckets"] for buffers in self._hash_tables],
             [buffers["hash_seed"] for buffers in self._hash_tables],
             [buffers["size"] for buffers in self._hash_tables],
         )
+        return self._kept_of(tensors) if len(weights) > 1 else (tensors, tensors)
+
+    def _kept_of(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """Return tensors and arguments of ops, kept if the last call had the same tensors."""
+        last, kept = self._last, self._kept
+        if last is None or not same_tensors(last, tensors):
+            self._last, self._kept = tensors, None
+            return tensors, tensors
+        if kept is None or not kept.are(tensors):
+            kept = self._kept = KeptTensors(last)
+        return last, Tensors(*kept.arguments)
 
     def take_gradients(self) -> list[bool]:
         """Return, for each table, whether the backward of a lookup will need its gradient."""
@@ -151,14 +178,13 @@ class TableBatch:
     def _written(self, weights: list[Any]) -> bool:
         """Return whether weights have been written to since the last check."""
         try:
-            for t in self.hashed:
-                weight = weights[t]
-                if weight._version != weight.noted_version:
-                    return True
+            hashed = (
+                weights if len(self.hashed) == len(weights) else [weights[t] for t in self.hashed]
+            )
+            return list(map(_version, hashed)) != list(map(_noted_version, hashed))
         except (AttributeError, RuntimeError):
             # The weight is not an EmbeddingWeight, or is an inference tensor, which has no version.
             return True
-        return False
 
     def _weights(self) -> list[Any]:
         try:
@@ -251,12 +277,20 @@ class LookupPlan:
 
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
         """Return whether the plan was made for these tables and none has changed since."""
-        return self.tables == tables and self._changes == [table.changes for table in tables]
+        # A living table has one weak reference without a callback, so equal ones are identical.
+        return (
+            list(map(ref, tables)) == self._tables and list(map(_changes, tables)) == self._changes
+        )
 
     def up_to_date(self) -> LookupPlan:
         """Return this plan, or a new one if a table has changed since the plan was made."""
         tables = self.tables
         return self if self.is_of(tables) else LookupPlan(tables)
+
+    @property
+    def first(self) -> EmbeddingTable:
+        """The table of the first request."""
+        return cast(EmbeddingTable, self._tables[0]())
 
     @property
     def tables(self) -> list[EmbeddingTable]:

@@ -131,15 +131,7 @@ class CallRecord:
             index, rows, counts = numbered(
                 index, entries_of_tables(bags, self.features, len(self.weights))
             )
-        of_requests = (
-            list(grads) * len(self.batch.table_of_request) if self.width is not None else grads
-        )
-        asked = {
-            t
-            for t, g in zip(self.batch.table_of_request, of_requests, strict=True)
-            if g is not None
-        }
-        taken = [t for t, w in enumerate(self.weights) if w.requires_grad and t in asked]
+        taken = self._taken(grads)
         if not taken:
             return [None] * len(self.weights)
         dims = self.batch.dims
@@ -162,14 +154,16 @@ class CallRecord:
             parts = split_by_table(dims, num_rows.tolist(), sorted_rows, sums)
             return [(self.weights[t], parts[0][t], parts[1][t]) for t in taken]
 
-        def update(*step: Any, **options: Any) -> None:
+        def update(*lists: Any, **options: Any) -> None:
             deterministic = torch.are_deterministic_algorithms_enabled()
             options |= {"divisor": self.batch.divisor, "deterministic": deterministic}
-            ops.group_embedding_bag_update_(given, *asked_of, self.weights, *step, **options)
+            ops.group_embedding_bag_update_(given, *asked_of, *lists, **options)
 
-        taking = [self.weights[t] for t in taken]
+        everything = len(taken) == len(self.weights)
+        # The same list as in the step before, by which the optimizer recognizes its weights.
+        taking = self.weights if everything else [self.weights[t] for t in taken]
         if (in_backward := update_of_all(taking)) is not None:
-            everything = len(taken) == len(self.weights) and given[0].dtype == self.weights[0].dtype
+            everything = everything and given[0].dtype == self.weights[0].dtype
             in_backward(taking, updates, update if everything else None)
             return [None] * len(self.weights)
         delivered: list[torch.Tensor | None] = [None] * len(self.weights)
@@ -177,6 +171,19 @@ class CallRecord:
         for t, gradient in zip(taken, deliver_gradients(updates(), shards_of), strict=True):
             delivered[t] = gradient
         return delivered
+
+    def _taken(self, grads: Sequence[torch.Tensor | None]) -> Sequence[int]:
+        """Return the tables whose weights get a gradient."""
+        # Without this, an access to an attribute of a subclass of Tensor takes three times as long.
+        with torch._C.DisableTorchFunctionSubclass():
+            taken = [t for t, weight in enumerate(self.weights) if weight.requires_grad]
+        if self.width is not None:
+            return taken if grads[0] is not None else []
+        if any(grad is None for grad in grads):
+            each = zip(self.batch.table_of_request, grads, strict=True)
+            asked = {t for t, grad in each if grad is not None}
+            taken = [t for t in taken if t in asked]
+        return taken
 
     @property
     def shards_of(self) -> list[str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,10 @@ from .request import Request, one_by_one
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
+_words_of = torch.ops.sparsekit.words_of.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
+
+_before_read = attrgetter("before_read")
 
 # Record of a lookup without gradients; making a real one would slow down a small lookup by 5%.
 _NO_RECORD = LookupRecord((), [], [], False)
@@ -133,7 +137,8 @@ class TableOps:
         self._batch = batch
         self._agreed = agreed
         self._requests = requests
-        self._tensors = batch.tensors()
+        # Tensors of the tables, and the arguments of ops for them.
+        self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
         if descriptors is None:
             descriptors = describe(requests, batch, self.weights[0])
@@ -159,10 +164,10 @@ class TableOps:
     def find(self) -> None:
         """Find the rows of all keys; in training, insert new keys. Raises the errors of `run`."""
         tables, sources = self._batch, self._descriptors
-        _, seeds, *hash_tables = self._tensors
+        weights, seeds, *hash_tables = self._passed
         asked = sources.keys, sources.offsets, sources.features
         # Weights whose rows may have missed optimizer steps, by table.
-        late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
+        late = _late(self.weights)
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         device = sources.keys[0].device
@@ -171,8 +176,8 @@ class TableOps:
         words = () if report is None or report.words is None else (report.words,)
         # Compare sizes on the CPU only: on a device, the host does not know whether there are new
         # keys.
-        sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
-        before = _numbers(sizes)
+        counted = tables.inserts and sources.keys[0].is_cpu and bool(tables.hashed)
+        before = self._sizes() if counted else b""
         if late and tables.inserts:
             self._catch_up_free_rows(late)
         try:
@@ -180,7 +185,7 @@ class TableOps:
                 if tables.inserts:
                     self.rows, self._index, self._counts, self._bags, self._key_starts = (
                         _find_or_insert(
-                            *hash_tables, self.weights, seeds, tables.described,
+                            *hash_tables, weights, seeds, tables.described,
                             tables.initializers, *asked, *words
                         )
                     )  # fmt: skip
@@ -194,15 +199,23 @@ class TableOps:
             explain_refusal(refusal, self._requests, self._batch.tables)
         if tables.inserts and not tables.seen:
             tables.have_keys()
-        if (now := _numbers(sizes)) != before:
+        if counted and (now := self._sizes()) != before:
             # Increment the versions. Otherwise a backward that has saved a weight would silently
             # use the weight's new rows.
-            each = zip(tables.hashed, before, now, strict=True)
+            numbers = (memoryview(words).cast("q") for words in (before, now))
+            each = zip(tables.hashed, *numbers, strict=True)
             changed = [self.weights[t] for t, then, size in each if size > then]
             increment_version(changed)
             count_own_writes(changed)
         if late or tables.max_norms:
             self._prepare(late)
+
+    def _sizes(self) -> bytes:
+        """Return the numbers of rows in use, which are on the CPU, as the bytes of int64 words."""
+        sizes = self._tensors.sizes
+        # Read the bytes of the words: torch's own ways to compare and read numbers take longer.
+        words = sizes[0] if len(sizes) == 1 else _words_of(self._passed.sizes)
+        return ctypes.string_at(words.data_ptr(), 8 * len(sizes))
 
     def _report(self, reports: Reports) -> Report:
         """Read reports that have arrived from earlier lookups; return this lookup's report."""
@@ -222,11 +235,11 @@ class TableOps:
         given = sources.sample_weights, self._key_starts
         with torch._C._AutoDispatchBelowAutograd():
             if self._batch.inserts:
-                _pool(outs, self.weights, *found, *given, [], [], None)
+                _pool(outs, self._passed.weights, *found, *given, [], [], None)
             else:
                 # Absent keys get their initial vectors.
-                unseen = sources.keys, self._tensors.seeds, self._batch.initializers
-                _pool(outs, self.weights, *found, *given, *unseen)
+                unseen = sources.keys, self._passed.seeds, self._batch.initializers
+                _pool(outs, self._passed.weights, *found, *given, *unseen)
         return outs
 
     def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
@@ -284,7 +297,11 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return _new_out(like.detach(), num_elements).view(shape)
 
 
-def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:
-    """Read the values of one-element CPU tensors, without the cost of a torch op."""
-    at = ctypes.c_int64.from_address
-    return [at(size.data_ptr()).value for size in sizes]
+def _late(weights: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """Return the weights whose rows may have missed optimizer steps, by table."""
+    try:
+        if not any(map(_before_read, weights)):
+            return {}
+    except AttributeError:  # some weights are of another type
+        pass
+    return {t: w for t, w in enumerate(weights) if getattr(w, "before_read", None)}

@@ -192,8 +192,7 @@ def ask_keyed(
         sample_weights: see `read_bags`.
         join: whether outputs become columns of one tensor.
     """
-    first = plan.tables[0]
-    bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
+    bags = read_bags(inputs, sample_weights, GROUP, plan.first.weight.device)
     names = tuple(inputs.keys())
     bags = replace(bags, slot_major=False, slots=None)
     # Cache key: everything about the input that the checks below use. The ops check the rest.

@@ -10,6 +10,9 @@ import torch
 
 from ._checks import check_same_device, check_tensor
 
+# Number of dimensions of a tensor that stands for a list; no tensor of such a list has as many.
+STAND_IN_DIM = 4
+
 
 class Of(NamedTuple):
     """Dtypes and number of dimensions that a tensor, or each tensor of a list, must have."""
@@ -106,6 +109,8 @@ class Op:
 
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each tensor of an argument with its name; `kind` is its type in the op's schema."""
+    if kind == "List[Tensor]" and len(value) == 1 and value[0].dim() == STAND_IN_DIM:
+        return  # for a list that the op has taken before; see csrc/torch_ops/kept_list.h
     if kind == "List[Tensor]":
         yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
     elif kind == "Tensor" or value is not None:

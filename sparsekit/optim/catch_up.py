@@ -7,7 +7,7 @@ step. It can therefore be postponed until a lookup, a gradient or a save reads t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -167,13 +167,10 @@ class CatchUpOptimizer(RowOptimizer):
                 if self._sweeps(group) or rows is None:
                     self.catch_up(parameter)
 
-    def _update_summing(
-        self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
-    ) -> bool:
+    def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
         # The rows must be known before the update, so that late rows can catch up first.
-        if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
-            return False
-        return super()._update_summing(group, weights, update)
+        late = self._missed and not self._missed.keys().isdisjoint(weights)
+        return super()._may_sum(group, weights) and not self._moves_all(group) and not late
 
     def _begin(
         self, group: dict[str, Any], settings: list[float], update: Update

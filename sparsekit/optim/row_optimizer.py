@@ -12,12 +12,19 @@ from .. import ops
 from .._compiling import uncompiled
 from ..distributed.dtensor import local
 from ..errors import check_int
-from ..memory import prefer_huge_pages
-from ..ops._checks import accumulate_dtype
 from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
+from .fused_call import FusedCalls
 from .load_state import keep_kind, loaded_states
 from .settings import Allowed, allowed_values, rate_on
-from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, rows_of
+from .update_call import (
+    Update,
+    UpdateCall,
+    as_rows,
+    by_kind,
+    check_parameter,
+    new_states,
+    rows_of,
+)
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
 
@@ -78,6 +85,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._layers: dict[torch.Tensor, str] = {}  # layer names of weights that backward updates
         # Callback through which backward updates weights; see fuse_in_backward.
         self._attached: weakref.WeakMethod[Any] | None = None
+        self._fused = FusedCalls()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -167,10 +175,11 @@ class RowOptimizer(torch.optim.Optimizer):
         Args:
             weights: the weights to update.
             updates: returns the weights with their distinct rows and the gradients of the rows.
-            update: sums the gradients and applies a step to these rows, given the optimizer's
-                arguments of `group_embedding_bag_update_`. None if the gradients are needed.
+            update: sums the gradients and applies a step to these rows, given the arguments of
+                `group_embedding_bag_update_` from `weights` on. None if the gradients are needed.
         """
-        wanted = set(weights)
+        last = self._fused.find(weights, self)
+        wanted = set(weights) if last is None else last.distinct
         if twice := self._updated & wanted:
             layer = self._layers[next(weight for weight in weights if weight in twice)]
             raise RuntimeError(
@@ -178,6 +187,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"fuse_in_backward every backward is an update: call step() after it, and do not "
                 f"look a layer up twice in one backward or accumulate gradients"
             )
+        if last is not None and update is not None and last.repeated(self, update):
+            return
         for weight in weights:
             self._take_over(weight)
         groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
@@ -262,6 +273,10 @@ class RowOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
             count_own_writes([parameter for parameter, _, _ in taken])
 
+    def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether a single pass can sum gradients and apply the step."""
+        return not group["maximize"]  # it cannot change the sign of gradients
+
     def _update_summing(
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
@@ -271,15 +286,16 @@ class RowOptimizer(torch.optim.Optimizer):
             True on success; False if a single pass is not possible, in which case nothing has
             changed.
         """
-        if group["maximize"]:
-            return False  # a single pass cannot change the sign of gradients
+        if not self._may_sum(group, weights):
+            return False
         calls = self._calls(group, weights, [False] * len(weights))
         if len(calls) > 1:
             return False
         (call,) = calls
         step = self._step(group, call.weights[0].device)
-        update(call.states, call.row_steps, call.steps, **step)
+        update(call.weights, call.states, call.row_steps, call.steps, **step)
         count_own_writes(weights)
+        self._fused.keep(weights, self, group)
         return True
 
     def _step(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -331,23 +347,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def _new_states(
         self, parameter: torch.Tensor, group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        parameter = local(parameter)
-        dtype = accumulate_dtype(parameter.dtype)
-        initial = self._initial_states(group)
-        rows, rest = parameter.shape[:1], parameter.shape[1:]
-        states = {name: parameter.new_zeros(rows, dtype=dtype) for name in self.row_states}
-        # Make one allocation in which a row's states are adjacent, so that updating a row accesses
-        # one place in memory instead of several.
-        if names := [name for name in initial if name not in states]:
-            space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
-            prefer_huge_pages(space).zero_()
-            states |= zip(names, space.unbind(len(rows)), strict=True)
-        for name, value in initial.items():
-            if value != 0:
-                states[name].fill_(value)
-        if self._has_row_step(group):
-            states["row_step"] = parameter.new_zeros(rows or 1, dtype=torch.int32)
-        return states
+        initial, row_step = self._initial_states(group), self._has_row_step(group)
+        return new_states(local(parameter), initial, self.row_states, row_step)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # another version or torch may have saved them
@@ -356,7 +357,7 @@ class RowOptimizer(torch.optim.Optimizer):
         own = {"_layers": {}, "_attached": None} | self.__dict__
         kept = {name: own[name] for name in ("_layers", "_attached")}
         # A single call, so that an interrupt cannot leave only some of the attributes.
-        super().__setstate__({"_updated": set(), **kept, **state})
+        super().__setstate__({"_updated": set(), "_fused": FusedCalls(), **kept, **state})
         for group in self.param_groups:
             self._follow_keys(group)
 

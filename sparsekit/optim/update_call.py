@@ -1,14 +1,15 @@
 """Groups parameters into calls of `sparsekit.ops.update_rows_`."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import ops
-from ..ops._checks import ROW_DTYPES
+from ..memory import prefer_huge_pages
+from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
 State = dict[str, torch.Tensor]
 
@@ -88,6 +89,37 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"{name}: parameters must be contiguous, got one of shape {tuple(parameter.shape)} and "
             f"strides {parameter.stride()}"
         )
+
+
+def new_states(
+    parameter: torch.Tensor,
+    initial: Mapping[str, float],
+    row_states: Collection[str],
+    row_step: bool,
+) -> State:
+    """Return the states of a parameter that no step has touched.
+
+    Args:
+        parameter: the parameter.
+        initial: initial value of each state, in the order of the rule's states.
+        row_states: names of the states with one number per row.
+        row_step: whether to add a step count for each row.
+    """
+    dtype = accumulate_dtype(parameter.dtype)
+    rows, rest = parameter.shape[:1], parameter.shape[1:]
+    states = {name: parameter.new_zeros(rows, dtype=dtype) for name in row_states}
+    # Make one allocation in which a row's states are adjacent, so that updating a row accesses one
+    # place in memory instead of several.
+    if names := [name for name in initial if name not in states]:
+        space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
+        prefer_huge_pages(space).zero_()
+        states |= zip(names, space.unbind(len(rows)), strict=True)
+    for name, value in initial.items():
+        if value != 0:
+            states[name].fill_(value)
+    if row_step:
+        states["row_step"] = parameter.new_zeros(rows or 1, dtype=torch.int32)
+    return states
 
 
 def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

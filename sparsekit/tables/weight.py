@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -181,9 +183,17 @@ def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None
-    if any(getattr(weight, "update_in_backward", None) is not attached for weight in weights):
+    if not all(map(is_, of_each(weights, "update_in_backward"), repeat(attached))):
         return None
     return cast(Callable[..., None] | None, attached())
+
+
+def of_each(weights: Sequence[torch.Tensor], attribute: str) -> list[Any]:
+    """Return an attribute of each weight; None for one that lacks it, which is of another type."""
+    try:
+        return list(map(attrgetter(attribute), weights))
+    except AttributeError:
+        return [getattr(weight, attribute, None) for weight in weights]
 
 
 # A weight, the rows to update, and the gradients of these rows.

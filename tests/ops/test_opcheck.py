@@ -281,8 +281,12 @@ def registered_ops():
     return names
 
 
+# Layers call them below autograd, with real tensors; a compiler cannot know what a stand-in is for.
+UNTRACED = {"kept_list", "words_of"}
+
+
 def test_every_op_has_a_case():
-    assert registered_ops() == set(CASES)
+    assert registered_ops() == {*CASES, *UNTRACED}
 
 
 @pytest.mark.parametrize("name", CASES)

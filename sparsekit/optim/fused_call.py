@@ -1,0 +1,128 @@
+"""Repeats updates in backward, without the work that is the same in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, is_
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..tables.kept_tensors import KeptTensors, same_tensors
+from ..tables.weight import count_own_writes, of_each
+from .update_call import State
+
+# Maximum number of calls to keep.
+_MOST_KEPT = 64
+
+
+class Steps(Protocol):
+    """The part of a `RowOptimizer` that determines the arguments of a step."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    _updated: set[torch.Tensor]
+
+    def _initial_states(self, group: dict[str, Any]) -> dict[str, float]: ...
+
+    def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool: ...
+
+    def _has_row_step(self, group: dict[str, Any]) -> bool: ...
+
+    def _step(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class FusedCall:
+    """A call that has updated weights in backward."""
+
+    weights: Sequence[torch.Tensor]
+    distinct: set[torch.Tensor]
+    group: dict[str, Any]
+    parameters: list[torch.Tensor]  # those of the group
+    stepped: list[torch.Tensor]  # the optimizer's parameters that have states
+    states: list[State]  # of each of these
+    own_states: list[State]  # of each of the weights
+    # Set in the second call, since many programs never make it.
+    kept: KeptTensors | None = None
+
+    def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
+        """Return whether the next call updates these weights, with states in the same dicts."""
+        state = optimizer.state
+        return (
+            weights is self.weights
+            and any(group is self.group for group in optimizer.param_groups)
+            and same_tensors([self.group["params"], list(state)], [self.parameters, self.stepped])
+            and all(map(is_, state.values(), self.states))
+            and not any(map(contains, self.own_states, repeat("keys")))
+        )
+
+    def repeated(self, optimizer: Steps, update: Callable[..., None]) -> bool:
+        """Make the call again; return False, with no change, if something is not as it was."""
+        group, weights = self.group, self.weights
+        if not optimizer._may_sum(group, weights) or any(of_each(weights, "before_read")):
+            return False
+        needs_row_step = optimizer._has_row_step(group)
+        lists = self._lists(list(optimizer._initial_states(group)), needs_row_step)
+        if lists is None:
+            return False
+        step = optimizer._step(group, weights[0].device)
+        optimizer._updated |= self.distinct  # first, so that an interrupted step is not repeated
+        update(*lists, **step)
+        with torch._C.DisableTorchFunctionSubclass():  # twice as fast for a subclass of Tensor
+            increment_version(weights)  # the function has done so for their stand-in
+        count_own_writes(weights)
+        return True
+
+    def _lists(self, names: Sequence[str], row_step: bool) -> list[list[torch.Tensor]] | None:
+        """Return the lists for the op; None if a weight or state is no longer the same.
+
+        Args:
+            names: names of the rule's states.
+            row_step: whether the states must include a step count for each row.
+        """
+        states = self.own_states
+        has_row_step = "row_step" in states[0]
+        if row_step and not has_row_step:
+            return None
+        try:
+            lists = (
+                self.weights,
+                [state[name] for state in states for name in names],
+                [state["row_step"] for state in states] if has_row_step else [],
+                [state["step"] for state in states],
+            )
+        except KeyError:
+            return None
+        if self.kept is None:
+            self.kept = KeptTensors(lists)
+        return self.kept.arguments if self.kept.are(lists) else None
+
+
+class FusedCalls:
+    """The last calls of an optimizer that updated several weights in backward."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, FusedCall] = {}  # by the id of the first weight
+
+    def find(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> FusedCall | None:
+        """Return the call that the next one for these weights may repeat, if there is one."""
+        call = self._calls.get(id(weights[0]))
+        return call if call is not None and call.is_for(weights, optimizer) else None
+
+    def keep(
+        self, weights: Sequence[torch.Tensor], optimizer: Steps, group: dict[str, Any]
+    ) -> None:
+        """Keep a call that has updated weights of a group."""
+        if len(weights) == 1:
+            return  # a call for one weight is quick
+        if len(self._calls) >= _MOST_KEPT:
+            self._calls.clear()
+        state = optimizer.state
+        self._calls[id(weights[0])] = FusedCall(
+            *(weights, set(weights), group, list(group["params"]), list(state)),
+            *(list(state.values()), [state[weight] for weight in weights]),
+        )
