@@ -6,7 +6,8 @@ With several ranks, each rank may pass any keys; they are sent to the ranks that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 
@@ -16,7 +17,10 @@ from ..distributed.exchange import Exchange, Proposal, attempt
 from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
+from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.erasure import erasure_of
+from ..tables.hash_table import HashTable
 from ..tables.weight import count_own_writes
 from .padding import is_padding
 from .request import check_keys
@@ -93,6 +97,67 @@ def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor)
         mine = layer.owned(keys)
         keys, vectors = keys[mine], vectors[mine]
     _write(layer, keys, vectors)
+
+
+@uncompiled
+@torch.no_grad()
+def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
+    """Remove keys and overwrite what belongs to them; see `EmbeddingLayer.erase`."""
+
+    def checked() -> torch.Tensor:
+        if layer.table is None:
+            raise ValueError(
+                f"{layer.name}: without the hash table every key has a row of its own, so no key "
+                f"can be erased; assign another vector to it"
+            )
+        if layer.weight.grad is not None:
+            raise RuntimeError(
+                f"{layer.name}: weight has a gradient, whose rows are about to get other keys; "
+                f"call optimizer.step() or zero_grad() before erase"
+            )
+        return _checked_keys(layer, keys).reshape(-1)
+
+    exchange = layer.process_exchange()
+    if exchange is None:
+        layer.check_ranks(None)
+        return _erase_own(layer, checked())
+    with exchange.lock:
+        way = _ToOwners(exchange, layer, "erase keys", checked)
+        come = way.send("keys", way.keys)
+        what = f"erased: {way.signature}"
+
+        def erased() -> Proposal:
+            nothing = torch.empty(exchange.world_size, 0, dtype=torch.int64, device=come.device)
+            return Proposal(what, nothing, (_erase_own(layer, come), 0, 0))
+
+        agreed = exchange.agree(what, attempt(erased))
+        total = sum(count for count, *_ in agreed.facts)
+        if total > 0:  # a backward whose forward was before must be refused on all ranks
+            layer.weight.note_change()
+    return total
+
+
+def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
+    """Erase this rank's int64 keys ``[n]``, and return how many it had."""
+    table, weight = cast(HashTable, layer.table), layer.weight
+    table.refuse_sharing()
+    if not bool((table.find(keys) >= 0).any()):
+        return 0
+    with layer.rows_changing():
+        change = erasure_of(table, keys)
+        weight.forget(change.rows)
+        buckets, _, size = table.tensors()
+        values = weight.detach()
+        # The index and the vectors must change together, even if the program is interrupted.
+        saved.run_all(
+            [
+                partial(torch.Tensor.index_copy_, values, 0, change.places, values[change.sources]),
+                partial(torch.Tensor.copy_, buckets, change.buffers["buckets"]),
+                partial(torch.Tensor.copy_, size, change.buffers["size"]),
+                partial(torch.Tensor.zero_, values[change.left : change.left + len(change.rows)]),
+            ]
+        )
+    return len(change.rows)
 
 
 def items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:

@@ -10,7 +10,7 @@ import torch
 
 from .. import ops
 from ..ops._group import FeatureColumn, split_by_table
-from ..tables.weight import Update, deliver_gradients, update_of_all
+from ..tables.weight import Update, deliver_gradients, key_changes, update_of_all
 from .numbered import numbered
 from .plan import TableBatch
 from .second import Gradients, pooled_again
@@ -45,12 +45,14 @@ class LookupRecord:
             them if `fused`. A single input saves time, and gradients that an optimizer applies in
             backward do not pass through autograd.
         fused: whether one optimizer applies all gradients in backward.
+        key_changes: the count `tables.weight.key_changes` at the time of the lookup.
     """
 
     calls: tuple[CallRecord, ...]
     weights: list[torch.Tensor]
     autograd_inputs: list[torch.Tensor]
     fused: bool
+    key_changes: int
 
     def gradients(
         self, grads: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]
@@ -92,6 +94,8 @@ class LookupRecord:
         found: Sequence[torch.Tensor | None],
         features: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
+        if self.key_changes != key_changes.count:
+            self._check_keys()
         gradients: list[torch.Tensor | None] = []
         each = len(found) // len(self.calls)
         for k, call in enumerate(self.calls):
@@ -104,6 +108,17 @@ class LookupRecord:
         if left:
             torch.autograd.backward([w for w, _ in left], [g for _, g in left])
         return [None]
+
+    def _check_keys(self) -> None:
+        """Raise RuntimeError if rows of a table have got other keys since the lookup."""
+        names = [name for call in self.calls for name in call.batch.names]
+        for name, weight in zip(names, self.weights, strict=True):
+            if getattr(weight, "keys_changed_at", 0) > self.key_changes:
+                raise RuntimeError(
+                    f"{name}: its rows have other keys than in the forward of this backward: keys "
+                    f"have been erased, or the table was reset or loaded. Run each backward before "
+                    f"that"
+                )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..tables.reports import (
     Report,
     entries_by_table,
 )
-from ..tables.weight import count_own_writes, update_of_all
+from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
 from .max_norm import limit_norms
@@ -37,7 +37,7 @@ _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 _before_read = attrgetter("before_read")
 
 # Record of a lookup without gradients; making a real one would slow down a small lookup by 5%.
-_NO_RECORD = LookupRecord((), [], [], False)
+_NO_RECORD = LookupRecord((), [], [], False, 0)
 
 # CPU memory of at least this size is reused; see csrc/torch_ops/large_memory.h.
 _LARGE_BYTES = 2 << 20
@@ -110,7 +110,8 @@ def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupRes
     inputs = weights
     if fused:
         inputs = [next((weight for weight in weights if weight.requires_grad), weights[0])]
-    record = LookupRecord(tuple([call.record() for call in calls]), weights, inputs, fused)
+    calls_of = tuple([call.record() for call in calls])
+    record = LookupRecord(calls_of, weights, inputs, fused, key_changes.count)
     return LookupResult(outputs, record, [tensor for call in calls for tensor in call.found()])
 
 

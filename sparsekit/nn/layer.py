@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..lookup import PlanCache
-from ..lookup.access import Items, assign, items, vectors_of
+from ..lookup.access import Items, assign, erase, items, vectors_of
 from ..lookup.request import Request
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.options import TableOptions
@@ -67,6 +67,29 @@ class EmbeddingLayer(EmbeddingTable):
             RuntimeError: the layer is on meta, or ranks disagree.
         """
         assign(self, keys, vectors)
+
+    def erase(self, keys: torch.Tensor) -> int:
+        """Remove keys from the table, and overwrite their vectors and states of optimizers.
+
+        A key that comes again later is new: it gets its initial vector and initial states. The last
+        rows in use move to the rows that become free, with their vectors and states, so rows stay
+        dense. A call takes a pass over the table and its states, so pass many keys at once. With
+        several ranks this is a collective: each rank may pass its own keys, the same keys as other
+        ranks, or no keys. Absent keys are ignored. Older checkpoints keep what they have.
+
+        Args:
+            keys: int64 or int32 of any shape; repeats allowed.
+
+        Returns:
+            The number of keys that have been removed, on all ranks together.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype or device, or a layer without the hash table;
+                nothing has been changed.
+            RuntimeError: the weight has a gradient, whose rows would get other keys; the layer is
+                on meta; or ranks disagree. A backward whose forward was before raises RuntimeError.
+        """
+        return erase(self, keys)
 
     def items(self, chunk: int = 65536) -> Iterator[Items]:
         """Yield the keys of this rank's rows and their vectors, in chunks.

@@ -310,14 +310,18 @@ class HashTable(torch.nn.Module):
                 f"{self.capacity}], the capacity here"
             )
         keys = self._keys_by_row(buckets, size).to(device or buckets.device)
-        new_buckets = prefer_huge_pages(torch.empty_like(self.tensors()[0], device=keys.device))
-        new_size = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        ops.hash_table_clear_(new_buckets)
-        hash_seed = hash_seed.to(keys.device, copy=True)
-        ops.hash_table_find_or_insert_(new_buckets, hash_seed, new_size, keys, self.capacity)
-        if int(new_size) != size:
+        restored = self.buffers_of(keys, hash_seed.to(keys.device, copy=True))
+        if int(restored["size"]) != size:
             raise ValueError(f"{self.name}: the state is damaged: a key has two rows")
-        return {"buckets": new_buckets, "hash_seed": hash_seed, "size": new_size}
+        return restored
+
+    def buffers_of(self, keys: torch.Tensor, hash_seed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return new buffers in which the rows 0, 1, 2, ... have these keys."""
+        buckets = prefer_huge_pages(torch.empty_like(self.tensors()[0], device=keys.device))
+        size = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        ops.hash_table_clear_(buckets)
+        ops.hash_table_find_or_insert_(buckets, hash_seed, size, keys, self.capacity)
+        return {"buckets": buckets, "hash_seed": hash_seed, "size": size}
 
     def _keys_by_row(self, buckets: torch.Tensor, size: int) -> torch.Tensor:
         keys = torch.empty(size, dtype=torch.int64, device=buckets.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -35,13 +36,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         return
     before = before.to(keys.device)
     initial = _initial_values(optimizer, weight)
-    names = [
-        name
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.shape[:1] == weight.shape[:1]
-        and name != "keys"
-    ]
+    names = _of_rows(state, weight)
     end = len(before) or len(weight)  # without keys, states may belong to a dropped table
     both = min(len(before), len(keys))
     moved = bool((before[:both] != keys[:both]).any())
@@ -69,6 +64,29 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         found[name] = tensor
     rest = {name: value for name, value in state.items() if name != "keys"}
     optimizer.state[weight] = {**rest, **found}
+
+
+def reset_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor, rows: torch.Tensor) -> None:
+    """Overwrite the states that an optimizer has of these rows, int64 ``[n]``, in place."""
+    state = optimizer.state.get(weight) or {}
+    initial = _initial_values(optimizer, weight) if state else {}
+    for name in _of_rows(state, weight):
+        if state[name].is_sparse:
+            own = torch.isin(state[name]._indices()[0], rows)
+            state[name]._values()[own] = 0
+        else:
+            state[name][rows] = initial.get(name, 0.0)
+
+
+def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
+    """Return the names of the states that have a row for each row of the weight."""
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.shape[:1] == weight.shape[:1]
+        and name != "keys"
+    ]
 
 
 def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ Python handles signals between calls, so an interruption leaves a module either 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first, all in one call."""
     targets, sources = zip(*pairs, strict=True)
     torch._foreach_copy_(targets, sources)
+
+
+def run_all(calls: Iterable[partial[Any]]) -> None:
+    """Run calls of functions written in C, all in one call."""
+    tuple(map(partial.__call__, calls))
 
 
 def replace_all(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:

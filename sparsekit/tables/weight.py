@@ -12,10 +12,25 @@ import torch
 
 from ..distributed.shard_gradient import ShardGradient
 from .hash_table import HashTable
-from .row_states import follow_keys
+from .row_states import follow_keys, reset_rows
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
+
+
+class _Counter:
+    """Counts changes of the keys of rows, in all tables of the process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> int:
+        """Count a change, and return the count."""
+        self.count += 1
+        return self.count
+
+
+key_changes = _Counter()
 
 
 class EmbeddingWeight(torch.nn.Parameter):
@@ -44,6 +59,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     _on_its_way: "tuple[int, int] | None" = None
     # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
+    # Value of `key_changes` after the last change of the keys of these rows.
+    keys_changed_at: int = 0
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Apply the optimizer steps that these rows, or all rows, have missed."""
@@ -101,8 +118,13 @@ class EmbeddingWeight(torch.nn.Parameter):
         table = None if self._table is None else self._table()
         return None if table is None else table.keys()
 
+    def note_change(self) -> None:
+        """Record that rows get other keys, so that earlier lookups have no backward any more."""
+        self.keys_changed_at = key_changes.next()
+
     def note_keys(self) -> None:
         """Record the keys in optimizer states, since rows are about to get other keys."""
+        self.note_change()
         self.catch_up()  # missed steps belong to the old keys
         self.noted_version = None  # earlier writes belong to the old keys too
         keys: torch.Tensor | None = None
@@ -122,6 +144,11 @@ class EmbeddingWeight(torch.nn.Parameter):
         for optimizer in list(self._optimizers or ()):
             if "keys" in optimizer.state.get(self, ()):
                 self.settle(optimizer)
+
+    def forget(self, rows: torch.Tensor) -> None:
+        """Overwrite the states of these rows, int64 ``[n]``, as if the rows were new."""
+        for optimizer in list(self._optimizers or ()):
+            reset_rows(optimizer, self, rows)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the states of one optimizer to the rows that their keys have now."""
