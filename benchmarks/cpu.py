@@ -46,7 +46,7 @@ class Cpu:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        # Minimum number of rounds, and milliseconds for which short rounds are repeated.
+        # Minimum number of rounds. Further rounds are run until the milliseconds are used up.
         self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
         # Minimum milliseconds of a sample; shorter calls are repeated within a sample.
         self.least_ms = 0.01 if quick else 1.0

@@ -55,7 +55,7 @@ def test_words_that_need_a_second_reading() -> None:
 
 
 def test_native_comments_need_no_guess() -> None:
-    """Comments of native code do not open with a subordinate clause or use archaic words."""
+    """Comments in native code do not open with a subordinate clause or use archaic words."""
     words = re.compile(
         r"// (What|Whether|Those (of|that|with))\b|//.*\b(anew|beside|likewise|nobody|whoever)\b"
     )

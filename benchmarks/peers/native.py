@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's flags, so that machines of different types can share BUILD."""
+    """Return the processor's flags, by which the builds in BUILD of different machines differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

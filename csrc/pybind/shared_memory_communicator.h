@@ -18,13 +18,13 @@ using Clock = std::chrono::steady_clock;
 
 // Runs the collectives of one rank.
 //
-// Each rank sends a stream of messages to each other rank: one message per collective, in order. A
-// message is a word with its size, followed by its bytes. So a rank counts bytes to find the
-// collective to which a byte belongs. Each call makes progress on all collectives that have begun:
-// a rank that waits for the second collective also reads the bytes of the first one. So there can
-// be no deadlock.
+// Each rank sends a stream of messages to every other rank: one message per collective, in order. A
+// message is a word with the size of the data, followed by the data. So a rank counts bytes to find
+// the collective to which a byte belongs. Each call makes progress on all collectives that have
+// begun: a rank that waits for the second collective also reads the bytes of the first one. So
+// there can be no deadlock.
 //
-// The connected socket to each other rank only serves to detect that the rank has left. If a
+// The connected socket to every other rank only serves to detect that the rank has left. If a
 // process dies, the kernel closes its sockets; a rank that gives up first sends the reason.
 //
 // At most one thread at a time may be in a call.

@@ -1,5 +1,5 @@
-// Arguments of ops that process many tables in one call: sources of keys, and features, which
-// assign runs of bags to tables. sparsekit/ops/_group.py explains the columns of the matrices.
+// Arguments of ops that process many tables in one call: sources have the keys, and each feature
+// assigns a run of bags to a table. sparsekit/ops/_group.py explains the columns of `features`.
 #pragma once
 
 #include <algorithm>

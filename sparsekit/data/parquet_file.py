@@ -82,7 +82,7 @@ class ParquetFiles:
                         self._check(path, file)
                     self._keep(path, which, file.metadata)
                     yield file
-        # A damaged page can raise errors of Python's types, too.
+        # A damaged page can also raise built-in exceptions of Python.
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             place = f", {place}" if place else ""
             raise DataFormatError(f"{path}{place}: {error}") from error

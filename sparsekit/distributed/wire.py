@@ -72,7 +72,7 @@ def heads_of(data: torch.Tensor, begins: Sequence[int], words: int = 0) -> torch
 
 
 class Layout:
-    """Positions of rows in parts. After its head, each part has a piece for each table.
+    """Positions of rows in the parts of a message: a part has a head, then a piece for each table.
 
     Args:
         counts: int64 ``[world_size, tables]``, number of rows in each piece.
@@ -188,7 +188,7 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class RaggedBags(NamedTuple):
-    """Bags of one table, as the route by bag sends them."""
+    """Bags of one table, in the form in which lookups by bag send them."""
 
     counts: torch.Tensor  # int64 [bags], number of keys in each bag
     keys: torch.Tensor  # int64 [n]

@@ -208,7 +208,8 @@ def ask_keyed(
             f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    # Share bags only within one batch of tables; otherwise each call of an op would check all bags.
+    # Share bags only if there is a single batch of tables: with several, each call of an op would
+    # check the bags of all of them.
     share = len(plan.batches) == 1
 
     # On a device all bags are changed together, so that the host need not know where the bags of a

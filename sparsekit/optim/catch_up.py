@@ -72,8 +72,8 @@ class CatchUpOptimizer(RowOptimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._missed: dict[torch.Tensor, _Missed] = {}
-        # Held while rows catch up: several threads may look up in evaluation, and each may find
-        # late rows.
+        # Held while rows catch up: in evaluation, several threads may run lookups at once, and each
+        # may find rows that have missed steps.
         self._lock = threading.RLock()
         super().__init__(params, defaults)
 

@@ -36,9 +36,9 @@ class StatesOfRows(Protocol):
 
 
 def keep_kind(lr: Any, loaded: Any) -> Any:
-    """Return the loaded learning rate, as a tensor if the current one `lr` is a tensor.
+    """Return the loaded learning rate, as a tensor if the current one, `lr`, is a tensor.
 
-    The tensor is filled in place: a CUDA graph may read it, and it may be on another device.
+    `lr` is filled in place: a CUDA graph may read it, and the loaded rate may be on another device.
     """
     number = float(loaded)
     return lr.fill_(number) if isinstance(lr, torch.Tensor) else number

@@ -225,9 +225,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self._updated.clear()
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Move states to the rows that their keys have now, before the parameter is updated.
+        """Move each state to the row that its key has now, before the parameter is updated.
 
-        If another optimizer left late rows, let it apply the steps that they have missed.
+        If rows have missed steps of another optimizer, that optimizer applies these steps first.
         """
         if "keys" in self.state.get(parameter, ()) and isinstance(parameter, EmbeddingWeight):
             parameter.settle(self)

@@ -119,14 +119,14 @@ class Report:
         return replay
 
     def send(self, reports: Reports, waits: bool = True) -> None:
-        """Start the copy to the host.
+        """Start the copy of this report to the host.
 
         Args:
-            reports: the reports of the device.
+            reports: the queue of the device's reports.
             waits: whether to wait for the copy if it is not certain that the keys fit.
 
         Raises:
-            IndexError, ValueError, TableFullError: an error of this lookup or of an earlier one.
+            IndexError, ValueError, TableFullError: an error from this lookup or an earlier one.
         """
         if self._in_graph or self.words is None:
             return  # a replay would repeat the copy

@@ -38,7 +38,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_group(tmp_path, name):
-    """Settings are loaded if they have the types of the optimizer's settings; others raise."""
+    """Saved settings are loaded if their types match the optimizer's; others raise an error."""
     module, optimizer = stepped()
     taken, refused = SETTINGS[name]
     for number, value in enumerate([*taken, *refused]):

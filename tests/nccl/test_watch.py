@@ -75,7 +75,7 @@ class broken_stream:
 
 
 def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
-    """A call still counts as running when the event of an earlier launch has finished."""
+    """A call still counts as running even if the event of an earlier launch has finished."""
     monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
     communicator = Recorder()
     watch = Watch(communicator, 0.0, lambda: True)

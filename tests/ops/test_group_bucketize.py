@@ -130,7 +130,7 @@ def test_places_of_a_fixed_size(device, seed, world_size, distinct):
     for one, other in each:
         assert torch.equal(one, other)
 
-    # Vectors that come in these places have the rows of vectors that come without gaps.
+    # Also compare the rows of vectors that are received in places of this fixed size.
     features, steps = group.asked[2], [1] * len(max_keys)
     come = torch.zeros(len(max_keys), world_size, 2, dtype=torch.int64)
     come[:, :, 1] = torch.arange(1, world_size + 1) * torch.tensor(max_keys)[:, None]

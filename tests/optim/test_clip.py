@@ -35,7 +35,7 @@ def sparse(rows, dtype):
 
 
 def every_kind(dtype, rows=ROWS["repeated"]):
-    """Return parameters with a table's, a sparse, a dense and no gradient, in this order."""
+    """Return a parameter for each kind of gradient: a table's, sparse, dense, none, a number."""
     return [
         parameter(sparse(rows, dtype), sparsekit.nn.EmbeddingWeight),
         parameter(sparse(rows[::2], dtype)),

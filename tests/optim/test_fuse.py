@@ -387,7 +387,7 @@ def test_layers_of_every_group_are_attached():
     optimizer = optim.SGD(groups, lr=0.1)
     fuse_in_backward(optimizer, model.bags)
     fuse_in_backward(optimizer, model.rows)
-    # A group's backward compares these objects to see whether one optimizer has all tables.
+    # A group's backward compares the two to see whether one optimizer updates all tables.
     assert model.bags.weight.update_in_backward is model.rows.weight.update_in_backward
     keys = keys_of(0)
     before = [layer.weight.detach().clone() for layer in (model.bags, model.rows)]

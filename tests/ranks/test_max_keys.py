@@ -156,7 +156,7 @@ def test_ranks_with_other_limits(two_ranks_over, function):
 
 
 def missed_on_one(rank):
-    """Let rank 1 fail between the handshake and the keys, so that only rank 0 knows the limit."""
+    """Make rank 1 fail after the handshake, before it sends keys; only rank 0 knows the limit."""
     module = one(3)
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:

@@ -48,8 +48,8 @@ void note(Request request, const char* name, int64_t read, int64_t written, int6
 // Returns true if the calling thread only plans calls. Its launches are checked and recorded, but
 // do not run. Its outputs and workspace have addresses without memory, so a call may have any size.
 bool only_plans();
-// Returns an address for `bytes` bytes: without memory if the call is only planned, with memory if
-// it is recorded (recording.h). Otherwise returns null.
+// Returns an address for `bytes` bytes if the call is only planned, when no memory backs it, or
+// recorded (recording.h), when memory does. Otherwise returns null.
 void* address_without_memory(int64_t bytes);
 bool lacks_memory(const void* address);
 void wait_for_block();

@@ -9,7 +9,7 @@
 
 namespace sparsekit {
 
-// A table of a call, with the owners of its keys.
+// One of the tables of a group_bucketize call, with the owners of its keys.
 struct RoutedTable : AskedTable {
   Owners owners;
   // With places of fixed size (see RoutedKeys), the number of places for the table's keys for one

@@ -138,7 +138,7 @@ struct Adam {
     w = w * k.keep - k.step_size * (s[0] / (std::sqrt(v) + k.eps));
   }
 
-  // The two numbers of a missed step are step_size and eps_t.
+  // Returns the constants of a step that a row has missed, which had this step size and epsilon.
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_size, double step_eps) const {
     return constants<A>(step_size, step_eps, 1);
