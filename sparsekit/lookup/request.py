@@ -184,6 +184,8 @@ class LazyRequests(OnDemand):
         self.shapes = shapes
         self.width = width
         self.form = form
+        # The plan for which the requests were made; `EmbeddingGroup` sets it.
+        self.plan: Any = None
 
     def __len__(self) -> int:
         return len(self.shapes)

@@ -16,7 +16,7 @@ from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
 from .local import Local
 from .plan import LookupPlan, PlanCache
-from .request import Request
+from .request import LazyRequests, Request
 
 # The requests of a call, one for each table, or an error for all ranks to raise.
 Asked = Sequence[Request] | Exception
@@ -95,7 +95,9 @@ def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
 
 
 def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Local:
-    plan = cache.plan_for(tables)
+    # With hundreds of tables, to look again whether the plan is theirs would count.
+    known = asked.plan if isinstance(asked, LazyRequests) else None
+    plan: LookupPlan = cache.plan_for(tables) if known is None else known
     if not plan.fits_alone:
         plan.check_exchange(None)
     if isinstance(asked, Exception):

@@ -178,7 +178,7 @@ class TableOps:
         # Compare sizes on the CPU only: on a device, the host does not know whether there are new
         # keys.
         counted = tables.inserts and sources.keys[0].is_cpu and bool(tables.hashed)
-        before = self._sizes() if counted else b""
+        before = self._sizes() if counted else []
         if late and tables.inserts:
             self._catch_up_free_rows(late)
         try:
@@ -203,20 +203,21 @@ class TableOps:
         if counted and (now := self._sizes()) != before:
             # Increment the versions. Otherwise a backward that has saved a weight would silently
             # use the weight's new rows.
-            numbers = (memoryview(words).cast("q") for words in (before, now))
-            each = zip(tables.hashed, *numbers, strict=True)
+            each = zip(tables.hashed, before, now, strict=True)
             changed = [self.weights[t] for t, then, size in each if size > then]
             increment_version(changed)
             count_own_writes(changed)
         if late or tables.max_norms:
             self._prepare(late)
 
-    def _sizes(self) -> bytes:
-        """Return the numbers of rows in use, which are on the CPU, as the bytes of int64 words."""
+    def _sizes(self) -> Sequence[int]:
+        """Return the numbers of rows in use, which are on the CPU."""
         sizes = self._tensors.sizes
-        # Read the bytes of the words: torch's own ways to compare and read numbers take longer.
-        words = sizes[0] if len(sizes) == 1 else _words_of(self._passed.sizes)
-        return ctypes.string_at(words.data_ptr(), 8 * len(sizes))
+        # Read from memory: torch's own ways to read and compare numbers take longer.
+        if len(sizes) == 1:
+            return [ctypes.c_int64.from_address(sizes[0].data_ptr()).value]
+        words = _words_of(self._passed.sizes)
+        return memoryview(ctypes.string_at(words.data_ptr(), 8 * len(sizes))).cast("q")
 
     def _report(self, reports: Reports) -> Report:
         """Read reports that have arrived from earlier lookups; return this lookup's report."""

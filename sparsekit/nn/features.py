@@ -198,7 +198,9 @@ def ask_keyed(
     # Cache key: everything about the input that the checks below use. The ops check the rest.
     form = names, bags.count, bags.values.dtype
     if (read := plan.derived.get(form)) is not None:
-        return cast(LazyRequests, read(bags))
+        made = cast(LazyRequests, read(bags))
+        made.plan = plan  # not in `read`: plan and function would keep each other from being freed
+        return made
     places = {key: i for i, key in enumerate(names)}
     asked = asked_of(features, plan.tables)
     _check_names(names, asked)

@@ -24,6 +24,7 @@ from .update_call import (
     check_parameter,
     new_states,
     rows_of,
+    with_gradients,
 )
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -150,8 +151,7 @@ class RowOptimizer(torch.optim.Optimizer):
         updates = [
             [
                 (parameter, *self._gradient(parameter, group))
-                for parameter in group["params"]
-                if parameter.grad is not None
+                for parameter in with_gradients(group["params"])
             ]
             for group in self.param_groups
         ]

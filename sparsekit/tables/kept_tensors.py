@@ -32,13 +32,17 @@ class KeptTensors:
             ]
 
     def are(self, lists: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Return whether the lists have the same tensors, all of them in the same memory."""
+        """Return whether these lists have the same tensors, all of them in the same memory."""
+        return same_tensors(self.lists, lists) and self.in_place()
+
+    def in_place(self) -> bool:
+        """Return whether all tensors are still in the same memory."""
         # For a subclass of Tensor, an access takes three times as long with torch's functions
         # enabled.
         with torch._C.DisableTorchFunctionSubclass():
-            return same_tensors(self.lists, lists) and all(
+            return all(
                 list(map(_address, tensors)) == addresses
-                for tensors, addresses in zip(lists, self._addresses, strict=True)
+                for tensors, addresses in zip(self.lists, self._addresses, strict=True)
             )
 
 
