@@ -49,13 +49,15 @@ def step_of(group, fused=True) -> Counts:
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_and_waits_of_a_step(tables, dims):
     counts = step_of(batch_of(tables, 4, 3, dims)).sum()
-    assert counts.operations <= 34
+    assert counts.operations <= 24
+    assert counts.library == 0
     assert counts.torch == 0
     assert counts.waits == 1  # to learn whether tables are full
 
 
 def test_more_tables_only_take_longer_descriptions():
-    few, many = (step_of(batch_of(tables, 4, 3)) for tables in (2, 500))
+    # Both have sort keys of two digits, each of which takes a launch.
+    few, many = (step_of(batch_of(tables, 6000 // tables, 1)) for tables in (100, 500))
     for op in few.ops():
         more = many.sum(op, "group: descriptors").launches
         described = few.sum(op, "group: descriptors").launches
@@ -85,8 +87,8 @@ def test_launches_of_routing(tables, distinct):
         ops.group_exchange_rows(places, bags, features, come, [1] * tables)
     described = counts.sum("group_bucketize", "group: descriptors").launches
     assert described <= 2
-    assert counts.sum().launches - described == (11 if distinct else 7)
-    assert counts.sum().library == (3 if distinct else 2)
+    assert counts.sum().launches - described == (9 if distinct else 6)
+    assert counts.sum().library == 1
     assert of_rows.sum().launches == 2
     for each in (counts, of_rows):
         assert each.sum().waits == each.sum().torch == 0
@@ -102,15 +104,15 @@ def test_launches_of_a_backward_to_given_places(tables):
     op = counts.sum("group_embedding_bag_backward_at_")
     described = counts.sum("group_embedding_bag_backward_at_", "group: descriptors").launches
     assert described <= 2
-    assert op.launches - described == 5
-    assert op.library == 1
+    assert op.launches - described in (5, 6)  # a launch for each 8 bits of the sort keys
+    assert op.library == 0
     assert op.waits == op.torch == 0
 
 
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_without_an_optimizer(tables):
     counts = step_of(batch_of(tables, 4, 3), fused=False).sum()
-    assert counts.operations <= 53
+    assert counts.operations <= 45
     assert counts.waits == 2  # to learn whether tables are full, and how long the gradient is
 
 

@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "cuda/prefix_sum.cuh"
 #include "cuda/simt.cuh"
 #include "sparsekit/arena.h"
 
@@ -102,32 +103,9 @@ void describe_bags(const Bags& of, Described& feature, Described& next) {
   next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
 }
 
-constexpr int kSumThreads = 256;
-
-// Returns a grid with the single block that the functions below require.
+// Returns a grid with the single block that sum_up() requires.
 inline simt::Grid one_block() {
-  simt::Grid grid{1, kSumThreads};
-  grid.shared_bytes = kSumThreads / simt::kWarp * static_cast<int64_t>(sizeof(int64_t));
-  return grid;
-}
-
-// Returns the sum of `mine` over all threads with a lower index. All threads of the block must call
-// this function.
-SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
-  auto* of_warps = simt::shared<int64_t>();
-  int64_t up_to_here = mine;
-  for (int step = 1; step < simt::kWarp; step *= 2) {
-    const int from = (simt::lane() - step) & (simt::kWarp - 1);
-    const int64_t before = simt::warp_shuffle(up_to_here, from);
-    if (simt::lane() >= step) up_to_here += before;
-  }
-  const int warp = simt::thread() / simt::kWarp;
-  if (simt::lane() == simt::kWarp - 1) of_warps[warp] = up_to_here;
-  simt::barrier();
-  int64_t before = up_to_here - mine;
-  for (int i = 0; i < warp; ++i) before += of_warps[i];
-  simt::barrier();  // wait for all reads before the shared words are reused
-  return before;
+  return sum_grid(1);
 }
 
 // Calls put(i, of(0) + ... + of(i - 1)) for each i in [0, n].

@@ -8,7 +8,7 @@
 // The choice of slots depends on the order of threads, but the result does not: slots are internal.
 #pragma once
 
-#include "cuda/primitives.h"
+#include "cuda/prefix_sum.cuh"
 #include "cuda/simt.cuh"
 #include "sparsekit/arena.h"
 #include "sparsekit/device_count.h"
@@ -31,29 +31,56 @@ SPARSEKIT_HOST_DEVICE inline int64_t num_slots(int64_t n) {
   return n + n * 2 / 3 + 1;
 }
 
+// Number of words of bits that each warp handles in a tile of rank_tile(). The host runner gets few
+// words, so that small tests have several tiles.
+#ifdef __CUDACC__
+constexpr int kMarkSteps = 8;
+#else
+constexpr int kMarkSteps = 2;
+#endif
+constexpr int kMarkWords = kMarkSteps * kSumWarps;
+
 // Ranks the marked entries in ascending order. Stores a bit for each entry, and for each word of
-// bits the number of marked entries before the word.
+// bits the number of marked entries before the word. A launch ranks the entries with a block for
+// each tile.
 struct Ranks {
   uint32_t* bits;   // [words]
   int32_t* before;  // [words + 1]
-  void* scan;
   int64_t words;
+  LookBack totals;  // of the launch that ranks the entries
 
-  Ranks(Arena& arena, int64_t n)
-      : bits(arena.take<uint32_t>((n + 31) / 32)),
-        before(arena.take<int32_t>((n + 31) / 32 + 1)),
-        scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
-        words((n + 31) / 32) {}
-
-  // Marks the entries of a word for which `counts` is true. Each lane handles one entry. All lanes
-  // of a warp must call this function with the same word.
-  SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
-    const uint32_t mask = simt::warp_ballot(counts);
-    if (simt::lane() != 0) return;
-    if (word < words) bits[word] = mask;
-    before[word] = simt::count_bits(mask);
+  // Each tile of `totals` has words_of_tile words.
+  static LookBack look_back(Arena& arena, int64_t n, int64_t words_of_tile) {
+    return LookBack(arena, num_words(n) / words_of_tile + 1, 1);
   }
-  void scan_marks(void* stream) const { exclusive_scan(before, before, words + 1, scan, stream); }
+  Ranks(Arena& arena, int64_t n, const LookBack& totals)
+      : bits(arena.take<uint32_t>(num_words(n))),
+        before(arena.take<int32_t>(num_words(n) + 1)),
+        words(num_words(n)),
+        totals(totals) {}
+
+  static int64_t num_words(int64_t n) { return (n + 31) / 32; }
+  simt::Grid grid() const { return sum_grid(totals.tiles); }
+
+  // Returns the entry that a thread handles in a step, of kMarkSteps steps, of a tile.
+  SPARSEKIT_DEVICE static int64_t entry(int64_t tile, int step) {
+    const int64_t warp = tile * kSumWarps + simt::thread() / simt::kWarp;
+    return (warp * kMarkSteps + step) * simt::kWarp + simt::lane();
+  }
+  // Stores the bits and ranks of a tile of kMarkWords words. Bit i of `marks` is true if the
+  // thread's entry in step i is marked. All threads of the block must call this function once.
+  SPARSEKIT_DEVICE void rank_tile(int64_t tile, uint32_t marks) const {
+    uint32_t own = 0;  // lane i has the word of step i
+    for (int i = 0; i < kMarkSteps; ++i) {
+      const uint32_t mask = simt::warp_ballot((marks >> i & 1) != 0);
+      if (simt::lane() == i) own = mask;
+    }
+    const int64_t word = entry(tile, simt::lane()) / simt::kWarp;
+    const int32_t sum = totals.sum_before_in_launch(tile, simt::count_bits(own));
+    if (simt::lane() >= kMarkSteps || word > words) return;
+    if (word < words) bits[word] = own;
+    before[word] = sum;
+  }
 
   // Returns the number of marked entries before e.
   SPARSEKIT_DEVICE int32_t rank(int32_t e) const {
@@ -69,7 +96,9 @@ struct FirstSeen {
   Slot* slots;  // [num_slots(n) + 1]
   Ranks ranks;  // ranks of the positions at which a key occurs first
 
-  FirstSeen(Arena& arena, int64_t n) : slots(arena.take<Slot>(num_slots(n) + 1)), ranks(arena, n) {}
+  FirstSeen(Arena& arena, int64_t n)
+      : slots(arena.take<Slot>(num_slots(n) + 1)),
+        ranks(arena, n, Ranks::look_back(arena, n, kSumThreads)) {}
 };
 
 // Returns the slot of `key` among `capacity` slots, and claims a slot if the key is new.

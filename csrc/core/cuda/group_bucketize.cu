@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/group_distinct.cuh"
+#include "cuda/primitives.h"
 
 namespace sparsekit::cuda {
 namespace {
@@ -16,18 +17,27 @@ struct Pieces {
   uint32_t* piece;  // [most] piece of each sorted entry; count() if the entry's key is not sent
   int32_t* entry;   // [most] entries, sorted by piece
   int32_t* begin;   // [count()] position of each piece's first key among all keys sent
-  // [count() + 1] key counts of the pieces, ordered by table; later the prefix sums of these
-  // counts.
-  int32_t* before;
+  int32_t* before;  // [count() + 1] number of keys of the preceding pieces, ordered by table
+  LookBack totals;  // of these numbers
+
+  Pieces(Arena& arena, const GroupCall& call, int64_t ranks)
+      : world_size(static_cast<int32_t>(ranks)),
+        num_tables(static_cast<int32_t>(call.num_tables)),
+        piece(arena.take<uint32_t>(call.entries)),
+        entry(arena.take<int32_t>(call.entries)),
+        begin(arena.take<int32_t>(count())),
+        before(arena.take<int32_t>(count() + 1)),
+        totals(arena, count() / kSumThreads + 1, 1) {}
 
   SPARSEKIT_HOST_DEVICE int64_t count() const { return int64_t{world_size} * num_tables; }
 };
 
 // Numbers the keys, and finds the piece of the first entry of each key. On entry, `inverse` holds
-// the slots of keys if `distinct` is true.
+// the slots of keys if `distinct` is true. Also clears pieces.totals.
 SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bool distinct,
                                       Pieces pieces, uint32_t* piece_of, int32_t* entries_of,
                                       int32_t* inverse, int64_t* bad_owners) {
+  pieces.totals.clear();
   const int32_t entries = group.entries();
   for (int64_t i = simt::global_thread(); i < group.most; i += simt::global_threads()) {
     const auto e = static_cast<int32_t>(i);
@@ -66,20 +76,21 @@ SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, i
   return begin;
 }
 
+// Counts the keys of each piece, with a thread for each piece in the order of tables.
 SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* counts) {
-  const int64_t p = simt::global_thread();
-  if (p > pieces.count()) return;
-  if (p == pieces.count()) {
-    pieces.before[p] = 0;
-    return;
+  const int64_t tile = pieces.totals.take_tile();
+  const int64_t i = tile * kSumThreads + simt::thread();
+  int32_t count = 0;
+  if (i < pieces.count()) {
+    const int64_t t = i / pieces.world_size, owner = i % pieces.world_size;
+    const int64_t p = owner * pieces.num_tables + t;
+    const int32_t begin = entries_before(pieces, entries, p);
+    count = entries_before(pieces, entries, p + 1) - begin;
+    pieces.begin[p] = begin;
+    counts[p] = count;
   }
-  const int32_t begin = entries_before(pieces, entries, p);
-  const int32_t count = entries_before(pieces, entries, p + 1) - begin;
-  const auto piece = static_cast<int32_t>(p);
-  const int32_t owner = piece / pieces.num_tables, t = piece % pieces.num_tables;
-  pieces.begin[p] = begin;
-  pieces.before[int64_t{t} * pieces.world_size + owner] = count;
-  counts[p] = count;
+  const int32_t before = pieces.totals.sum_before_in_launch(tile, count);
+  if (i <= pieces.count()) pieces.before[i] = before;
 }
 
 // Writes the keys to send, their positions, and the key counts, with one thread for each key and
@@ -113,26 +124,18 @@ SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys t
 }
 
 struct RouteWorkspace {
-  Pieces pieces{};
+  Pieces pieces;
   FirstEntries firsts;
   uint32_t* piece_of;  // [most] piece of each entry, before the sort
   int32_t* entries_of;
-  char *sort, *scan;
+  char* sort;
 
   RouteWorkspace(Arena& arena, const GroupCall& call, int64_t world_size, bool distinct)
-      : firsts(arena, distinct ? call : GroupCall{}),
+      : pieces(arena, call, world_size),
+        firsts(arena, distinct ? call : GroupCall{}),
         piece_of(arena.take<uint32_t>(call.entries)),
         entries_of(arena.take<int32_t>(call.entries)),
-        sort(arena.take<char>(sort_workspace_bytes(call.entries))) {
-    pieces.world_size = static_cast<int32_t>(world_size);
-    pieces.num_tables = static_cast<int32_t>(call.num_tables);
-    const int64_t count = pieces.count();
-    pieces.piece = arena.take<uint32_t>(call.entries);
-    pieces.entry = arena.take<int32_t>(call.entries);
-    pieces.begin = arena.take<int32_t>(count);
-    pieces.before = arena.take<int32_t>(count + 1);
-    scan = arena.take<char>(scan_workspace_bytes(count + 1));
-  }
+        sort(arena.take<char>(sort_workspace_bytes(call.entries))) {}
 };
 
 // ---- rows of received vectors ----
@@ -221,10 +224,8 @@ void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world
                distinct, pieces, work.piece_of, work.entries_of, to.inverse, errors.bad_owners);
   sort_pairs(work.piece_of, pieces.piece, work.entries_of, pieces.entry, call.entries,
              bits_of(pieces.count()), work.sort, stream);
-  simt::launch("group_bucketize: count", count_pieces_kernel,
-               simt::grid_for(pieces.count() + 1, kGroupThreads), stream, pieces,
-               static_cast<int32_t>(call.entries), to.counts);
-  exclusive_scan(pieces.before, pieces.before, pieces.count() + 1, work.scan, stream);
+  simt::launch("group_bucketize: count", count_pieces_kernel, sum_grid(pieces.totals.tiles), stream,
+               pieces, static_cast<int32_t>(call.entries), to.counts);
   simt::launch("group_bucketize: send", send_keys_kernel,
                simt::grid_for(std::max(call.entries, call.num_tables), kGroupThreads), stream,
                group, pieces, to, errors.too_many_keys);

@@ -1,7 +1,7 @@
 // Numbers the distinct keys of all tables of a call in the same launches. Entries are numbered
-// across tables, and the entries of a table are contiguous. So one scan over a bit per entry ranks
-// the first occurrences in all tables: the rank within a table is the rank among all entries, minus
-// the rank of the table's first entry.
+// across tables, and the entries of a table are contiguous. So one prefix sum over a bit per entry
+// ranks the first occurrences in all tables: the rank within a table is the rank among all entries,
+// minus the rank of the table's first entry.
 #pragma once
 
 #include "cuda/first_seen.cuh"
@@ -57,16 +57,19 @@ SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* sl
   }
 }
 
-// Marks the first entry of each key. Also clears `words`.
+// Marks and ranks the first entry of each key. Also clears `words`.
 SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
                                    Ranks first_seen, int64_t* words, int64_t num_words) {
   for (int64_t i = simt::global_thread(); i < num_words; i += simt::global_threads()) words[i] = 0;
   const int32_t entries = group.entries();
-  for (int64_t word = simt::global_thread() / simt::kWarp; word <= first_seen.words;
-       word += simt::global_threads() / simt::kWarp) {
-    const int64_t e = word * simt::kWarp + simt::lane();
-    first_seen.mark(word, e < entries && slots[slot_of[e]] == e);
+  const int64_t tile = first_seen.totals.take_tile();
+  uint32_t marks = 0;
+#pragma unroll
+  for (int i = 0; i < kMarkSteps; ++i) {
+    const int64_t e = Ranks::entry(tile, i);
+    marks |= uint32_t{e < entries && slots[slot_of[e]] == e} << i;
   }
+  first_seen.rank_tile(tile, marks);
 }
 
 // The first entry of each key, valid after find_first_entries().
@@ -75,7 +78,8 @@ struct FirstEntries {
   Ranks ranks;
 
   FirstEntries(Arena& arena, const GroupCall& call)
-      : slots(arena.take<int32_t>(num_slots(call))), ranks(arena, call.entries) {}
+      : slots(arena.take<int32_t>(num_slots(call))),
+        ranks(arena, call.entries, Ranks::look_back(arena, call.entries, kMarkWords)) {}
 
   static int64_t num_slots(const GroupCall& call) {
     return slots_before(call.entries, call.num_tables);
@@ -89,10 +93,9 @@ struct FirstEntries {
   }
 };
 
-// Returns a grid for the kernels on entries, with one thread for each entry and one warp for each
-// word of bits.
+// Returns a grid for the kernels that loop over entries, with one thread for each entry.
 inline simt::Grid grid_for_entries(const GroupCall& call) {
-  return simt::strided_grid_for(call.entries + simt::kWarp, kGroupThreads);
+  return simt::strided_grid_for(call.entries, kGroupThreads);
 }
 
 // Writes the slot of each entry's key to slot_of [entries], and clears `words`.
@@ -100,14 +103,14 @@ inline void find_first_entries(const GroupCall& call, const DeviceGroup& group, 
                                const FirstEntries& first, int32_t* slot_of, int64_t* words,
                                int64_t num_words, void* stream) {
   const simt::Grid grid = grid_for_entries(call);
-  simt::fill_bytes(first.slots, 0xFF,
-                   FirstEntries::num_slots(call) * static_cast<int64_t>(sizeof *first.slots),
-                   stream);
+  // Clear the slots and, behind them, the words of the prefix sums.
+  const auto bytes =
+      reinterpret_cast<char*>(first.ranks.totals.end()) - reinterpret_cast<char*>(first.slots);
+  simt::fill_bytes(first.slots, 0xFF, bytes, stream);
   auto* slots = reinterpret_cast<uint32_t*>(slot_of);
   simt::launch("group: enter", group_enter_kernel, grid, stream, group, seed, first.slots, slots);
-  simt::launch("group: mark", group_mark_kernel, grid, stream, group, first.slots, slots,
-               first.ranks, words, num_words);
-  first.ranks.scan_marks(stream);
+  simt::launch("group: mark", group_mark_kernel, first.ranks.grid(), stream, group, first.slots,
+               slots, first.ranks, words, num_words);
 }
 
 }  // namespace sparsekit::cuda

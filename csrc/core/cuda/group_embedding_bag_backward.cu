@@ -58,15 +58,16 @@ struct SumWorkspace {
   int64_t *row, *element;
   ScaledRow<Acc<T>>* scaled;
   Acc<T>* divisors;
-  uint32_t* keys;
-  int32_t* values;
-  char* sort;
+  Pairs spare;
+  RadixSort sort;
   SumLevels<T> levels{};
 
   SumWorkspace(Arena& arena, const SumCall<T>& call)
       : entry(arena.take<int32_t>(call.num_tables + 1)),
         row(arena.take<int64_t>(call.num_tables + 1)),
-        element(arena.take<int64_t>(call.num_tables + 1)) {
+        element(arena.take<int64_t>(call.num_tables + 1)),
+        spare{arena.take<uint32_t>(call.entries), arena.take<int32_t>(call.entries)},
+        sort(arena, call.entries) {
     const Ways ways(call.features, call.num_features);
     scaled = arena.take<ScaledRow<Acc<T>>>(!ways.scaled    ? 0
                                            : ways.weighted ? call.entries
@@ -74,9 +75,6 @@ struct SumWorkspace {
     divisors = arena.take<Acc<T>>(ways.divided ? call.num_bags : 0);
     if (!ways.scaled) scaled = nullptr;
     if (!ways.divided) divisors = nullptr;
-    keys = arena.take<uint32_t>(call.entries);
-    values = arena.take<int32_t>(call.entries);
-    sort = arena.take<char>(sort_workspace_bytes(call.entries));
     levels.level[0].take(arena, call.entries, 0);
     for (int64_t chunks = (call.longest + kChunk - 1) / kChunk;;
          chunks = (2 * chunks + kChunk - 1) / kChunk) {
@@ -87,6 +85,9 @@ struct SumWorkspace {
       if (chunks <= 1) break;
     }
   }
+
+  // The entries, sorted.
+  Pairs sorted() const { return {levels.level[0].keys, levels.level[0].values}; }
 };
 
 // Workspace for sorting rows.
@@ -242,27 +243,37 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
   return group;
 }
 
-// Prepares the sums: computes where the data of each table begins, and the sort key of each entry.
+// Returns the number of digits of the sort keys of up to num_rows rows.
 template <class T>
-void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, const UpdateShares& shares,
-                void* stream) {
-  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels, shares);
+int digits_of_keys(const SumCall<T>& call, int64_t num_rows) {
+  return digits_of(bits_of(num_rows + call.num_tables));
+}
+
+// Prepares the sums of up to num_rows rows: computes where the data of each table begins, and the
+// sort key of each entry.
+template <class T>
+void begin_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_rows,
+                const SumWorkspace<T>& work, const UpdateShares& shares, void* stream) {
+  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels, shares,
+               work.sort);
   if (group.divisors != nullptr) {
     simt::launch("group: divisors", group_divisors_kernel<T>,
                  simt::grid_for(int64_t{group.num_bags} * simt::kWarp, kGroupThreads), stream,
                  group);
   }
-  simt::launch("group: numbers of entries", number_entries_kernel<T>,
-               simt::grid_for(std::max(group.entries, group.num_bags), kGroupThreads), stream,
-               group, work.keys, work.values);
+  const DigitCounts digits{work.sort, digits_of_keys(call, num_rows)};
+  const int64_t threads = std::max(group.entries, group.num_bags);
+  const int64_t blocks = simt::grid_for(threads, kNumberSteps * kSumThreads).blocks;
+  simt::launch("group: numbers of entries", number_entries_kernel<T>, digits.grid(blocks), stream,
+               group, digits, unsorted_pairs(digits.num_digits, work.spare, work.sorted()));
 }
 
 // Computes the sums of up to num_rows rows.
 template <bool kAllRows, class T>
 void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_rows,
                  const SumWorkspace<T>& work, void* stream) {
-  sort_pairs(work.keys, work.levels.level[0].keys, work.values, work.levels.level[0].values,
-             call.entries, bits_of(num_rows + call.num_tables), work.sort, stream);
+  sort_by_digits(work.sort, digits_of_keys(call, num_rows), call.entries, work.spare, work.sorted(),
+                 stream);
   int64_t lanes = 1;
   for (int64_t t = 0; t < call.num_tables; ++t) {
     const RowShape shape = shape_of_table(call.tables[t]);
@@ -310,7 +321,7 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
   Descriptors descriptors(work.descriptors);
   SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
   group.out = call.tables[0].grad;
-  begin_sums(group, work.sums, {}, stream);
+  begin_sums(group, call, rows_of(sums), work.sums, {}, stream);
   if (ordered_rows > 0) {
     group.at = work.order.at;
     order_rows(group, ordered_rows, sums.tables[0].sorted_rows, work.order, stream);
@@ -366,7 +377,7 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
   group.out = room.out;
   group.at = work.at;
   group.bounded = true;
-  begin_sums(group, work.sums, {}, stream);
+  begin_sums(group, call, sums.entries, work.sums, {}, stream);
   simt::launch("group: rows to write", rows_to_write_kernel<T>,
                simt::grid_for(sums.entries, kGroupThreads), stream, group, targets, bad_row);
   finish_sums<true>(group, call, sums.entries, work.sums, stream);
@@ -393,7 +404,7 @@ RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors,
   group.out = work.over_chunks;
   group.begins = work.begins;
   group.bounded = true;
-  begin_sums(group, work.sums, shares, stream);
+  begin_sums(group, call, sums.entries, work.sums, shares, stream);
   finish_sums<false>(group, call, sums.entries, work.sums, stream);
   return {group, work.sums.levels.level[0].values};
 }

@@ -41,10 +41,13 @@ SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows, ErrorReport
 SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ranks missing,
                                      int32_t* inverse, int32_t* rows, int64_t* status) {
   const int32_t entries = group.entries();
-  for (int64_t word = simt::global_thread() / simt::kWarp; word <= missing.words;
-       word += simt::global_threads() / simt::kWarp) {
-    const auto e = static_cast<int32_t>(word * simt::kWarp + simt::lane());
-    const bool there = word * simt::kWarp + simt::lane() < entries;
+  const int64_t tile = missing.totals.take_tile();
+  uint32_t marks = 0;
+#pragma unroll 1
+  for (int i = 0; i < kMarkSteps; ++i) {
+    const int64_t at = Ranks::entry(tile, i);
+    const bool there = at < entries;
+    const auto e = static_cast<int32_t>(at);
     const int f = there ? group.feature_of(e) : 0;
     const int t = group.features[f].table;
     const DeviceTable& table = group.tables[t];
@@ -59,8 +62,9 @@ SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ran
     const bool hashed = table.buckets != nullptr;
     if (is_first && hashed && row >= table.capacity)
       simt::store(&status[kStatusWords * t + 1], int64_t{-1});
-    missing.mark(word, is_first && hashed && row < 0);
+    marks |= uint32_t{is_first && hashed && row < 0} << i;
   }
+  missing.rank_tile(tile, marks);
 }
 
 // Decides whether the new keys fit, with one thread per table. The decision is made before any key
@@ -147,7 +151,7 @@ struct InsertWorkspace {
   Ranks missing;
 
   InsertWorkspace(Arena& arena, const GroupCall& call)
-      : firsts(arena, call), missing(arena, call.entries) {}
+      : firsts(arena, call), missing(arena, call.entries, firsts.ranks.totals.after(1)) {}
 };
 
 }  // namespace
@@ -175,18 +179,16 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   Arena arena(workspace);
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
-  const simt::Grid grid = grid_for_entries(call);
   // `inverse` holds slots until group_number_kernel replaces them with indices.
   find_first_entries(call, group, seed, work.firsts, inverse, status,
                      kStatusWords * call.num_tables, stream);
-  simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,
-               work.missing, inverse, rows, status);
-  work.missing.scan_marks(stream);
+  simt::launch("group_find: number", group_number_kernel, work.missing.grid(), stream, group,
+               work.firsts, work.missing, inverse, rows, status);
   simt::launch("group_find: admit", group_admit_kernel,
                simt::grid_for(std::max(call.num_tables, errors.count), kGroupThreads), stream,
                group, work.firsts.ranks, work.missing, counts, status, refused, errors);
-  simt::launch("group_find: insert", group_insert_kernel<T>, grid, stream, group, work.missing,
-               inverse, rows, status);
+  simt::launch("group_find: insert", group_insert_kernel<T>, grid_for_entries(call), stream, group,
+               work.missing, inverse, rows, status);
 }
 
 SPARSEKIT_INSTANTIATE(group_find_or_insert)

@@ -11,9 +11,11 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
 }
 
 // Computes, in a single block, where the entries, rows and chunks of each table begin, and which
-// blocks of an update handle the table's rows.
+// blocks of an update handle the table's rows. Also prepares the sort.
 template <class T>
-SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, UpdateShares shares) {
+SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, UpdateShares shares,
+                                  RadixSort sort) {
+  sort.zero_counts();
   const auto entries_before = [&](int t) {
     return clamped(group.bags[group.first_bag(t)], group.entries);
   };
@@ -91,43 +93,66 @@ SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e
   return range.begin <= e && e < range.end ? bag : -1;
 }
 
-// Writes the sort key and the value of each entry, and the scales of bags or entries, with one
-// thread for each entry and each bag.
 template <class T>
-SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values) {
+SPARSEKIT_DEVICE void scale_bag(const SumGroup<T>& group, int64_t bag) {
   using A = Acc<T>;
-  const int64_t i = simt::global_thread();
-  if (!group.by_entry && group.scaled != nullptr && i < group.num_bags) {
-    const auto combiner = static_cast<Combiner>(group.features[group.feature_of_bag(i)].combiner);
-    const Range range = group.range(i);
-    const int64_t count = range.end - range.begin;
-    group.scaled[i] = {static_cast<int32_t>(i),
+  const auto combiner = static_cast<Combiner>(group.features[group.feature_of_bag(bag)].combiner);
+  const Range range = group.range(bag);
+  const int64_t count = range.end - range.begin;
+  group.scaled[bag] = {static_cast<int32_t>(bag),
                        divided(A{1}, divisor(static_cast<A>(count), count, combiner))};
-  }
-  if (i >= group.entries) return;
+}
+
+// Returns the sort key and the value of entry i. Writes the scale of the entry if group.by_entry.
+template <class T>
+SPARSEKIT_DEVICE Entry number_entry(const SumGroup<T>& group, int64_t i) {
+  using A = Acc<T>;
   const int t = group.table_of(i);
   if (i < group.entry[t] || i >= group.entry[t + 1]) {  // not an entry of any table
-    keys[i] = group.key_start(group.num_tables);
-    values[i] = -1;
-    return;
+    return {group.key_start(group.num_tables), -1};
   }
   const int32_t bag = bag_of_entry(group, t, i);
   const int64_t number = group.index[i], count = group.row[t + 1] - group.row[t];
   if (number >= count) simt::atomic_min(group.bad_index, i);
   const bool has_row = number >= 0 && number < count && bag >= 0;
-  keys[i] = has_row ? group.key_start(t) + static_cast<uint32_t>(number) : group.no_row(t);
-  values[i] = group.by_entry ? static_cast<int32_t>(i) : bag;
-  if (!group.by_entry || bag < 0) return;
-  const SumFeature<T>& feature = group.features[group.feature_of_bag(bag)];
-  const auto combiner = static_cast<Combiner>(feature.combiner);
-  A by = 1;
-  if (feature.sample_weights == nullptr) {
-    const Range range = group.range(bag);
-    by = divisor(static_cast<A>(range.end - range.begin), range.end - range.begin, combiner);
-  } else if (group.divisors != nullptr) {
-    by = group.divisors[bag];
+  const uint32_t key =
+      has_row ? group.key_start(t) + static_cast<uint32_t>(number) : group.no_row(t);
+  if (!group.by_entry) return {key, bag};
+  if (bag >= 0) {
+    const SumFeature<T>& feature = group.features[group.feature_of_bag(bag)];
+    const auto combiner = static_cast<Combiner>(feature.combiner);
+    A by = 1;
+    if (feature.sample_weights == nullptr) {
+      const Range range = group.range(bag);
+      by = divisor(static_cast<A>(range.end - range.begin), range.end - range.begin, combiner);
+    } else if (group.divisors != nullptr) {
+      by = group.divisors[bag];
+    }
+    group.scaled[i] = {bag, divided(group.weight_of(feature, i), by)};
   }
-  group.scaled[i] = {bag, divided(group.weight_of(feature, i), by)};
+  return {key, static_cast<int32_t>(i)};
+}
+
+// Number of entries that each thread of number_entries_kernel handles, so that few atomics count
+// the digits of a block.
+constexpr int kNumberSteps = 8;
+
+// Writes the sort key and the value of each entry, and the scales of bags or entries. Counts the
+// digits of the sort keys.
+template <class T>
+SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, DigitCounts digits, Pairs pairs) {
+  digits.begin();
+  digits.sort.totals.clear();
+  for (int step = 0; step < kNumberSteps; ++step) {
+    const int64_t i = (simt::block() * kNumberSteps + step) * kSumThreads + simt::thread();
+    if (!group.by_entry && group.scaled != nullptr && i < group.num_bags) scale_bag(group, i);
+    if (i >= group.entries) continue;
+    const Entry entry = number_entry(group, i);
+    pairs.keys[i] = entry.key;
+    pairs.values[i] = entry.value;
+    digits.add(entry.key);
+  }
+  digits.end();
 }
 
 // ---- order of the rows ----

@@ -13,6 +13,7 @@
 
 #include "cuda/bags.cuh"
 #include "cuda/descriptors.cuh"
+#include "cuda/radix_sort.cuh"
 #include "cuda/row_shares.cuh"
 #include "cuda/segment_reduce.cuh"
 #include "sparsekit/group_embedding_bag.h"

@@ -208,6 +208,13 @@ SPARSEKIT_DEVICE void store(T* address, T value) {
   }
 }
 
+// Like load(), for loops that wait until another block stores a value.
+template <class T>
+SPARSEKIT_DEVICE T load_again(const T* address) {
+  __nanosleep(20);
+  return load(address);
+}
+
 // Adds value[j] to address[j] for each j, atomically per element. Uses a single 16-byte reduction
 // in the L2 cache if the chip supports it.
 template <int N>

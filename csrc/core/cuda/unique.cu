@@ -14,6 +14,7 @@ SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
   for (int64_t i = simt::global_thread(); i < seen.ranks.words; i += simt::global_threads()) {
     seen.ranks.bits[i] = 0;
   }
+  seen.ranks.totals.clear();
 }
 
 template <class Key>
@@ -39,9 +40,13 @@ SPARSEKIT_KERNEL mark_kernel(FirstSeen seen, DeviceCount n) {
   }
 }
 
-SPARSEKIT_KERNEL count_bits_kernel(Ranks ranks) {
-  const int64_t i = simt::global_thread();
-  if (i <= ranks.words) ranks.before[i] = i < ranks.words ? simt::count_bits(ranks.bits[i]) : 0;
+// Ranks the positions whose bits are set, with one thread for each word of bits.
+SPARSEKIT_KERNEL rank_kernel(Ranks ranks) {
+  const int64_t tile = ranks.totals.take_tile();
+  const int64_t word = tile * kSumThreads + simt::thread();
+  const int32_t marked = word < ranks.words ? simt::count_bits(ranks.bits[word]) : 0;
+  const int32_t before = ranks.totals.sum_before_in_launch(tile, marked);
+  if (word <= ranks.words) ranks.before[word] = before;
 }
 
 template <class Key>
@@ -69,9 +74,7 @@ void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
 void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
   simt::launch("unique: mark", mark_kernel, simt::strided_grid_for(num_slots(n.most) + 1), stream,
                seen, n);
-  simt::launch("unique: count bits", count_bits_kernel, simt::grid_for(seen.ranks.words + 1),
-               stream, seen.ranks);
-  seen.ranks.scan_marks(stream);
+  simt::launch("unique: rank", rank_kernel, seen.ranks.grid(), stream, seen.ranks);
 }
 
 int64_t unique_workspace_bytes(int64_t n) {

@@ -40,6 +40,8 @@ enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 const Position& position();
 // In randomly chosen calls, lets other fibers of this OS thread run.
 void maybe_switch();
+// Lets other fibers of this OS thread run, and other OS threads.
+void wait_a_little();
 // saw() counts a thread's access to device memory. note() records a request of the host, the bytes
 // that it moves, and the number of operations that it puts on the stream. Both do nothing unless
 // the launching thread is counting (counts.h).
@@ -201,6 +203,14 @@ T load(const T* address) {
   T value;
   __atomic_load(address, &value, __ATOMIC_RELAXED);
   host::maybe_switch();
+  return value;
+}
+// Not counted, since the number of these loads depends on the OS.
+template <class T>
+T load_again(const T* address) {
+  host::wait_a_little();
+  T value;
+  __atomic_load(address, &value, __ATOMIC_RELAXED);
   return value;
 }
 template <class T>

@@ -250,6 +250,9 @@ const Position& position() {
 void maybe_switch() {
   worker->maybe_switch();
 }
+void wait_a_little() {
+  worker->wait_a_little();
+}
 void saw(Access access, const void* address, int64_t bytes) {
   if (counted_launches.load(std::memory_order_relaxed) == 0) return;
   if (worker != nullptr) worker->saw(access, reinterpret_cast<uintptr_t>(address), bytes);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/simt.cuh"
@@ -153,6 +154,10 @@ class Worker {
   const Position& position() const { return running_->position; }
   void maybe_switch() {
     if (!ready_.empty() && (launch_->counted || random() % 8 == 0)) yield();
+  }
+  void wait_a_little() {
+    std::this_thread::yield();
+    yield();
   }
   void saw(Access access, uintptr_t at, int64_t bytes);
   void wait_for_block();
