@@ -47,4 +47,5 @@ def interrupt(call, moment):
         return None
     finally:
         sys.settrace(before)
+        assert torch._C._is_torch_function_enabled()
     return seen

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._overrides import without_overrides
+
 _NORMS = {
     torch.linalg.vector_norm,
     torch.linalg.norm,
@@ -52,8 +54,7 @@ class ShardGradient(torch.Tensor):
                 f"sparsekit.optim.clip_grad_norm_, which takes the norm over all ranks "
                 f"(docs/trainers.md says how under each trainer)"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
+        result = without_overrides(function, *args, **(kwargs or {}))
         if type(result) is not torch.Tensor or own is None or result.requires_grad:
             return result
         alike = result.shape == own.shape and result.layout == own.layout

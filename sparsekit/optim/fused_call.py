@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 
+from .._overrides import without_overrides
 from ..tables.kept_tensors import KeptTensors, same_tensors
 from ..tables.weight import count_own_writes, of_each
 from .update_call import State
@@ -72,8 +73,7 @@ class FusedCall:
         step = optimizer._step(group, weights[0].device)
         optimizer._updated |= self.distinct  # first, so that an interrupted step is not repeated
         update(*lists, **step)
-        with torch._C.DisableTorchFunctionSubclass():  # twice as fast for a subclass of Tensor
-            increment_version(weights)  # the function has done so for their stand-in
+        without_overrides(increment_version, weights)  # the function did so for their stand-in
         count_own_writes(weights)
         return True
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .. import ops
+from .._overrides import without_overrides
 from ..memory import prefer_huge_pages
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
@@ -81,9 +83,9 @@ def with_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient."""
     if len(parameters) == 1:
         return [] if parameters[0].grad is None else [parameters[0]]
-    # For many of a subclass of Tensor, this makes the access to an attribute three times as fast.
-    with torch._C.DisableTorchFunctionSubclass():
-        return [parameter for parameter in parameters if parameter.grad is not None]
+    grads: list[Any] = without_overrides(list, map(attrgetter("grad"), parameters))
+    each = zip(parameters, grads, strict=True)
+    return [parameter for parameter, grad in each if grad is not None]
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ from operator import is_
 
 import torch
 
+from .._overrides import without_overrides
+
 _kept_list = torch.ops.sparsekit.kept_list.default
 _detach, _address = torch.Tensor.detach, torch.Tensor.data_ptr
 
@@ -25,11 +27,8 @@ class KeptTensors:
 
     def __init__(self, lists: Sequence[Sequence[torch.Tensor]]) -> None:
         self.lists = lists
-        with torch._C.DisableTorchFunctionSubclass():
-            self._addresses = [list(map(_address, tensors)) for tensors in lists]
-            self.arguments = [
-                [_kept_list(list(map(_detach, tensors)))] if tensors else [] for tensors in lists
-            ]
+        self._addresses = without_overrides(_addresses_of, lists)
+        self.arguments = without_overrides(_arguments_for, lists)
 
     def are(self, lists: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Return whether these lists have the same tensors, all of them in the same memory."""
@@ -37,13 +36,15 @@ class KeptTensors:
 
     def in_place(self) -> bool:
         """Return whether all tensors are still in the same memory."""
-        # For a subclass of Tensor, an access takes three times as long with torch's functions
-        # enabled.
-        with torch._C.DisableTorchFunctionSubclass():
-            return all(
-                list(map(_address, tensors)) == addresses
-                for tensors, addresses in zip(self.lists, self._addresses, strict=True)
-            )
+        return without_overrides(_addresses_of, self.lists) == self._addresses
+
+
+def _addresses_of(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    return [list(map(_address, tensors)) for tensors in lists]
+
+
+def _arguments_for(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    return [[_kept_list(list(map(_detach, tensors)))] if tensors else [] for tensors in lists]
 
 
 def same_tensors(
