@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import struct
 import zipfile
 
 import numpy as np
@@ -145,8 +146,15 @@ def test_arrays_of_a_npz_may_be_of_any_size(tmp_path):
     """Arrays use zip's format for large files, since zipfile does not know sizes in advance."""
     checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")
     checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
-    with zipfile.ZipFile(tmp_path / "out" / "table.npz") as archive:
-        assert [each.extract_version for each in archive.infolist()] == [45, 45]
+    path = tmp_path / "out" / "table.npz"
+    with zipfile.ZipFile(path) as archive:
+        headers = [path.read_bytes()[each.header_offset :] for each in archive.infolist()]
+    assert len(headers) == 2
+    for header in headers:
+        # The version that the header needs depends on Python's; the field of 64-bit sizes does not.
+        name, extra = struct.unpack_from("<HH", header, 26)
+        assert extra >= 20
+        assert struct.unpack_from("<HH", header, 30 + name) == (1, 16)
 
 
 @pytest.mark.parametrize("kind", ["", "npzs", "NPZ", "csv"])
