@@ -47,8 +47,9 @@ help: ## list the targets
 demo: $(or $(wildcard $(BUILT)),$(BUILT_DEMO)) ## train on MovieLens-100K, next to two baselines
 	$(BIN)/python -m sparsekit train $(ARGS)
 
+# Three workers, also on two cores: many tests wait for processes, and two left a fifth of the time unused.
 test: build ## run the test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 	PYTHON=$(BIN)/python tests/other_engines.sh
 
 systems: build ## run the long checks of whole systems; docs/systems.md has their figures
