@@ -73,8 +73,7 @@ class Request:
     @property
     def weights_need_gradient(self) -> bool:
         """Return whether backward needs a gradient of the sample weights."""
-        weights = self.bags.weights
-        return weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        return weights_need_gradient(self.bags)
 
     @property
     def pooled_here(self) -> bool:
@@ -189,6 +188,12 @@ class LazyRequests(OnDemand):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+def weights_need_gradient(bags: Bags) -> bool:
+    """Return whether backward needs a gradient of the sample weights of these bags."""
+    weights = bags.weights
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def name_of(table: EmbeddingTable, feature: str | None) -> str:

@@ -21,6 +21,7 @@ from ..lookup.request import (
     name_of,
     on_device,
     vectors_of_bags,
+    weights_need_gradient,
 )
 from ..lookup.slots import NO_LIMIT, POOLINGS, check_max_nnz, within
 from ..lookup.without_waiting import Changes, changed
@@ -219,7 +220,7 @@ def ask_keyed(
     sums = all(one.is_sum for one in asked)
 
     def requests(bags: Bags) -> list[Request]:
-        if sums and all(map(on_device, plan.tables)) and not _need_gradient(bags):
+        if sums and all(map(on_device, plan.tables)) and not weights_need_gradient(bags):
             bags = _changed(asked, places, bags)
             made = [_of_changed(one, bags, batch, places[one.name] * batch) for one in asked]
         else:
@@ -265,11 +266,6 @@ def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
         raise ValueError(
             f"{GROUP}: inputs must not have a feature twice, got {twice} again in {list(names)}"
         )
-
-
-def _need_gradient(bags: Bags) -> bool:
-    weights = bags.weights
-    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _changed(asked: Sequence[BoundFeature], places: Mapping[str, int], bags: Bags) -> Bags:
