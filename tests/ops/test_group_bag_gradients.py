@@ -185,9 +185,10 @@ def test_gradients_stay_within_out_without_checks(seed):
 def test_a_backward_to_places_without_tables(device):
     group = Group(torch.float32, [], [], [], [], device)
     found = group.find_or_insert()
-    out = torch.zeros(3, device=device)
+    # Without a tensor, nothing tells the ops the device.
+    out = torch.zeros(3, device=found[1].device)
     at(group, found, out, [], grads=[])
-    at(group, found, out, [], grads=[torch.empty(0, device=device)])
+    at(group, found, out, [], grads=[torch.empty_like(out)[:0]])
     assert (out == 0).all()
 
 

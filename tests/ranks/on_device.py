@@ -36,7 +36,14 @@ class _OverHost(transport.TorchTransport):
 
 # Random numbers come from the CPU's generators, so that they equal the numbers of the single rank.
 _RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm)
-_FILLED_AT_RANDOM = (torch.Tensor.uniform_, torch.Tensor.normal_)
+_FILLED_AT_RANDOM = (
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+    # torch.nn.init gives modes these functions, and not the methods that they call.
+    torch.nn.init.uniform_,
+    torch.nn.init.normal_,
+    torch.nn.init.kaiming_uniform_,
+)
 
 
 class _MadeOnDevice(TorchFunctionMode):
@@ -47,7 +54,9 @@ class _MadeOnDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _FILLED_AT_RANDOM:
-            return args[0].copy_(func(args[0].cpu(), *args[1:], **kwargs))
+            filled = kwargs.pop("tensor") if "tensor" in kwargs else args[0]
+            with torch.no_grad():
+                return filled.copy_(func(filled.detach().cpu(), *args[1:], **kwargs))
         if func not in _device_constructors() or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         kwargs["device"] = "cpu" if func in _RANDOM else self.device
