@@ -2,146 +2,201 @@
 
 #include <algorithm>
 
+#include "cuda/prefix_sum.cuh"
 #include "cuda/primitives.h"
-#include "cuda/simt.cuh"
-#include "sparsekit/arena.h"
 
 namespace sparsekit::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * simt::kWarp;
+// Number of keys of a tile that each thread handles. The host runner gets few, so that small tests
+// have several tiles.
+#ifdef __CUDACC__
+constexpr int kSteps = 8;
+#else
+constexpr int kSteps = 2;
+#endif
+constexpr int kTile = kSteps * kSumThreads;
 
-// Number of keys that each lane loads at once.
-constexpr int kBatch = 4;
-
-// Returns the number of keys per warp, a multiple of 32 * kBatch. The number grows with world_size,
-// so that the table of counts has at most half as many entries as there are keys.
-int keys_per_warp(int64_t world_size) {
-  return 256 * std::max(1, static_cast<int>(world_size / 256));
-}
+// Blocks of scatter_kernel on a multiprocessor at a time, for which ptxas limits its registers.
+constexpr int kBlocksAtOnce = 4;
 
 struct Workspace {
-  int64_t blocks;
-  int32_t* starts;  // [world_size, blocks] key counts, later positions of the blocks' first keys
+  int64_t tiles;
+  int32_t* starts;  // [world_size, tiles] key counts, later positions of the tiles' first keys
   char* scan;
 
   Workspace(Arena& arena, int64_t n, int64_t world_size) {
-    const int64_t keys_per_block = kWarps * keys_per_warp(world_size);
-    blocks = std::max<int64_t>(1, (n + keys_per_block - 1) / keys_per_block);
-    starts = arena.take<int32_t>(world_size * blocks);
-    scan = arena.take<char>(scan_workspace_bytes(world_size * blocks));
+    tiles = std::max<int64_t>(1, (n + kTile - 1) / kTile);
+    starts = arena.take<int32_t>(world_size * tiles);
+    scan = arena.take<char>(scan_workspace_bytes(world_size * tiles));
   }
 };
 
-struct Ranks {
-  Owners owners;
-  int64_t* bad;  // see bucketize.h
+// The keys of a thread in a tile, and their owners. A tile's keys go by warps, then by steps, then
+// by lanes.
+template <class Key>
+struct Keys {
+  Key key[kSteps];
+  int owner[kSteps];  // world_size beyond the last key
 
-  // Returns `owner`. If it is not a valid rank, reports the key's shard and returns 0.
-  SPARSEKIT_DEVICE int checked(int64_t key, int owner) const {
-    if (owner >= 0 && owner < static_cast<int>(owners.world_size)) return owner;
-    simt::atomic_min(bad, virtual_shard_of(key));
-    return 0;
+  // Returns the thread's place in the tile in a step.
+  SPARSEKIT_DEVICE static int place(int step) {
+    return (simt::thread() / simt::kWarp * kSteps + step) * simt::kWarp + simt::lane();
   }
-};
 
-// Calls visit(i, key, owner, peers) on all lanes for this warp's keys, in order. `owner` is -1 past
-// the end. `peers` is the mask of the lanes whose keys have the same owner.
-template <class Key, class Visit>
-SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& ranks,
-                                       int keys_per_warp, const Visit& visit) {
-  const int64_t begin = simt::global_thread() / simt::kWarp * keys_per_warp;
-  const int64_t end = begin + keys_per_warp < n ? begin + keys_per_warp : n;
-  for (int64_t batch = begin; batch < end; batch += kBatch * simt::kWarp) {
-    const int64_t base = batch + simt::lane();
-    Key key[kBatch];
+  // Reports the shard of a key whose owner is not a valid rank to *bad (see bucketize.h), and uses
+  // rank 0 instead.
+  SPARSEKIT_DEVICE Keys(const Key* keys, int64_t n, const Owners& owners, int64_t* bad) {
+    const auto world_size = static_cast<int>(owners.world_size);
+    const int64_t first = simt::block() * kTile;
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int64_t i = base + j * simt::kWarp;
-      key[j] = i < end ? keys[i] : Key{};
+    for (int i = 0; i < kSteps; ++i) {
+      key[i] = first + place(i) < n ? keys[first + place(i)] : Key{};
     }
     // Load all owners before checking any of them, so that these loads overlap, too.
-    int from_map[kBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      from_map[j] = static_cast<int>(owner_of(key[j], ranks.owners));
-    }
+    for (int i = 0; i < kSteps; ++i) owner[i] = static_cast<int>(owner_of(key[i], owners));
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int64_t i = base + j * simt::kWarp;
-      const int owner = i < end ? ranks.checked(key[j], from_map[j]) : -1;
-      visit(i, key[j], owner, simt::warp_match(owner));
+    for (int i = 0; i < kSteps; ++i) {
+      if (first + place(i) >= n) {
+        owner[i] = world_size;
+      } else if (owner[i] < 0 || owner[i] >= world_size) {
+        simt::atomic_min(bad, virtual_shard_of(key[i]));
+        owner[i] = 0;
+      }
     }
+  }
+};
+
+template <class Key>
+SPARSEKIT_KERNEL __launch_bounds__(kSumThreads)
+    count_kernel(const Key* keys, DeviceCount n, Owners owners, int64_t* bad, int32_t* starts) {
+  const auto world_size = static_cast<int>(owners.world_size);
+  auto* counts = simt::shared<int32_t>();  // [world_size]
+  for (int owner = simt::thread(); owner < world_size; owner += kSumThreads) counts[owner] = 0;
+  simt::barrier();
+  const Keys<Key> mine(keys, n.get(), owners, bad);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    if (mine.owner[i] < world_size) simt::atomic_add(&counts[mine.owner[i]], int32_t{1});
+  }
+  simt::barrier();
+  for (int owner = simt::thread(); owner < world_size; owner += kSumThreads) {
+    starts[owner * simt::blocks() + simt::block()] = counts[owner];
   }
 }
 
-// Fills counts [kWarps, world_size], in shared memory, with the number of keys of each owner in
-// each warp of the block.
+// Shared memory of scatter_kernel: the memory of prefix sums, then these arrays.
 template <class Key>
-SPARSEKIT_DEVICE void count_owners(const Key* keys, int64_t n, int world_size, const Ranks& ranks,
-                                   int keys_per_warp, int32_t* counts) {
-  for (int i = simt::thread(); i < kWarps * world_size; i += kThreads) counts[i] = 0;
-  simt::barrier();
-  int32_t* mine = counts + simt::thread() / simt::kWarp * world_size;
-  for_keys_of_warp(keys, n, ranks, keys_per_warp, [=](int64_t, Key, int owner, uint32_t peers) {
-    if (owner >= 0 && simt::lowest_bit(peers) == simt::lane()) {
-      mine[owner] += simt::count_bits(peers);
-    }
-    simt::warp_sync();
-  });
-  simt::barrier();
-}
+struct ScatterBlock {
+  // Where a key comes from.
+  struct Source {
+    uint16_t owner;
+    uint16_t place;  // in the tile
+  };
 
-template <class Key>
-SPARSEKIT_KERNEL __launch_bounds__(kThreads)
-    count_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,
-                 int32_t* starts) {
-  int32_t* counts = simt::shared<int32_t>();
-  count_owners(keys, n.get(), world_size, ranks, keys_per_warp, counts);
-  for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
-    int32_t sum = 0;
-    for (int warp = 0; warp < kWarps; ++warp) sum += counts[warp * world_size + owner];
-    starts[owner * simt::blocks() + simt::block()] = sum;
+  int32_t* to;  // [world_size] distance from a key's place in the sorted tile to that in the output
+  uint16_t* begins;  // [kSumWarps, world_size] place in the sorted tile of a warp's next key
+  // The sorted tile, in the memory of `begins`.
+  Key* keys;        // [kTile]
+  Source* sources;  // [kTile]
+
+  // The length of `to` is even, so that keys are aligned.
+  SPARSEKIT_DEVICE ScatterBlock(int world_size)
+      : to(reinterpret_cast<int32_t*>(simt::shared<SumBlock>() + 1)),
+        begins(reinterpret_cast<uint16_t*>(to + (world_size + 1) / 2 * 2)),
+        keys(reinterpret_cast<Key*>(begins)),
+        sources(reinterpret_cast<Source*>(keys + kTile)) {}
+
+  static int64_t bytes(int64_t world_size) {
+    const int64_t of_begins = kSumWarps * world_size * sizeof(uint16_t);
+    const int64_t of_tile = kTile * (sizeof(Key) + sizeof(Source));
+    return sizeof(SumBlock) + (world_size + 1) / 2 * 2 * sizeof(int32_t) +
+           std::max(of_begins, of_tile);
   }
-}
+};
 
-// Sorts keys by owner. Keys of one owner keep their order, since blocks, the warps of a block, the
-// steps of a warp and its lanes all follow the order of the input.
+// Sorts keys by owner. Keys of one owner keep their order, since tiles, the warps of a tile, the
+// steps of a warp and its lanes all follow the order of the input. A tile is first sorted in shared
+// memory, so that neighbouring threads write neighbouring words.
 template <class Key>
-SPARSEKIT_KERNEL __launch_bounds__(kThreads)
-    scatter_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,
+SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kBlocksAtOnce)
+    scatter_kernel(const Key* keys, DeviceCount n, Owners owners, int owner_bits, int64_t* bad,
                    const int32_t* starts, Key* by_owner, int64_t* counts, int64_t* permutation) {
-  int32_t* next = simt::shared<int32_t>();  // [warp, owner]: position of the warp's next key
-  count_owners(keys, n.get(), world_size, ranks, keys_per_warp, next);
-  for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
-    int32_t start = starts[owner * simt::blocks() + simt::block()];
-    for (int warp = 0; warp < kWarps; ++warp) {
-      const int32_t count = next[warp * world_size + owner];
-      next[warp * world_size + owner] = start;
-      start += count;
+  const auto world_size = static_cast<int>(owners.world_size);
+  const ScatterBlock<Key> block(world_size);
+  const auto warp_begins = [=](int warp) { return block.begins + warp * world_size; };
+
+  // Count each warp's keys of each owner. A key's rank is the number of keys with the same owner
+  // before it in its warp.
+  uint16_t* own = warp_begins(simt::thread() / simt::kWarp);
+  for (int owner = simt::lane(); owner < world_size; owner += simt::kWarp) own[owner] = 0;
+  simt::warp_sync();
+  const int64_t num_keys = n.get();
+  const Keys<Key> mine(keys, num_keys, owners, bad);
+  int rank[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int owner = mine.owner[i];
+    const bool there = owner < world_size;
+    const uint32_t peers = simt::warp_match_bits(static_cast<uint32_t>(owner), owner_bits);
+    const uint32_t before = simt::lanes_before(peers, simt::lane());
+    const int counted = there ? own[owner] : 0;
+    rank[i] = counted + simt::count_bits(before);
+    simt::warp_sync();
+    if (there && before == 0) own[owner] = static_cast<uint16_t>(counted + simt::count_bits(peers));
+    simt::warp_sync();
+  }
+  simt::barrier();
+
+  // Find where the owners of this thread begin: in the sorted tile and in the output.
+  const int owners_each = (world_size + kSumThreads - 1) / kSumThreads;
+  const int first_owner = simt::thread() * owners_each;
+  const int end_owner =
+      first_owner + owners_each < world_size ? first_owner + owners_each : world_size;
+  int32_t of_thread = 0;
+  for (int owner = first_owner; owner < end_owner; ++owner) {
+    for (int warp = 0; warp < kSumWarps; ++warp) of_thread += warp_begins(warp)[owner];
+  }
+  auto begin = static_cast<int32_t>(sum_before(of_thread));
+  for (int owner = first_owner; owner < end_owner; ++owner) {
+    const int32_t start = starts[owner * simt::blocks() + simt::block()];
+    block.to[owner] = start - begin;
+    for (int warp = 0; warp < kSumWarps; ++warp) {
+      const uint16_t count = warp_begins(warp)[owner];
+      warp_begins(warp)[owner] = static_cast<uint16_t>(begin);
+      begin += count;
     }
     if (simt::block() == 0) {
-      const int64_t end = owner + 1 < world_size ? starts[(owner + 1) * simt::blocks()] : n.get();
-      counts[owner] = end - starts[owner * simt::blocks()];
+      const int64_t end = owner + 1 < world_size ? starts[(owner + 1) * simt::blocks()] : num_keys;
+      counts[owner] = end - start;
     }
   }
   simt::barrier();
 
-  int32_t* mine = next + simt::thread() / simt::kWarp * world_size;
-  for_keys_of_warp(keys, n.get(), ranks, keys_per_warp,
-                   [=](int64_t i, Key key, int owner, uint32_t peers) {
-                     const uint32_t before = simt::lanes_before(peers, simt::lane());
-                     const int32_t start = owner < 0 ? 0 : mine[owner];
-                     simt::warp_sync();
-                     if (owner >= 0) {
-                       const int32_t position = start + simt::count_bits(before);
-                       by_owner[position] = key;
-                       permutation[position] = i;
-                       if (before == 0) mine[owner] = start + simt::count_bits(peers);
-                     }
-                     simt::warp_sync();
-                   });
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    if (mine.owner[i] < world_size) rank[i] += own[mine.owner[i]];
+  }
+  simt::barrier();  // the sorted tile overwrites `begins`
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    if (mine.owner[i] == world_size) continue;
+    block.keys[rank[i]] = mine.key[i];
+    block.sources[rank[i]] = {static_cast<uint16_t>(mine.owner[i]),
+                              static_cast<uint16_t>(Keys<Key>::place(i))};
+  }
+  simt::barrier();
+  const int64_t first = simt::block() * kTile;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int at = i * kSumThreads + simt::thread();
+    if (first + at >= num_keys) break;
+    const auto source = block.sources[at];
+    const int32_t position = at + block.to[source.owner];
+    by_owner[position] = block.keys[at];
+    permutation[position] = first + source.place;
+  }
 }
 
 }  // namespace
@@ -153,18 +208,18 @@ int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size) {
 template <class Key>
 void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_owner, int64_t* counts,
                int64_t* permutation, int64_t* bad, void* workspace, void* stream) {
-  const auto world_size = static_cast<int>(owners.world_size);
+  const auto world_size = static_cast<int64_t>(owners.world_size);
   Arena arena(workspace);
   const Workspace work(arena, n.most, world_size);
-  const Ranks ranks{owners, bad};
-  const int per_warp = keys_per_warp(world_size);
-  const simt::Grid grid{work.blocks, kThreads,
-                        kWarps * world_size * static_cast<int64_t>(sizeof(int32_t))};
-  simt::launch("bucketize_count", count_kernel<Key>, grid, stream, keys, n, world_size, ranks,
-               per_warp, work.starts);
-  exclusive_scan(work.starts, work.starts, world_size * work.blocks, work.scan, stream);
-  simt::launch("bucketize_scatter", scatter_kernel<Key>, grid, stream, keys, n, world_size, ranks,
-               per_warp, work.starts, by_owner, counts, permutation);
+  const auto grid = [&](int64_t shared) { return simt::Grid{work.tiles, kSumThreads, shared}; };
+  int owner_bits = 0;  // of numbers up to world_size
+  while (world_size >> owner_bits != 0) ++owner_bits;
+  simt::launch("bucketize_count", count_kernel<Key>, grid(world_size * sizeof(int32_t)), stream,
+               keys, n, owners, bad, work.starts);
+  exclusive_scan(work.starts, work.starts, world_size * work.tiles, work.scan, stream);
+  simt::launch("bucketize_scatter", scatter_kernel<Key>, grid(ScatterBlock<Key>::bytes(world_size)),
+               stream, keys, n, owners, owner_bits, bad, work.starts, by_owner, counts,
+               permutation);
 }
 
 template decltype(bucketize<int32_t>) bucketize<int32_t>;

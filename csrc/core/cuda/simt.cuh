@@ -142,6 +142,17 @@ template <class T>
 SPARSEKIT_DEVICE uint32_t warp_match(T value) {
   return __match_any_sync(~0u, value);
 }
+// Like warp_match(), for values below 2^bits; `bits` is the same in all lanes. It takes a vote for
+// each bit, while the chip's match takes longer the more values differ.
+SPARSEKIT_DEVICE uint32_t warp_match_bits(uint32_t value, int bits) {
+  uint32_t same = ~0u;
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool is_set = (value >> bit & 1) != 0;
+    const uint32_t set = __ballot_sync(~0u, is_set);
+    same &= is_set ? set : ~set;
+  }
+  return same;
+}
 
 // count_bits() returns the number of set bits; lowest_bit() returns the index of the lowest set
 // bit, for mask != 0.

@@ -146,6 +146,9 @@ uint32_t warp_match(T value) {
   }
   return mask;
 }
+inline uint32_t warp_match_bits(uint32_t value, int) {
+  return warp_match(value);
+}
 inline int count_bits(uint32_t mask) {
   return __builtin_popcount(mask);
 }
