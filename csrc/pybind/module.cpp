@@ -131,6 +131,7 @@ PYBIND11_MODULE(_pybind, m) {
   m.def("build_info", &build_info, "Return how this module was built, as a dict.");
   add_delimited_text(m);
   add_shared_memory(m);
+  add_unchanged(m);
 #ifdef SPARSEKIT_NCCL
   add_nccl_communicator(m);
 #endif

@@ -11,8 +11,8 @@ import torch
 from ..distributed.wire import ALIGNMENT, Layout, Parts
 from .descriptors import describe
 from .explain import explain
-from .plan import TableBatch
 from .request import Request
+from .table_batch import TableBatch
 from .table_ops import new_outs
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import ops
 from .._overrides import without_overrides
+from .._pybind import each_is
 from ..ops._group import FeatureColumn, split_by_table
 from ..tables.weight import Update, deliver_gradients, key_changes, update_of_all
 from .numbered import numbered
-from .plan import TableBatch
 from .second import Gradients, pooled_again
+from .table_batch import TableBatch
 
 # Ops without their Python wrappers, since the results of a lookup need no checks.
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
@@ -192,13 +192,12 @@ class CallRecord:
     def _taken(self, grads: Sequence[torch.Tensor | None]) -> Sequence[int]:
         """Return the tables whose weights get a gradient."""
         taken: Sequence[int]
-        if len(self.weights) == 1:
+        if len(self.weights) == 1:  # this may be compiled
             taken = [0] if self.weights[0].requires_grad else []
+        elif without_overrides(each_is, self.weights, "requires_grad", True):
+            taken = range(len(self.weights))
         else:
-            require: list[bool] = without_overrides(
-                list, map(attrgetter("requires_grad"), self.weights)
-            )
-            taken = [t for t, required in enumerate(require) if required]
+            taken = [t for t, weight in enumerate(self.weights) if weight.requires_grad]
         if self.width is not None:
             return taken if grads[0] is not None else []
         if any(grad is None for grad in grads):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from .. import ops
+from .._pybind import each_is
 from .._reports import DEFERRING_DEVICES, Reports, errors_are_deferred, reports_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.reports import (
@@ -22,9 +22,10 @@ from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
 from .max_norm import limit_norms
-from .plan import LookupPlan, TableBatch
+from .plan import LookupPlan
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
+from .table_batch import TableBatch
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
 # op refused its arguments.
@@ -33,8 +34,6 @@ _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _words_of = torch.ops.sparsekit.words_of.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
-
-_before_read = attrgetter("before_read")
 
 # Record of a lookup without gradients; making a real one would slow down a small lookup by 5%.
 _NO_RECORD = LookupRecord((), [], [], False, 0)
@@ -105,7 +104,9 @@ def run_into(
 def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupResult:
     if not torch.is_grad_enabled():
         return LookupResult(outputs, _NO_RECORD, [])
-    weights = [weight for call in calls for weight in call.weights]
+    weights = calls[0].weights
+    if len(calls) > 1:
+        weights = [weight for call in calls for weight in call.weights]
     fused = update_of_all(weights) is not None
     inputs = weights
     if fused:
@@ -299,11 +300,8 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return _new_out(like.detach(), num_elements).view(shape)
 
 
-def _late(weights: Sequence[torch.Tensor]) -> dict[int, Any]:
+def _late(weights: list[torch.Tensor]) -> dict[int, Any]:
     """Return the weights whose rows may have missed optimizer steps, by table."""
-    try:
-        if not any(map(_before_read, weights)):
-            return {}
-    except AttributeError:  # some weights are of another type
-        pass
+    if each_is(weights, "before_read", None):
+        return {}
     return {t: w for t, w in enumerate(weights) if getattr(w, "before_read", None)}

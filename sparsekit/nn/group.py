@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._compiling import uncompiled
+from .._pybind import dict_has
 from ..errors import check_choice
 from ..lookup import Asked, PlanCache, Route, begin, finish, look_up, refused
 from ..lookup.inputs import is_keyed_jagged
@@ -96,6 +97,7 @@ class EmbeddingGroup(torch.nn.Module):
         if features is None:
             features = {name: whole(name, layer) for name, layer in layers.items()}
         self.features = settled(features, layers)
+        self._asked: list[EmbeddingLayer] = []
         self._layers_asked = [name_in_state(feature.layer) for feature in self.features.values()]
         check_choice(GROUP, "output", output, OUTPUTS)
         self.output = output
@@ -169,11 +171,14 @@ class EmbeddingGroup(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A prefetched batch stays with this group; a copy of the group starts without one.
-        return {**self.__dict__, "_begun": None}
+        return {**self.__dict__, "_begun": None, "_asked": []}
 
     def _tables(self) -> list[EmbeddingLayer]:
+        """Return the layer of each feature, in the same list as before if they are the same."""
         layers: dict[str, Any] = self.layers._modules
-        return [layers[name] for name in self._layers_asked]
+        if not dict_has(layers, self._layers_asked, self._asked):
+            self._asked = [layers[name] for name in self._layers_asked]
+        return self._asked
 
     def _ask(
         self, tables: Sequence[EmbeddingTable], inputs: Any, weights: Mapping[str, Any] | None

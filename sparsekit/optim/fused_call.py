@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import contains, is_
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 
-from .._overrides import without_overrides
-from ..tables.kept_tensors import KeptTensors, same_tensors
-from ..tables.weight import count_own_writes, of_each
+from .._pybind import dict_is, each_dict_has, each_is, lists_are, no_dict_has
+from ..tables.kept_tensors import KeptTensors
+from ..tables.weight import count_own_writes
 from .update_call import State
 
 # Maximum number of calls to keep.
@@ -40,7 +38,7 @@ class Steps(Protocol):
 class FusedCall:
     """A call that has updated weights in backward."""
 
-    weights: Sequence[torch.Tensor]
+    weights: list[torch.Tensor]
     distinct: set[torch.Tensor]
     group: dict[str, Any]
     parameters: list[torch.Tensor]  # those of the group
@@ -49,45 +47,48 @@ class FusedCall:
     own_states: list[State]  # of each of the weights
     # Set in the second call, since many programs never make it.
     kept: KeptTensors | None = None
+    names: tuple[list[str], bool] = ([], False)  # arguments of `_lists` that `kept` is for
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
         """Return whether the next call updates these weights, with states in the same dicts."""
-        state = optimizer.state
         return (
             weights is self.weights
             and any(group is self.group for group in optimizer.param_groups)
-            and same_tensors([self.group["params"], list(state)], [self.parameters, self.stepped])
-            and all(map(is_, state.values(), self.states))
-            and not any(map(contains, self.own_states, repeat("keys")))
+            and lists_are(self.group["params"], self.parameters)
+            and dict_is(optimizer.state, self.stepped, self.states)
+            and no_dict_has(self.own_states, "keys")
         )
 
     def repeated(self, optimizer: Steps, update: Callable[..., None]) -> bool:
         """Make the call again; return False, with no change, if something is not as it was."""
         group, weights = self.group, self.weights
-        if not optimizer._may_sum(group, weights) or any(of_each(weights, "before_read")):
+        if not optimizer._may_sum(group, weights) or not each_is(weights, "before_read", None):
             return False
         needs_row_step = optimizer._has_row_step(group)
-        lists = self._lists(list(optimizer._initial_states(group)), needs_row_step)
-        if lists is None:
+        kept = self._kept_for(list(optimizer._initial_states(group)), needs_row_step)
+        if kept is None:
             return False
         step = optimizer._step(group, weights[0].device)
         optimizer._updated |= self.distinct  # first, so that an interrupted step is not repeated
-        update(*lists, **step)
-        without_overrides(increment_version, weights)  # the function did so for their stand-in
+        update(*kept.arguments, **step)
+        increment_version(kept.aliases)  # the function did so for their stand-in
         count_own_writes(weights)
         return True
 
-    def _lists(self, names: Sequence[str], row_step: bool) -> list[list[torch.Tensor]] | None:
+    def _kept_for(self, names: list[str], row_step: bool) -> KeptTensors | None:
         """Return the lists for the op; None if a weight or state is no longer the same.
 
         Args:
             names: names of the rule's states.
             row_step: whether the states must include a step count for each row.
         """
-        states = self.own_states
+        kept, states = self.kept, self.own_states
         has_row_step = "row_step" in states[0]
         if row_step and not has_row_step:
             return None
+        if kept is not None:
+            same = self.names == (names, has_row_step) and self._are_states(kept, *self.names)
+            return kept if same and kept.in_place() else None
         try:
             lists = (
                 self.weights,
@@ -97,9 +98,17 @@ class FusedCall:
             )
         except KeyError:
             return None
-        if self.kept is None:
-            self.kept = KeptTensors(lists)
-        return self.kept.arguments if self.kept.are(lists) else None
+        self.kept, self.names = KeptTensors(lists), (names, has_row_step)
+        return self.kept
+
+    def _are_states(self, kept: KeptTensors, names: list[str], has_row_step: bool) -> bool:
+        _, of_rule, row_steps, steps = kept.lists
+        each = enumerate(names)
+        return (
+            all(each_dict_has(self.own_states, n, of_rule, i, len(names)) for i, n in each)
+            and (not has_row_step or each_dict_has(self.own_states, "row_step", row_steps))
+            and each_dict_has(self.own_states, "step", steps)
+        )
 
 
 class FusedCalls:
@@ -113,9 +122,7 @@ class FusedCalls:
         call = self._calls.get(id(weights[0]))
         return call if call is not None and call.is_for(weights, optimizer) else None
 
-    def keep(
-        self, weights: Sequence[torch.Tensor], optimizer: Steps, group: dict[str, Any]
-    ) -> None:
+    def keep(self, weights: list[torch.Tensor], optimizer: Steps, group: dict[str, Any]) -> None:
         """Keep a call that has updated weights of a group."""
         if len(weights) == 1:
             return  # a call for one weight is quick

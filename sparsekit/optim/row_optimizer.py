@@ -166,7 +166,7 @@ class RowOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update_in_backward(
         self,
-        weights: Sequence[torch.Tensor],
+        weights: list[torch.Tensor],
         updates: Callable[[], Sequence[Update]],
         update: Callable[..., None] | None,
     ) -> None:
@@ -278,7 +278,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return not group["maximize"]  # it cannot change the sign of gradients
 
     def _update_summing(
-        self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
+        self, group: dict[str, Any], weights: list[torch.Tensor], update: Callable[..., None]
     ) -> bool:
         """Sum the gradients of embedding layers' weights and apply the step, in a single pass.
 

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .. import ops
 from .._overrides import without_overrides
+from .._pybind import each_is
 from ..memory import prefer_huge_pages
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
@@ -79,13 +79,12 @@ def _call(
     return UpdateCall(positions, weights, tensors, row_steps, [state["step"] for state in states])
 
 
-def with_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def with_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient."""
-    if len(parameters) == 1:
-        return [] if parameters[0].grad is None else [parameters[0]]
-    grads: list[Any] = without_overrides(list, map(attrgetter("grad"), parameters))
-    each = zip(parameters, grads, strict=True)
-    return [parameter for parameter, grad in each if grad is not None]
+    # The usual case if backward updates hundreds of tables.
+    if without_overrides(each_is, parameters, "grad", None):
+        return []
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

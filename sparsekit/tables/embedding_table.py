@@ -20,9 +20,12 @@ from .init_function import resolve
 from .options import TableOptions, drawn_seed
 from .owners import CodeOfMap, even_map
 from .state import TableTensors, refuse_lost_values
-from .weight import EmbeddingWeight
+from .weight import Counter, EmbeddingWeight
 
 _names = itertools.count()
+
+# Counts the changes of attributes of all tables.
+table_changes = Counter()
 
 
 class _OfThisProcess:
@@ -154,9 +157,13 @@ class EmbeddingTable(TableTensors):
                 f"set(sparsekit.distributed.ignored_parameters(model).values())"
             )
         super().__setattr__(name, value)
-        self.__dict__["changes"] = self.changes + 1
+        self._count_change()
         if name in ("weight", "table"):
             self._tie()
+
+    def _count_change(self) -> None:
+        self.__dict__["changes"] = self.changes + 1
+        table_changes.next()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -303,7 +310,7 @@ class EmbeddingTable(TableTensors):
             self._buffers["owners"] = even_map(self.world_size, device)
         if was_meta:
             self.reset_parameters()
-        self.__dict__["changes"] = self.changes + 1  # tensors may have a new dtype or device
+        self._count_change()  # tensors may have a new dtype or device
         return self
 
     def prepare(self, inserts: bool) -> None:

@@ -19,6 +19,7 @@ from ..memory import prefer_huge_pages
 from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
+from .kept_tensors import release_kept
 
 # Ops without their Python wrappers, since keys and table have been checked before.
 _find = torch.ops.sparsekit.hash_table_find.default
@@ -356,6 +357,7 @@ class HashTable(torch.nn.Module):
         error_messages: list[str],
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
+        release_kept()  # torch may swap tensors
         entries = saved.entries(state_dict, prefix, self._buffers)
         # If a layer has loaded its table itself, the state has the table's own tensors; skip them.
         if entries and any(entries.get(name) is not own for name, own in self._buffers.items()):

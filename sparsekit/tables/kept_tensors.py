@@ -2,56 +2,68 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 
 from .._overrides import without_overrides
+from .._pybind import TensorPlaces, lists_are
 
 _kept_list = torch.ops.sparsekit.kept_list.default
-_detach, _address = torch.Tensor.detach, torch.Tensor.data_ptr
+
+_in_use: weakref.WeakSet[KeptTensors] = weakref.WeakSet()
 
 
 class KeptTensors:
     """Lists of tensors, and what ops on many tables take in their place; see `kept_list.h`.
 
-    Ops get aliases of the tensors: a reference from C++ to a parameter, whose hooks may refer to
-    the module that keeps this object, would keep both from being collected. The aliases keep the
-    memory, so a tensor that gets other memory has another address.
+    Ops get plain tensors themselves, and see what becomes of their memory. Of parameters they get
+    aliases: a reference from C++ to a parameter, whose hooks may refer to the module that keeps
+    this object, would keep both from being collected. The aliases keep the memory, so a parameter
+    that gets other memory has another address.
 
     Attributes:
         lists: the lists.
         arguments: an argument of the ops for each list.
+        aliases: the alias of each parameter, in the order of the lists.
     """
 
-    def __init__(self, lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(self, lists: Sequence[list[torch.Tensor]]) -> None:
         self.lists = lists
-        self._addresses = without_overrides(_addresses_of, lists)
-        self.arguments = without_overrides(_arguments_for, lists)
+        self.aliases: list[torch.Tensor] = []
+        self._aliased = [one for tensors in lists for one in tensors if not _is_plain(one)]
+        self._places = without_overrides(TensorPlaces, self._aliased)
+        self.arguments = without_overrides(self._arguments)
+        _in_use.add(self)
 
-    def are(self, lists: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Return whether these lists have the same tensors, all of them in the same memory."""
-        return same_tensors(self.lists, lists) and self.in_place()
+    def _arguments(self) -> list[list[torch.Tensor]]:
+        arguments = []
+        for tensors in self.lists:
+            given = [one if _is_plain(one) else one.detach() for one in tensors]
+            pairs = zip(given, tensors, strict=True)
+            self.aliases += [alias for alias, one in pairs if alias is not one]
+            arguments.append([_kept_list(given)] if given else [])
+        return arguments
+
+    def are(self, lists: Sequence[list[torch.Tensor]]) -> bool:
+        """Return whether these lists have the same tensors, and `in_place`."""
+        return all(map(lists_are, self.lists, lists)) and self.in_place()
 
     def in_place(self) -> bool:
-        """Return whether all tensors are still in the same memory."""
-        return without_overrides(_addresses_of, self.lists) == self._addresses
+        """Return whether `arguments` still stand for the tensors."""
+        return bool(self.arguments) and without_overrides(self._places.are_of, self._aliased)
 
 
-def _addresses_of(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
-    return [list(map(_address, tensors)) for tensors in lists]
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.requires_grad
 
 
-def _arguments_for(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    return [[_kept_list(list(map(_detach, tensors)))] if tensors else [] for tensors in lists]
+def release_kept() -> None:
+    """Drop all references to tensors from C++; the next steps make them anew.
 
-
-def same_tensors(
-    lists: Sequence[Sequence[torch.Tensor]], others: Sequence[Sequence[torch.Tensor]]
-) -> bool:
-    """Return whether all lists have the same tensors."""
-    return all(
-        len(tensors) == len(of_other) and all(map(is_, tensors, of_other))
-        for tensors, of_other in zip(lists, others, strict=True)
-    )
+    Torch refuses to swap a tensor with another one, as it does in `load_state_dict` if
+    `torch.__future__` says so, while C++ refers to it.
+    """
+    for kept in list(_in_use):
+        kept.arguments = []

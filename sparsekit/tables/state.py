@@ -16,6 +16,7 @@ from ..ops.bucketize import VIRTUAL_SHARDS
 from . import saved_state as saved
 from .hash_table import HashTable
 from .initializers import Constant, Initializer
+from .kept_tensors import release_kept
 from .own_shard import OwnShard, exchange_ref
 from .owners import check_ranks_of, shared
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
@@ -86,6 +87,7 @@ class TableTensors(torch.nn.Module, Sharded):
         error_messages: list[str],
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
+        release_kept()  # torch may swap tensors
         entries = entries_of(state_dict, prefix)
         if entries:
             try:

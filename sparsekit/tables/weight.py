@@ -1,15 +1,14 @@
 """Defines the parameter of an embedding layer, and delivers its gradient."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
 
+from .._pybind import count_up, each_is
 from ..distributed.shard_gradient import ShardGradient
 from .hash_table import HashTable
 from .row_states import follow_keys, reset_rows
@@ -18,8 +17,8 @@ from .row_states import follow_keys, reset_rows
 SEEN_ROWS = 64
 
 
-class _Counter:
-    """Counts changes of the keys of rows, in all tables of the process."""
+class Counter:
+    """Counts changes in all tables of the process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +29,8 @@ class _Counter:
         return self.count
 
 
-key_changes = _Counter()
+# Counts changes of the keys of rows.
+key_changes = Counter()
 
 
 class EmbeddingWeight(torch.nn.Parameter):
@@ -192,11 +192,9 @@ def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
             weight.end_writing()
 
 
-def count_own_writes(weights: Iterable[torch.Tensor]) -> None:
+def count_own_writes(weights: list[torch.Tensor]) -> None:
     """Record that the library has just written once to each of these weights."""
-    for weight in weights:
-        if isinstance(weight, EmbeddingWeight) and weight.noted_version is not None:
-            weight.noted_version += 1
+    count_up(weights, "noted_version")
 
 
 def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
@@ -205,22 +203,14 @@ def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
     return None if attached is None else attached()
 
 
-def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
+def update_of_all(weights: list[torch.Tensor]) -> Callable[..., None] | None:
     """Return the function that updates these weights in backward, if all share one."""
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None
-    if not all(map(is_, of_each(weights, "update_in_backward"), repeat(attached))):
+    if len(weights) > 1 and not each_is(weights, "update_in_backward", attached):
         return None
     return cast(Callable[..., None] | None, attached())
-
-
-def of_each(weights: Sequence[torch.Tensor], attribute: str) -> list[Any]:
-    """Return an attribute of each weight; None for one that lacks it, which is of another type."""
-    try:
-        return list(map(attrgetter(attribute), weights))
-    except AttributeError:
-        return [getattr(weight, attribute, None) for weight in weights]
 
 
 # A weight, the rows to update, and the gradients of these rows.

@@ -121,6 +121,32 @@ def larger_table(model):
     table.size.data = table.size.clone()
 
 
+def set_to_other_memory(model):
+    layer = model.layers["a"]
+    with torch.no_grad():
+        layer.weight.set_(layer.weight * 2)
+    layer.table.buckets.set_(layer.table.buckets.clone())
+    layer.table.size.set_(layer.table.size.clone())
+
+
+def storage_in_other_memory(model):
+    for tensor in (model.layers["c"].weight, model.layers["c"].table.buckets):
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(2 * size)
+        storage.resize_(size)
+
+
+def loaded_by_swaps(model):
+    """Load as torch does if it swaps tensors, which it refuses while C++ refers to them."""
+    state = copy.deepcopy(model.group.state_dict())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.group.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def loaded(model):
     model.group.load_state_dict(copy.deepcopy(model.group.state_dict()))
 
@@ -142,6 +168,12 @@ def new_states(model):
     weight = model.layers["a"].weight
     state = model.optimizer.state[weight]
     model.optimizer.state[weight] = {name: value * 3 for name, value in state.items()}
+
+
+def state_set_to_other_memory(model):
+    state = model.optimizer.state[model.layers["c"].weight]
+    for name in ("exp_avg", "step"):
+        state[name].set_(state[name] * 3)
 
 
 def state_in_other_memory(model):
@@ -189,7 +221,10 @@ OF_TABLES = [
         seed_as_a_swap_of_tensors_does,
         seed_in_other_memory,
         larger_table,
+        set_to_other_memory,
+        storage_in_other_memory,
         loaded,
+        loaded_by_swaps,
         loaded_and_assigned,
         reset,
     ),
@@ -200,6 +235,7 @@ OF_OPTIMIZERS = [
         new_state,
         new_states,
         state_in_other_memory,
+        state_set_to_other_memory,
         rows_that_count,
         maximizing,
         slower,
@@ -292,6 +328,19 @@ def test_a_weight_that_is_replaced_gets_gradients_of_its_own():
     kept.step()
     assert torch.equal(old, before)
     assert kept.layers["b"].weight.grad is not None
+
+
+@pytest.mark.parametrize("rows", [10, 50])
+def test_a_weight_of_another_size_in_the_same_memory_is_refused(rows):
+    kept = Model(False)
+    weight = kept.layers["a"].weight
+    room = torch.zeros(50, weight.shape[1])
+    weight.data = room[:40]
+    for _ in range(4):
+        kept.step()
+    weight.data = room[:rows]
+    with pytest.raises(ValueError, match=rf"got shape \({rows}, 3\)"):
+        kept.step()
 
 
 def test_memory_that_is_replaced_between_forward_and_backward():
