@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -57,6 +59,82 @@ struct Span {
   }
 };
 
+// Facts about a tensor, for an op that asks for each of them more than once: each question is a
+// call into torch. Valid as long as the tensor.
+class View {
+ public:
+  // `is_kept` is true for a tensor of a KeptList.
+  explicit View(const Tensor& tensor, bool is_kept = false)
+      : tensor_(&tensor),
+        data_(tensor.mutable_data_ptr()),
+        span_(tensor),
+        numel_(tensor.numel()),
+        dim_(tensor.dim()),
+        dtype_(dtype_of(tensor)),
+        is_cpu_(tensor.is_cpu()),
+        is_contiguous_(tensor.is_contiguous()),
+        is_kept_(is_kept),
+        device_(tensor.device()) {
+    for (int64_t d = 0; d < std::min(dim_, kDims); ++d) {
+      sizes_[d] = tensor.size(d);
+      strides_[d] = tensor.stride(d);
+    }
+  }
+
+  const Tensor& tensor() const { return *tensor_; }
+  const void* const_data_ptr() const { return data_; }
+  void* mutable_data_ptr() const { return data_; }
+  const Span& span() const { return span_; }
+  int64_t numel() const { return numel_; }
+  int64_t dim() const { return dim_; }
+  // These are only for tensors of up to two dimensions.
+  int64_t size(int64_t d) const { return sizes_[d]; }
+  int64_t stride(int64_t d) const { return strides_[d]; }
+  ScalarType scalar_type() const { return dtype_; }
+  bool is_cpu() const { return is_cpu_; }
+  bool is_contiguous() const { return is_contiguous_; }
+  bool is_kept() const { return is_kept_; }
+  torch::stable::Device device() const { return device_; }
+
+ private:
+  static constexpr int64_t kDims = 2;
+
+  const Tensor* tensor_;
+  void* data_;
+  Span span_;
+  int64_t sizes_[kDims] = {}, strides_[kDims] = {};
+  int64_t numel_, dim_;
+  ScalarType dtype_;
+  bool is_cpu_, is_contiguous_, is_kept_;
+  torch::stable::Device device_;
+};
+
+// Overloads by which templates take both tensors and views of them.
+inline const Tensor& tensor_of(const Tensor& tensor) {
+  return tensor;
+}
+inline const Tensor& tensor_of(const View& view) {
+  return view.tensor();
+}
+inline Span span_of(const Tensor& tensor) {
+  return Span(tensor);
+}
+inline const Span& span_of(const View& view) {
+  return view.span();
+}
+inline bool is_kept(const Tensor&) {
+  return false;
+}
+inline bool is_kept(const View& view) {
+  return view.is_kept();
+}
+inline ScalarType dtype_of(const View& view) {
+  return view.scalar_type();
+}
+inline const int64_t* int64_data(const View& view) {
+  return static_cast<const int64_t*>(view.const_data_ptr());
+}
+
 // An argument's name in error messages. The text of a message is composed only when the error is
 // raised, since each query of a tensor is a call into torch.
 struct Item {
@@ -81,6 +159,58 @@ constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 // Pass these for arguments whose dtype or shape the op checks itself, since it allows several.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
+
+// Sets of kept tensors that are known not to overlap one another, with the memory of each set. To
+// find that out for hundreds of tables takes as long as to look them up.
+class KnownApart {
+ public:
+  struct Range {
+    uintptr_t begin, end;
+  };
+  using Key = std::vector<uint64_t>;  // what identifies a set, and which of it is written to
+  using Memory = std::shared_ptr<const std::vector<Range>>;  // in order, without overlaps
+
+  // Returns null if the set is not known.
+  static Memory find(const Key& key) {
+    KnownApart& known = all();
+    const std::lock_guard<std::mutex> lock(known.mutex_);
+    for (const auto& [other, memory] : known.sets_) {
+      if (other == key) return memory;
+    }
+    return nullptr;
+  }
+  static void add(Key key, std::vector<Range> ranges) {
+    std::sort(ranges.begin(), ranges.end(),
+              [](const Range& one, const Range& other) { return one.begin < other.begin; });
+    std::vector<Range> joined;
+    for (const Range& range : ranges) {
+      if (joined.empty() || joined.back().end <= range.begin) joined.push_back(range);
+      joined.back().end = std::max(joined.back().end, range.end);
+    }
+    KnownApart& known = all();
+    const std::lock_guard<std::mutex> lock(known.mutex_);
+    if (known.sets_.size() >= kMost) known.sets_.clear();
+    known.sets_.emplace_back(std::move(key),
+                             std::make_shared<const std::vector<Range>>(std::move(joined)));
+  }
+  static bool is_within(const Memory& memory, const Span& span) {
+    const auto after =
+        std::partition_point(memory->begin(), memory->end(),
+                             [&](const Range& range) { return range.end <= span.begin; });
+    return after != memory->end() && after->begin < span.end;
+  }
+
+ private:
+  static constexpr size_t kMost = 64;
+
+  static KnownApart& all() {
+    static auto* known = new KnownApart;
+    return *known;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::pair<Key, Memory>> sets_;
+};
 
 // Checks the arguments of a call. An op that writes to arguments passes kWrites, checks all its
 // arguments and then calls check_apart(). For other ops, memory addresses are not recorded.
@@ -116,8 +246,9 @@ class Arguments {
   // Checks an argument that is only read. It must be on the device of the first argument, and must
   // have the given dtype and number of dimensions. It may overlap other arguments that are only
   // read.
-  const Tensor& read(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
-                     int64_t dim = kAnyDim) {
+  template <class AnyTensor>
+  const AnyTensor& read(const Item& name, const AnyTensor& tensor, ScalarType dtype = kAnyDtype,
+                        int64_t dim = kAnyDim) {
     return add(name, tensor, dtype, dim, false);
   }
   void read(const Item& name, const std::optional<Tensor>& tensor, ScalarType dtype = kAnyDtype,
@@ -125,32 +256,38 @@ class Arguments {
     if (tensor.has_value()) read(name, *tensor, dtype, dim);
   }
   // Checks an argument with a single int64, such as a table's size or hash_seed.
-  void read_word(const Item& name, const Tensor& word) {
+  template <class AnyTensor>
+  void read_word(const Item& name, const AnyTensor& word) {
     check_one(name, read(name, word, ScalarType::Long, 1));
   }
   // Checks an argument that the CPU engine reads before it writes to any argument. On the CPU it
   // may overlap any other argument.
-  const Tensor& read_ahead(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
-                           int64_t dim = kAnyDim) {
+  template <class AnyTensor>
+  const AnyTensor& read_ahead(const Item& name, const AnyTensor& tensor,
+                              ScalarType dtype = kAnyDtype, int64_t dim = kAnyDim) {
     return kOnDevice ? read(name, tensor, dtype, dim) : checked(name, tensor, dtype, dim);
   }
   // Checks an argument that is written to in place. It must be contiguous.
-  const Tensor& written(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
-                        int64_t dim = kAnyDim) {
+  template <class AnyTensor>
+  const AnyTensor& written(const Item& name, const AnyTensor& tensor, ScalarType dtype = kAnyDtype,
+                           int64_t dim = kAnyDim) {
     check_contiguous(name, add(name, tensor, dtype, dim, true));
     return tensor;
   }
   // Like written(), but for a matrix that may have gaps between its rows. The op checks the layout.
-  const Tensor& written_rows(const Item& name, const Tensor& tensor, ScalarType dtype) {
+  template <class AnyTensor>
+  const AnyTensor& written_rows(const Item& name, const AnyTensor& tensor, ScalarType dtype) {
     return add(name, tensor, dtype, kAnyDim, true);
   }
 
   // Checks each tensor of a list.
-  void read(const char* list, const Tensors& tensors, ScalarType dtype = kAnyDtype,
-            int64_t dim = kAnyDim) {
+  template <class List>
+  void read_each(const char* list, const List& tensors, ScalarType dtype = kAnyDtype,
+                 int64_t dim = kAnyDim) {
     for (size_t i = 0; i < tensors.size(); ++i) read({list, i}, tensors[i], dtype, dim);
   }
-  void read_ahead(const char* list, const Tensors& tensors, ScalarType dtype = kAnyDtype) {
+  template <class List>
+  void read_each_ahead(const char* list, const List& tensors, ScalarType dtype = kAnyDtype) {
     for (size_t i = 0; i < tensors.size(); ++i) read_ahead({list, i}, tensors[i], dtype);
   }
 
@@ -171,10 +308,17 @@ class Arguments {
   // Returns the argument that determines the device, or `other` if there is no argument yet.
   const Tensor& first_or(const Tensor& other) const { return first_ == nullptr ? other : *first_; }
 
-  // Throws an error if an argument that is written to overlaps another argument.
-  void check_apart() const {
-    constexpr size_t kFew = 16;
-    if (named_.size() > kFew && !any_overlap()) return;
+  // Throws an error if an argument that is written to overlaps another argument. `kept` are the ids
+  // of all lists among the arguments that may be kept (Views::id()); without them each call
+  // compares all arguments.
+  void check_apart(const std::vector<uint64_t>& kept = {}) const {
+    if (named_.size() > kFew) {
+      if (known_apart(kept)) return;
+      if (!any_overlap()) {
+        remember_apart(kept);
+        return;
+      }
+    }
     for (size_t i = 1; i < named_.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
         if (!clash(named_[i], named_[j])) continue;
@@ -184,7 +328,8 @@ class Arguments {
     }
   }
 
-  void check_dtype(const Item& name, const Tensor& tensor, ScalarType dtype) const {
+  template <class AnyTensor>
+  void check_dtype(const Item& name, const AnyTensor& tensor, ScalarType dtype) const {
     const ScalarType has = dtype_of(tensor);
     if (has == dtype) return;
     error(name, " must have dtype ", torch::headeronly::toString(dtype), ", got ",
@@ -217,7 +362,9 @@ class Arguments {
 
   // Checks that a tensor has `dim` dimensions, which is 1 or 2, and returns its sizes. For 1
   // dimension, returns (n, 1).
-  std::pair<int64_t, int64_t> check_dim(const Item& name, const Tensor& tensor, int64_t dim) const {
+  template <class AnyTensor>
+  std::pair<int64_t, int64_t> check_dim(const Item& name, const AnyTensor& tensor,
+                                        int64_t dim) const {
     const int64_t has = tensor.dim();
     check(has == dim, name, " must have ", dim, " dimension(s), got ", has);
     const std::pair sizes(tensor.size(0), dim == 2 ? tensor.size(1) : 1);
@@ -225,12 +372,14 @@ class Arguments {
     return sizes;
   }
 
-  void check_size(const Item& name, const Tensor& tensor, int64_t dim, int64_t size) const {
+  template <class AnyTensor>
+  void check_size(const Item& name, const AnyTensor& tensor, int64_t dim, int64_t size) const {
     const int64_t has = tensor.size(dim);
     check(has == size, name, " must have size ", size, " in dimension ", dim, ", got ", has);
   }
 
-  void check_contiguous(const Item& name, const Tensor& tensor) const {
+  template <class AnyTensor>
+  void check_contiguous(const Item& name, const AnyTensor& tensor) const {
     check(tensor.is_contiguous(), name, " must be contiguous");
   }
 
@@ -260,7 +409,8 @@ class Arguments {
     check(size == expected, name, " must have ", expected, " element(s), got ", size);
   }
 
-  void check_one(const Item& name, const Tensor& tensor) const {
+  template <class AnyTensor>
+  void check_one(const Item& name, const AnyTensor& tensor) const {
     const int64_t has = tensor.numel();
     check(has == 1, name, " must have one element, got ", has);
   }
@@ -282,8 +432,8 @@ class Arguments {
   }
 
   // Calls body(TypeTag<T>), where T is core's element type for the dtype of `rows`.
-  template <class Body>
-  auto dispatch_rows(const Item& name, const Tensor& rows, Body&& body) const {
+  template <class AnyTensor, class Body>
+  auto dispatch_rows(const Item& name, const AnyTensor& rows, Body&& body) const {
     switch (dtype_of(rows)) {
       case ScalarType::Float:
         return body(TypeTag<float>{});
@@ -308,7 +458,7 @@ class Arguments {
     Item name;
     int64_t table;  // index of the argument's table; -1 if there is only one table
     Span span;
-    bool is_written;
+    bool is_written, is_kept;
 
     friend std::ostream& operator<<(std::ostream& text, const Argument& argument) {
       text << argument.name;
@@ -316,16 +466,20 @@ class Arguments {
     }
   };
 
-  const Tensor& add(const Item& name, const Tensor& tensor, ScalarType dtype, int64_t dim,
-                    bool is_written) {
+  template <class AnyTensor>
+  const AnyTensor& add(const Item& name, const AnyTensor& tensor, ScalarType dtype, int64_t dim,
+                       bool is_written) {
     checked(name, tensor, dtype, dim);
-    if (access_ == kWrites) named_.push_back({name, table_, Span(tensor), is_written});
+    if (access_ == kWrites)
+      named_.push_back({name, table_, span_of(tensor), is_written, is_kept(tensor)});
     return tensor;
   }
 
-  const Tensor& checked(const Item& name, const Tensor& tensor, ScalarType dtype, int64_t dim) {
+  template <class AnyTensor>
+  const AnyTensor& checked(const Item& name, const AnyTensor& tensor, ScalarType dtype,
+                           int64_t dim) {
     if (first_ == nullptr) {
-      first_ = &tensor;
+      first_ = &tensor_of(tensor);
       first_name_ = name;
       on_cpu_ = tensor.is_cpu();
     } else {
@@ -344,6 +498,41 @@ class Arguments {
 
   static bool clash(const Argument& one, const Argument& other) {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
+  }
+
+  // Returns true if an earlier call has found that the arguments in the kept lists do not overlap,
+  // and neither do the others overlap them or one another.
+  bool known_apart(const std::vector<uint64_t>& kept) const {
+    if (kept.empty()) return false;
+    const KnownApart::Memory memory = KnownApart::find(key_of(kept));
+    if (memory == nullptr) return false;
+    std::vector<const Argument*> others;
+    for (const Argument& argument : named_) {
+      if (argument.is_kept) continue;
+      if (others.size() == kFew || KnownApart::is_within(memory, argument.span)) return false;
+      for (const Argument* other : others) {
+        if (clash(argument, *other)) return false;
+      }
+      others.push_back(&argument);
+    }
+    return true;
+  }
+  void remember_apart(const std::vector<uint64_t>& kept) const {
+    std::vector<KnownApart::Range> ranges;
+    for (const Argument& argument : named_) {
+      const auto& [begin, end, row_bytes, stride_bytes] = argument.span;
+      if (argument.is_kept && begin < end) ranges.push_back({begin, end});
+    }
+    if (!kept.empty() && !ranges.empty()) KnownApart::add(key_of(kept), std::move(ranges));
+  }
+  KnownApart::Key key_of(const std::vector<uint64_t>& kept) const {
+    KnownApart::Key key{reinterpret_cast<uintptr_t>(op_)};
+    key.insert(key.end(), kept.begin(), kept.end());
+    const auto written = [](const Argument& argument) {
+      return argument.is_kept && argument.is_written;
+    };
+    key.push_back(static_cast<uint64_t>(std::count_if(named_.begin(), named_.end(), written)));
+    return key;
   }
 
   // Returns true if any argument that is written to overlaps another argument. Visits the arguments
@@ -376,6 +565,8 @@ class Arguments {
     }
     return false;
   }
+
+  static constexpr size_t kFew = 16;
 
   const char* op_;
   Access access_;

@@ -14,8 +14,10 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
     dispatch_rule(given, rule, settings, std::nullopt, states.size(), [&](const auto& chosen) {
       using Rule = std::decay_t<decltype(chosen)>;
       if constexpr (std::is_same_v<Rule, Sgd<true>> || std::is_same_v<Rule, Adam<false>>) {
+        const Views all(states);
+        const View of_step(row_step);
         const auto table =
-            row_table<T>(given, weight, states.data(), states.size(), &row_step, false);
+            row_table<T>(given, View(weight), all.begin(), states.size(), &of_step, false);
         given.read("rows", rows, ScalarType::Long, 1);
         given.read("numbers", numbers, ScalarType::Double, 2);
         given.check_size("numbers", numbers, 1, 2);

@@ -130,13 +130,13 @@ template <class T>
 constexpr ScalarType kAccumulateType =
     std::is_same_v<Acc<T>, double> ? ScalarType::Double : ScalarType::Float;
 
-template <class T>
-const T* data(const Tensor& tensor) {
+template <class T, class AnyTensor>
+const T* data(const AnyTensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
 }
 
-template <class T>
-T* mutable_data(const Tensor& tensor) {
+template <class T, class AnyTensor>
+T* mutable_data(const AnyTensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "arguments.h"
+#include "kept_list.h"
 #include "sparsekit/embedding_bag.h"
 #include "sparsekit/group.h"
 #include "sparsekit/init_rows.h"
@@ -63,7 +63,7 @@ struct Placement {
 // Returns the initializer of each table without its seed, which stays in the memory of the engine's
 // device.
 inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
-                                                const Tensors& seeds, size_t num_tables) {
+                                                const Views& seeds, size_t num_tables) {
   const Descriptor<InitializerRow> rows(given, "initializers", matrix);
   given.check_size("initializers", matrix, 0, static_cast<int64_t>(num_tables));
   given.check_list("seeds", seeds.size(), num_tables);

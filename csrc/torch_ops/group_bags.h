@@ -68,10 +68,14 @@ class GroupArguments {
     given.check(num_bounds > group.num_bags, "bags has ", num_bounds,
                 " elements, but features have ", group.num_bags, " bags");
     bags = numbers(given, "bags", of.bags, ScalarType::Int, num_bounds);
-    if (of.rows.has_value()) rows = numbers(given, "rows", *of.rows, ScalarType::Int, entries);
+    if (of.rows.has_value()) {
+      rows = numbers(given, "rows", *of.rows, ScalarType::Int, entries);
+      rows_data_ = data<int32_t>(*rows);
+    }
     if (of.counts.has_value()) {
       counts =
           numbers(given, "counts", *of.counts, ScalarType::Long, static_cast<int64_t>(num_tables));
+      counts_data_ = int64_data(*counts);
     }
     given.check(!rows.has_value() || counts.has_value(), "rows need counts");
     if (of.key_starts.has_value()) {
@@ -92,6 +96,9 @@ class GroupArguments {
   // the dim of each table.
   void check_placements(const Tensors& vectors, const char* name,
                         const std::vector<int64_t>& dims) const {
+    std::vector<int64_t> sizes;
+    sizes.reserve(vectors.size());
+    for (const Tensor& tensor : vectors) sizes.push_back(tensor.numel());
     for (size_t f = 0; f < group.features.size(); ++f) {
       const Placement& placement = group.placements[f];
       const int64_t count = group.features[f].bags, dim = dims[group.features[f].table];
@@ -99,7 +106,7 @@ class GroupArguments {
                    "features[", f, "] has its vectors in ", name, "[", placement.tensor, "] of ",
                    vectors.size());
       if (count == 0 || dim == 0) continue;
-      const int64_t elements = vectors[placement.tensor].numel();
+      const int64_t elements = sizes[placement.tensor];
       const bool begins = placement.begin >= 0 && placement.begin <= elements;
       const int64_t rest = begins ? elements - placement.begin - dim : -1;
       const bool within = rest >= 0;
@@ -114,6 +121,8 @@ class GroupArguments {
 
   // Returns the tensors. A tensor whose vectors cannot be read in place is replaced by a copy.
   Tensors readable(Tensors tensors, const std::vector<int64_t>& dims) const {
+    const auto contiguous = [](const Tensor& tensor) { return tensor.is_contiguous(); };
+    if (std::all_of(tensors.begin(), tensors.end(), contiguous)) return tensors;
     for (size_t f = 0; f < group.features.size(); ++f) {
       Tensor& tensor = tensors[group.placements[f].tensor];
       if (tensor.is_contiguous()) continue;
@@ -131,10 +140,18 @@ class GroupArguments {
     std::vector<FeatureBags<T>> features;
     features.reserve(group.features.size());
     const int32_t* bounds = data<int32_t>(bags);
+    std::vector<T*> addresses;
+    std::vector<RowLayout> layouts;
+    addresses.reserve(vectors.size());
+    layouts.reserve(vectors.size());
+    for (const Tensor& tensor : vectors) {
+      addresses.push_back(written ? mutable_data<T>(tensor) : const_cast<T*>(data<T>(tensor)));
+      layouts.push_back(written ? RowLayout{} : RowLayout::of(tensor));
+    }
     for (size_t f = 0; f < group.features.size(); ++f) {
       const Feature& feature = group.features[f];
       const Placement& placement = group.placements[f];
-      const Tensor& tensor = vectors[placement.tensor];
+      T* const address = addresses[placement.tensor];
       FeatureBags<T> of{};
       of.table = feature.table;
       of.num_bags = feature.bags;
@@ -143,10 +160,10 @@ class GroupArguments {
       of.stride = placement.stride;
       of.max_nnz = feature.max_nnz;
       if (written) {
-        of.out = mutable_data<T>(tensor) + placement.begin;
+        of.out = address + placement.begin;
       } else {
-        const RowLayout layout = RowLayout::of(tensor);
-        of.grad = data<T>(tensor) + layout.position(placement.begin);
+        const RowLayout& layout = layouts[placement.tensor];
+        of.grad = address + layout.position(placement.begin);
         of.stride = layout.position(placement.stride);
       }
       add_source(static_cast<int64_t>(f), of);
@@ -156,8 +173,8 @@ class GroupArguments {
     return features;
   }
 
-  const int32_t* rows_data() const { return rows ? data<int32_t>(*rows) : nullptr; }
-  int64_t count_of(size_t t) const { return counts ? int64_data(*counts)[t] : 0; }
+  const int32_t* rows_data() const { return rows_data_; }
+  int64_t count_of(size_t t) const { return counts_data_ != nullptr ? counts_data_[t] : 0; }
 
   // With checks on, throws the error that the device has found in `index` or `rows`, if there is
   // one.
@@ -194,7 +211,7 @@ class GroupArguments {
                   name, " has ", tensors.size(), " tensors, but a feature has source ",
                   feature.source);
     }
-    given.read(name, tensors, kAnyDtype, 1);
+    given.read_each(name, tensors, kAnyDtype, 1);
     list.reserve(tensors.size());
     for (const Tensor& tensor : tensors) list.push_back(packed(tensor));
   }
@@ -281,6 +298,8 @@ class GroupArguments {
 
  private:
   const Arguments& given_;
+  const int32_t* rows_data_ = nullptr;
+  const int64_t* counts_data_ = nullptr;
 };
 
 }  // namespace sparsekit::ops

@@ -1,7 +1,8 @@
 #include "sparsekit/group_embedding_bag.h"
 
+#include <list>
+
 #include "group_gradients.h"
-#include "kept_list.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -18,8 +19,9 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
           const std::optional<Tensor>& key_starts, const Tensors& keys, const Tensors& seeds_in,
           const std::optional<Tensor>& initializers) {
   Arguments given("group_embedding_bag_", Arguments::kWrites);
-  Tensors weights = KeptList::tensors_of(weights_in);
-  const Tensors& seeds = KeptList::tensors_of(seeds_in);
+  Views weights(weights_in);
+  const Views seeds(seeds_in);
+  std::list<Tensor> copies;
   const size_t num_tables = weights.size();
   const ScalarType dtype = weights.empty() ? kAnyDtype : dtype_of(weights[0]);
   for (size_t o = 0; o < outs.size(); ++o) given.written({"outs", o}, outs[o], dtype);
@@ -31,7 +33,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
     given.check_row_size("weights", dims[t]);
     // The rows of a weight may be any distance apart, and may overlap.
     if (!weights[t].is_contiguous() && (weights[t].stride(1) != 1 || weights[t].stride(0) < 1)) {
-      weights[t] = packed(weights[t]);
+      weights.replace(t, copies.emplace_back(packed(weights[t].tensor())));
     }
   }
   const GroupArguments arguments(
@@ -40,10 +42,10 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   std::vector<Initializer> initial;
   if (initializers.has_value()) {
     given.check(arguments.group.features.empty() || !keys.empty(), "initializers need keys");
-    given.read("seeds", seeds, ScalarType::Long);
+    given.read_each("seeds", seeds, ScalarType::Long);
     initial = initializers_of(given, *initializers, seeds, num_tables);
   }
-  given.check_apart();
+  given.check_apart({weights.id(), seeds.id()});
   if (weights.empty()) return;
   const DeviceContext context(index);
   given.dispatch_rows("weights", weights[0], [&](auto tag) {
@@ -55,8 +57,8 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
       const int64_t stride = num_rows > 1 ? weights[t].stride(0) : dims[t];
       PooledTable<T> table{data<T>(weights[t]), num_rows, dims[t], stride, nullptr, 0, nullptr,
                            Initializer{}};
-      if (arguments.rows.has_value() && !kOnDevice) {
-        table.rows = data<int32_t>(*arguments.rows) + arguments.entries_of(t).first;
+      if (arguments.rows_data() != nullptr && !kOnDevice) {
+        table.rows = arguments.rows_data() + arguments.entries_of(t).first;
         table.num_listed = arguments.count_of(t);
       }
       if (!initial.empty()) {
@@ -191,9 +193,8 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
                  std::optional<int64_t> rounding_seed, bool counted,
                  [[maybe_unused]] bool deterministic, const std::optional<Tensor>& lr) {
   Arguments given("group_embedding_bag_update_", Arguments::kWrites);
-  const Tensors& weights = KeptList::tensors_of(weights_in);
-  const TableLists lists{given, weights, KeptList::tensors_of(states_in),
-                         KeptList::tensors_of(row_steps_in), KeptList::tensors_of(steps_in)};
+  const Views weights(weights_in);
+  const TableLists lists{given, weights, Views(states_in), Views(row_steps_in), Views(steps_in)};
   lists.check_sizes();
   std::vector<int64_t> dims;
   for (size_t t = 0; t < weights.size(); ++t) {
@@ -210,7 +211,8 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
     given.for_each_table(lists.size(), [&](size_t t) {
       tables[t] = lists.read_table<T>(t, number, std::decay_t<decltype(chosen)>::kRowWise);
     });
-    given.check_apart();
+    given.check_apart(
+        {lists.weights.id(), lists.states.id(), lists.row_steps.id(), lists.steps.id()});
 
     const auto features_of = gradients.arguments.bags_of<T>(gradients.grads, false);
     if constexpr (kOnDevice) {

@@ -2,7 +2,6 @@
 
 #include "group.h"
 #include "hash_table.h"
-#include "kept_list.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -12,7 +11,7 @@ struct GroupTables {
   std::vector<GroupTable> tables;
   std::vector<int64_t> hash_tables;  // for each table, the index of its hash table, or -1
 
-  GroupTables(Arguments& given, const Tensors& buckets, const Tensors& hash_seeds,
+  GroupTables(Arguments& given, const Views& buckets, const Views& hash_seeds,
               const Descriptor<TableRow>& rows, const GroupInput& input) {
     given.check_list("hash_seeds", hash_seeds.size(), buckets.size());
     std::vector<int64_t> num_buckets;
@@ -80,8 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets_in, const Tensors
                                         const Tensor& tables, const Tensors& keys,
                                         const Tensors& offsets, const Tensor& features,
                                         const std::optional<Tensor>& report) {
-  const Tensors& buckets = KeptList::tensors_of(buckets_in);
-  const Tensors& hash_seeds = KeptList::tensors_of(hash_seeds_in);
+  const Views buckets(buckets_in), hash_seeds(hash_seeds_in);
   Arguments given("group_find", report ? Arguments::kWrites : Arguments::kReads);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());
@@ -110,11 +108,11 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets_in, const Tensors
 }
 
 // Returns the weight, seed and initializer for the new rows of each table.
-std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const Tensors& seeds,
+std::vector<NewRows> new_rows_of(Arguments& given, const Views& weights, const Views& seeds,
                                  const Tensor& initializers, const GroupTables& group) {
   const size_t count = group.tables.size();
   given.check_list("weights", weights.size(), count);
-  given.read_ahead("seeds", seeds, ScalarType::Long);
+  given.read_each_ahead("seeds", seeds, ScalarType::Long);
   const std::vector<Initializer> initial = initializers_of(given, initializers, seeds, count);
   std::vector<NewRows> new_rows;
   new_rows.reserve(count);
@@ -140,11 +138,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     const Tensors& weights_in, const Tensors& seeds_in, const Tensor& tables,
     const Tensor& initializers, const Tensors& keys, const Tensors& offsets, const Tensor& features,
     const std::optional<Tensor>& report) {
-  const Tensors& buckets = KeptList::tensors_of(buckets_in);
-  const Tensors& hash_seeds = KeptList::tensors_of(hash_seeds_in);
-  const Tensors& sizes = KeptList::tensors_of(sizes_in);
-  const Tensors& weights = KeptList::tensors_of(weights_in);
-  const Tensors& seeds = KeptList::tensors_of(seeds_in);
+  const Views buckets(buckets_in), hash_seeds(hash_seeds_in);
+  const Views sizes(sizes_in), weights(weights_in), seeds(seeds_in);
   Arguments given("group_find_or_insert_", Arguments::kWrites);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());
@@ -164,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   }
   const std::vector<NewRows> new_rows = new_rows_of(given, weights, seeds, initializers, group);
   check_report(given, report, cuda::kStatusWords * static_cast<int64_t>(group.tables.size()));
-  given.check_apart();
+  given.check_apart({buckets.id(), hash_seeds.id(), sizes.id(), weights.id(), seeds.id()});
   const Tensor& like = given.first_or(features);
   const Exclusive alone(given, buckets);
   const DeviceContext context(like);
@@ -222,7 +217,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   }
   for (int64_t t = 0; t < count; ++t) {
     if (refused[t] == 0) continue;
-    const Tensor& size = sizes[group.hash_tables[t]];
+    const Tensor& size = sizes[group.hash_tables[t]].tensor();
     throw std::runtime_error(message(given.op(), ": table ", t,
                                      " is full: ", context.value(size, 0), " of its ",
                                      group.tables[t].capacity, " rows are in use, and ", refused[t],

@@ -63,8 +63,8 @@ class Gradients {
                            grad == nullptr ? nullptr : grad + begins_[t],
                            nullptr,
                            nullptr};
-      if (arguments.rows.has_value()) {
-        table.rows = data<int32_t>(*arguments.rows) + first_entry;
+      if (arguments.rows_data() != nullptr) {
+        table.rows = arguments.rows_data() + first_entry;
         table.sorted_rows = sorted_rows;
       }
       tables.push_back(table);
@@ -165,7 +165,7 @@ class Gradients {
 
  private:
   static const Tensors& add(Arguments& given, const Tensors& grads, ScalarType dtype) {
-    given.read("grads", grads, dtype);
+    given.read_each("grads", grads, dtype);
     return grads;
   }
 

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "arguments.h"
+#include "kept_list.h"
 #include "sparsekit/hash_table.h"
 
 namespace sparsekit::ops {
@@ -18,7 +18,8 @@ namespace sparsekit::ops {
 constexpr int64_t kWordsPerBucket = sizeof(Bucket) / sizeof(int64_t);
 
 // Checks the buckets of a table, and returns the number of buckets.
-inline int64_t read_buckets(Arguments& given, const Item& name, const Tensor& buckets) {
+template <class AnyTensor>
+int64_t read_buckets(Arguments& given, const Item& name, const AnyTensor& buckets) {
   given.written_rows(name, buckets, ScalarType::Long);
   const auto [num_buckets, words] = given.check_dim(name, buckets, 2);
   given.check(words == kWordsPerBucket, name, " must have size ", kWordsPerBucket,
@@ -43,10 +44,13 @@ inline void check_size_value(const Arguments& given, const Item& name, int64_t s
 // of the stream does the rest.
 class Exclusive {
  public:
-  Exclusive(const Arguments& given, const Tensor& buckets) : Exclusive(given, Tensors{buckets}) {}
+  Exclusive(const Arguments& given, const Tensor& buckets) : spans_{Span(buckets)} {
+    enter(given.op());
+  }
   // Locks either all of these tables or none of them.
-  Exclusive(const Arguments& given, const Tensors& buckets)
-      : spans_(buckets.begin(), buckets.end()) {
+  Exclusive(const Arguments& given, const Views& buckets) {
+    spans_.reserve(buckets.size());
+    for (const View& view : buckets) spans_.push_back(view.span());
     enter(given.op());
   }
   ~Exclusive() {

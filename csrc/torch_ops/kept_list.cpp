@@ -9,13 +9,13 @@ Tensor kept_list(const Tensors& tensors) {
 
 #if !defined(SPARSEKIT_ENGINE_CUDA)
 Tensor words_of(const Tensors& list) {
-  const Tensors& words = KeptList::tensors_of(list);
+  const Views words(list);
   Arguments given("words_of");
   for (size_t i = 0; i < words.size(); ++i) given.read_word({"words", i}, words[i]);
   Tensor values =
       torch::stable::new_empty(list[0], {static_cast<int64_t>(words.size())}, ScalarType::Long);
   std::transform(words.begin(), words.end(), mutable_data<int64_t>(values),
-                 [](const Tensor& word) { return *int64_data(word); });
+                 [](const View& word) { return *int64_data(word); });
   return values;
 }
 #endif

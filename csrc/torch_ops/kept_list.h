@@ -1,14 +1,27 @@
-// Lists of tensors that Python passes again and again. To convert hundreds of tensors takes longer
-// than the ops that take them. So the op `kept_list` converts them once and returns a tensor that
-// may be passed as the only item in place of the list. It keeps the tensors alive.
+// Lists of tensors that Python passes again and again. To convert hundreds of tensors, and to ask
+// torch about each of them, takes longer than the ops that take them. So the op `kept_list`
+// converts them once and returns a tensor that may be passed as the only item in place of the list.
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <iterator>
+#include <memory>
+#include <mutex>
+#include <utility>
 
 #include "arguments.h"
 
 namespace sparsekit::ops {
+
+// Valid as long as the tensors.
+inline std::vector<View> views_of(const Tensors& tensors, bool are_kept) {
+  std::vector<View> views;
+  views.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) views.emplace_back(tensor, are_kept);
+  return views;
+}
 
 class KeptList {
  public:
@@ -20,19 +33,47 @@ class KeptList {
                                     ScalarType::Long, &KeptList::free);
   }
 
-  // Returns the tensors that the only item of a list stands for, or the list itself. The result is
-  // valid as long as `given`.
-  static const Tensors& tensors_of(const Tensors& given) {
-    if (given.size() != 1 || given[0].dim() != kDim) return given;
+  // Returns the list that the only item of a list stands for, or null.
+  static KeptList* of(const Tensors& given) {
+    if (given.size() != 1 || given[0].dim() != kDim) return nullptr;
     const Tensor& item = given[0];
-    if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return given;
-    if (!item.is_contiguous() || item.numel() != kWords) return given;
+    if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return nullptr;
+    if (!item.is_contiguous() || item.numel() != kWords) return nullptr;
     const int64_t* words = int64_data(item);
     // A copy of the words, at another address, does not keep the tensors alive, and is no list.
     if (!std::equal(kMark, kMark + kMarkWords, words) || words[kMarkWords] != address(words)) {
-      return given;
+      return nullptr;
     }
-    return reinterpret_cast<const KeptList*>(words)->tensors_;
+    return reinterpret_cast<KeptList*>(const_cast<int64_t*>(words));
+  }
+
+  // The tensors as they were at some time. Aliases keep their memory, so no other memory can have
+  // the same address.
+  struct Facts {
+    Tensors aliases;
+    std::vector<View> views;
+    uint64_t id;
+
+    explicit Facts(const Tensors& tensors) {
+      aliases.reserve(tensors.size());
+      for (const Tensor& tensor : tensors) aliases.push_back(detached(tensor));
+      views = views_of(aliases, true);
+      static std::atomic<uint64_t> count{0};
+      id = ++count;
+    }
+  };
+
+  // Returns the tensors as they are now. A tensor that has got other memory is found by its
+  // address. One that has got another shape in the same memory is still taken as it was, as by an
+  // op that has begun before.
+  std::shared_ptr<const Facts> current() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (tensors_[i].mutable_data_ptr() == facts_->views[i].mutable_data_ptr()) continue;
+      facts_ = std::make_shared<const Facts>(tensors_);
+      break;
+    }
+    return facts_;
   }
 
  private:
@@ -40,7 +81,8 @@ class KeptList {
   static constexpr int64_t kMarkWords = std::size(kMark), kWords = kMarkWords + 1;
   static constexpr size_t kDim = 4;  // no list that an op takes has tensors of 4 dimensions
 
-  explicit KeptList(Tensors tensors) : tensors_(std::move(tensors)) {
+  explicit KeptList(Tensors tensors)
+      : tensors_(std::move(tensors)), facts_(std::make_shared<const Facts>(tensors_)) {
     std::copy_n(kMark, kMarkWords, words_);
     words_[kMarkWords] = address(words_);
   }
@@ -52,9 +94,54 @@ class KeptList {
     *static_cast<volatile int64_t*>(words) = 0;
     delete static_cast<KeptList*>(words);
   }
+  static Tensor detached(const Tensor& tensor) {
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(tensor)};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::detach", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
 
   int64_t words_[kWords];  // first, since its address is the object's
   Tensors tensors_;
+  std::mutex mutex_;
+  std::shared_ptr<const Facts> facts_;
+};
+
+// Facts about the tensors of a list, or of the list that its only item stands for. Valid as long as
+// the list.
+class Views {
+ public:
+  explicit Views(const Tensors& given) {
+    if (KeptList* kept = KeptList::of(given)) {
+      kept_ = kept->current();
+    } else {
+      own_ = views_of(given, false);
+    }
+  }
+
+  size_t size() const { return views().size(); }
+  bool empty() const { return views().empty(); }
+  const View& operator[](size_t i) const { return views()[i]; }
+  const View* begin() const { return views().data(); }
+  const View* end() const { return begin() + size(); }
+
+  // Identifies the tensors of a list that is kept; 0 for other lists.
+  uint64_t id() const { return kept_ ? kept_->id : 0; }
+
+  // Lets another tensor take the place of tensor i.
+  void replace(size_t i, const Tensor& tensor) {
+    if (const auto kept = std::exchange(kept_, nullptr)) {
+      for (const View& view : kept->views) own_.emplace_back(view.tensor());
+      replaced_ = kept;
+    }
+    own_[i] = View(tensor);
+  }
+
+ private:
+  const std::vector<View>& views() const { return kept_ ? kept_->views : own_; }
+
+  std::shared_ptr<const KeptList::Facts> kept_, replaced_;
+  std::vector<View> own_;
 };
 
 }  // namespace sparsekit::ops

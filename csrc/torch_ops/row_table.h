@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "arguments.h"
+#include "kept_list.h"
 #include "sparsekit/device_memory.h"
 #include "sparsekit/optimizer_rules.h"
 #include "sparsekit/update_rows.h"
@@ -17,15 +17,15 @@ namespace sparsekit::ops {
 // States must be [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or
 // [num_rows]. There may be gaps between the rows of states.
 template <class T>
-RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* states,
-                      size_t num_states, const Tensor* row_step, bool row_wise) {
+RowTable<T> row_table(Arguments& given, const View& weight, const View* states, size_t num_states,
+                      const View* row_step, bool row_wise) {
   given.written("weight", weight);
   RowTable<T> table{};
   std::tie(table.num_rows, table.dim) = given.check_dim("weight", weight, 2);
   given.check_row_size("weight", table.dim);
   for (size_t k = 0; k < num_states; ++k) {
     const Item name("states", k);
-    const Tensor& state = given.written_rows(name, states[k], kAccumulateType<T>);
+    const View& state = given.written_rows(name, states[k], kAccumulateType<T>);
     const bool of_row = row_wise && k + 1 == num_states;
     const bool is_vector = of_row && state.dim() == 1;
     const auto [rows, width] = given.check_dim(name, state, is_vector ? 1 : 2);
@@ -115,15 +115,13 @@ void dispatch_rule(Arguments& given, const std::string& name, const std::vector<
 // then all states of the second table, and so on; `row_steps` may be empty.
 struct TableLists {
   Arguments& given;
-  const Tensors& weights;
-  const Tensors& states;
-  const Tensors& row_steps;
-  const Tensors& steps;
+  Views weights, states, row_steps, steps;
 
   size_t size() const { return weights.size(); }
   size_t num_states() const { return states.size() / size(); }
 
-  void check_one_each(const char* name, const Tensors& list, bool may_be_none) const {
+  template <class List>
+  void check_one_each(const char* name, const List& list, bool may_be_none) const {
     given.check(list.size() == size() || (may_be_none && list.empty()), name, " must have ", size(),
                 may_be_none ? " tensors or none, got " : " tensors, one for each weight, got ",
                 list.size());
@@ -140,11 +138,11 @@ struct TableLists {
   template <class T>
   SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise) const {
     given.check_dtype("weight", weights[i], dtype_of(weights[0]));
-    const Tensor* row_step = row_steps.empty() ? nullptr : &row_steps[i];
-    SteppedTable<T> table{row_table<T>(given, weights[i], states.data() + i * num_states(),
+    const View* row_step = row_steps.empty() ? nullptr : &row_steps[i];
+    SteppedTable<T> table{row_table<T>(given, weights[i], states.begin() + i * num_states(),
                                        num_states(), row_step, row_wise),
                           nullptr};
-    const Tensor& step = steps[i];
+    const View& step = steps[i];
     number.counted ? given.written("step", step, ScalarType::Long)
                    : given.read("step", step, ScalarType::Long);
     table.step = mutable_data<int64_t>(step);

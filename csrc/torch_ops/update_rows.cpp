@@ -77,7 +77,7 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
   given.read("num_grads", num_grads);
   given.check_apart();
 
-  const DeviceContext context(lists.weights[0]);
+  const DeviceContext context(lists.weights[0].tensor());
   const int64_t* exact = num_grads.has_value() ? int64_data(*num_grads) : nullptr;
   BadRow bad;
   if constexpr (kOnDevice) {
@@ -103,7 +103,8 @@ void update_rows(Tensors weights, Tensors states, Tensors row_steps, Tensors row
                  std::optional<int64_t> rounding_seed, bool count_steps,
                  std::optional<Tensor> num_grads, std::optional<Tensor> lr) {
   Arguments given("update_rows_", Arguments::kWrites);
-  const Lists lists{{given, weights, states, row_steps, steps}, rows, grads};
+  const Lists lists{
+      {given, Views(weights), Views(states), Views(row_steps), Views(steps)}, rows, grads};
   lists.check_sizes(num_grads);
   dispatch_step(lists, rule, settings, lr, per_row, [&](auto tag, const auto& chosen) {
     update<std::decay_t<decltype(chosen)>, typename decltype(tag)::type>(

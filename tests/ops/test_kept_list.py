@@ -106,6 +106,51 @@ def test_a_stand_in_keeps_the_memory():
     assert len(others) == 50
 
 
+def test_a_stand_in_follows_its_tensors_to_other_memory(device):
+    words = [torch.tensor([value], device=device) for value in (11, 12, 13)]
+    stand_in = kept_list(words)
+    words[0].data = torch.tensor([21], device=device)
+    assert words_of([stand_in]).tolist() == [21, 12, 13]
+    words[1].set_(torch.tensor([22], device=device))
+    assert words_of([stand_in]).tolist() == [21, 22, 13]
+    words[2].untyped_storage().resize_(2**20)
+    words[2].fill_(23)
+    assert words_of([stand_in]).tolist() == [21, 22, 23]
+    words[1].data = torch.tensor([0.5], device=device)
+    with pytest.raises(ValueError, match=r"words\[1\] must have dtype Long, got Float"):
+        words_of([stand_in])
+    words[1].data = torch.tensor([1, 2], device=device)
+    with pytest.raises(ValueError, match=r"words\[1\] must have one element, got 2"):
+        words_of([stand_in])
+
+
+def test_an_argument_that_overlaps_kept_tensors_is_refused_in_any_call(device):
+    """Kept tensors are compared with one another only once, but with others in each call."""
+    tables, rows = 20, torch.zeros(2, dtype=torch.int32, device=device)
+    room = torch.rand(tables * 4 + 2, 3, device=device)
+    weights = [room[4 * t : 4 * t + 4] for t in range(tables)]
+    features = torch.tensor([[0, 0, 0, 2, 0, 9, 0, 0, 3]])
+    bags = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    pool = torch.ops.sparsekit.group_embedding_bag_
+    stand_in, out = [kept_list(weights)], torch.zeros(2, 3, device=device)
+    for _ in range(3):
+        for passed in weights, stand_in:
+            pool([out], passed, rows, None, None, bags, features, [], None, [], [], None)
+            assert torch.equal(out, weights[0][:1].expand(2, 3))
+            for t in (0, 7, tables - 1):
+                with pytest.raises(ValueError, match=rf"weights\[{t}\] overlaps outs\[0\]"):
+                    pool(
+                        *([weights[t][2:]], passed, rows, None, None, bags, features),
+                        *([], None, [], [], None),
+                    )
+    outs = [out, out[1:]]
+    with pytest.raises(ValueError, match=r"outs\[1\] overlaps outs\[0\]"):
+        pool(outs, stand_in, rows, None, None, bags, features, [], None, [], [], None)
+    twice = [kept_list([*weights, room[5:7]])]
+    out = room[tables * 4 :]
+    pool([out], twice, rows, None, None, bags, features, [], None, [], [], None)
+
+
 def test_a_refusal_names_the_table(device):
     tables = Tables(device)
     tables.states[1] = torch.zeros(19, 4, device=device)
