@@ -147,9 +147,7 @@ class CapturedStep:
         reports = self._deferring() if self._warm_ups == 0 else None
         if self._conditions is not None:
             self._check_conditions(self._conditions)
-        for own, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(own, torch.Tensor):
-                own.copy_(leaf.detach(), non_blocking=True)
+        self._copy_inputs(leaves)
         if reports is None:
             outputs = _detached(self._graph.warm_up(self._run))
             self._warm_ups -= 1
@@ -174,11 +172,24 @@ class CapturedStep:
                 f"{self._structure}, got {structure}"
             )
         for number, (own, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
-            if _form(own) != _form(leaf):
+            if not _alike(own, leaf):
                 raise ValueError(
                     f"CapturedStep: input {number} must be {_form(own)}, as in the first call, got "
                     f"{_form(leaf)}; drop a smaller last batch, or make a step for each form"
                 )
+
+    @torch.no_grad()
+    def _copy_inputs(self, leaves: Sequence[Any]) -> None:
+        # A launch for each of hundreds of inputs would cost as much as the step. Those of a dtype
+        # and a device can be copied together.
+        alike: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for own, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(own, torch.Tensor):
+                targets, sources = alike.setdefault((leaf.dtype, leaf.device), ([], []))
+                targets.append(own)
+                sources.append(leaf)
+        for targets, sources in alike.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _deferring(self) -> Reports:
         """Return the device's reports; raise RuntimeError if `sparsekit.checked` is on."""
@@ -257,6 +268,13 @@ class CapturedStep:
                 f"CapturedStep: {name} of {owner} has changed since the step was captured, and "
                 f"replays would not follow; {hint}make a new CapturedStep"
             )
+
+
+def _alike(own: Any, leaf: Any) -> bool:
+    """Return whether two leaves have the same shape and dtype or, without a tensor, are equal."""
+    if isinstance(own, torch.Tensor) and isinstance(leaf, torch.Tensor):
+        return own.shape == leaf.shape and own.dtype == leaf.dtype
+    return not isinstance(own, torch.Tensor) and not isinstance(leaf, torch.Tensor) and own == leaf
 
 
 def _form(leaf: Any) -> Any:

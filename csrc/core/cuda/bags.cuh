@@ -50,6 +50,11 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
+// Returns whether the sum of a bag is divided.
+SPARSEKIT_DEVICE bool has_divisor(Combiner combiner) {
+  return combiner == Combiner::kMean || combiner == Combiner::kSqrtn;
+}
+
 // Returns what a weight adds to the total that determines the divisor: for kMean the weight itself,
 // otherwise its square.
 template <class A>
@@ -61,7 +66,7 @@ SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};
-  if (combiner == Combiner::kSum || combiner == Combiner::kNone) return A{1};
+  if (!has_divisor(combiner)) return A{1};
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 

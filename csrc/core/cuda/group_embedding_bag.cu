@@ -46,6 +46,7 @@ struct PoolGroup {
   const PoolTable<T>* tables;
   int32_t num_features;
   int32_t entries;
+  int32_t rounds;  // number of times that each tile pools bags
   const int32_t* index;
   const int32_t* rows;    // may be null
   const int64_t* counts;  // may be null
@@ -60,6 +61,9 @@ struct PoolGroup {
     return last_up_to(bag, num_features, [this](int f) { return features[f].first_bag; });
   }
 };
+
+// Maximum number of rounds in which a block pools bags.
+constexpr int64_t kMostRounds = 8;
 
 // Row index that stands for an initial vector.
 constexpr int64_t kInitialRow = -2;
@@ -167,15 +171,19 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   const FeaturePooling<T, kInitial> in(group, f);
   const int64_t block = simt::block() - in.feature.first_block;
   const int64_t column = block % in.feature.columns;
-  const int64_t tile =
-      (block / in.feature.columns * kGroupThreads + simt::thread()) >> in.log2_lanes;
   const int lane_in_tile = simt::thread() & ((1 << in.log2_lanes) - 1);
   const int64_t element = ((column << in.log2_lanes) + lane_in_tile) * kWidth;
   const bool long_too = long_bags.capacity > 0 && column == 0;
-  if constexpr (kShortBags) {
-    pool_own_short_bags<kWidth>(in, long_bags, long_too, tile * kBags, element);
-  } else {
-    pool_own_bag<kWidth>(in, long_bags, long_too, tile, element);
+  // Longer bags are work enough for a block, and a loop would cost them registers.
+  const int rounds = kShortBags ? group.rounds : 1;
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t own_block = block / in.feature.columns * rounds + round;
+    const int64_t tile = (own_block * kGroupThreads + simt::thread()) >> in.log2_lanes;
+    if constexpr (kShortBags) {
+      pool_own_short_bags<kWidth>(in, long_bags, long_too, tile * kBags, element);
+    } else {
+      pool_own_bag<kWidth>(in, long_bags, long_too, tile, element);
+    }
   }
 }
 
@@ -263,7 +271,7 @@ struct PoolWorkspace {
 };
 
 template <class T>
-std::vector<PoolFeature<T>> pool_features(const GroupPooling<T>& call, int64_t bags_of_tile) {
+std::vector<PoolFeature<T>> pool_features(const GroupPooling<T>& call) {
   std::vector<PoolFeature<T>> pooled(static_cast<size_t>(call.num_features + 1));
   for (int64_t f = 0; f < call.num_features; ++f) {
     const FeatureBags<T>& of = call.features[f];
@@ -277,11 +285,25 @@ std::vector<PoolFeature<T>> pool_features(const GroupPooling<T>& call, int64_t b
     feature.log2_lanes = static_cast<uint8_t>(shape.log2_lanes);
     feature.wide = shape.width != 1;
     feature.wide_keys = of.wide_keys;
-    const int64_t tiles = (of.num_bags + bags_of_tile - 1) / bags_of_tile;
-    const int64_t blocks = tiles == 0 ? 0 : simt::grid_for(tiles << shape.log2_lanes).blocks;
-    next.first_block = feature.first_block + blocks * shape.columns;
   }
   return pooled;
+}
+
+// Divides the blocks of a launch among the features, and returns their number. Each tile pools
+// bags_of_tile bags in each round.
+template <class T>
+int64_t share_out_blocks(std::vector<PoolFeature<T>>& features, int64_t bags_of_tile,
+                         int64_t rounds) {
+  const int64_t threads_of_block = kGroupThreads * rounds;
+  for (size_t f = 0; f + 1 < features.size(); ++f) {
+    const PoolFeature<T>& feature = features[f];
+    PoolFeature<T>& next = features[f + 1];
+    const int64_t tiles = (next.first_bag - feature.first_bag + bags_of_tile - 1) / bags_of_tile;
+    const int64_t threads = tiles << feature.log2_lanes;
+    const int64_t blocks = (threads + threads_of_block - 1) / threads_of_block;
+    next.first_block = feature.first_block + blocks * feature.columns;
+  }
+  return features.back().first_block;
 }
 
 template <class T>
@@ -342,7 +364,15 @@ void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t*
   Arena arena(workspace);
   const PoolWorkspace<T> work(arena, call, longest);
   const bool short_bags = call.entries < kShort * num_bags;
-  const auto pooled = pool_features(call, short_bags ? kBags : 1);
+  const int64_t bags_of_tile = short_bags ? kBags : 1;
+  auto pooled = pool_features(call);
+  int64_t rounds = 1, blocks = share_out_blocks(pooled, bags_of_tile, rounds);
+  // If there are blocks enough to fill the device several times, give each of them more short bags,
+  // since a block first waits for the description of its feature.
+  if (short_bags && blocks >= 4 * simt::kMostBlocks) {
+    rounds = std::min(blocks / (2 * simt::kMostBlocks), kMostRounds);
+    blocks = share_out_blocks(pooled, bags_of_tile, rounds);
+  }
   PoolGroup<T> group{};
   Descriptors descriptors(work.descriptors);
   group.features = descriptors.add(pooled);
@@ -350,6 +380,7 @@ void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t*
   descriptors.send(stream);
   group.num_features = static_cast<int32_t>(call.num_features);
   group.entries = static_cast<int32_t>(call.entries);
+  group.rounds = static_cast<int32_t>(rounds);
   group.index = call.index;
   group.rows = call.rows;
   group.counts = call.counts;
@@ -360,7 +391,7 @@ void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t*
       std::any_of(call.tables, call.tables + call.num_tables,
                   [](const PooledTable<T>& table) { return table.seed != nullptr; });
   const auto launch = initial ? launch_pooling<T, true> : launch_pooling<T, false>;
-  launch(group, work.long_bags, short_bags, pooled.back().first_block, longest, stream);
+  launch(group, work.long_bags, short_bags, blocks, longest, stream);
 }
 
 SPARSEKIT_INSTANTIATE(group_embedding_bag_workspace_bytes)

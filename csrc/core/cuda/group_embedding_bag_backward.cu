@@ -274,10 +274,11 @@ void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_r
                  const SumWorkspace<T>& work, void* stream) {
   sort_by_digits(work.sort, digits_of_keys(call, num_rows), call.entries, work.spare, work.sorted(),
                  stream);
-  int64_t lanes = 1;
+  int64_t lanes = 1, columns = 0;
   for (int64_t t = 0; t < call.num_tables; ++t) {
     const RowShape shape = shape_of_table(call.tables[t]);
     lanes = std::max(lanes, int64_t{shape.columns} << shape.log2_lanes);
+    columns += shape.columns;
   }
   for (int i = 0; i < work.levels.count; ++i) {
     const SumLevel<T>&from = work.levels.level[i], &to = work.levels.level[i + 1];
@@ -285,8 +286,10 @@ void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_r
         i == 0 ? Begins{work.entry, 1} : Begins{work.levels.level[i - 1].chunks, 2};
     const auto sum =
         i == 0 ? sum_tables_kernel<T, true, kAllRows> : sum_tables_kernel<T, false, kAllRows>;
-    simt::launch("group: sums", sum, simt::strided_grid_for(to.n / 2 * lanes, kGroupThreads),
-                 stream, group, from, begins, to);
+    // Each table has a block of its own for each column, however few its chunks are.
+    const int64_t threads = to.n / 2 * lanes + columns * kGroupThreads;
+    simt::launch("group: sums", sum, simt::strided_grid_for(threads, kGroupThreads), stream, group,
+                 from, begins, to);
   }
 }
 

@@ -92,13 +92,15 @@ struct Entries {
   template <int kWidth, class In>
   SPARSEKIT_DEVICE void add(const In& in, int j, const RowPiece<T, kWidth>& piece,
                             Acc<T> (&sum)[kWidth], Acc<T>& total) const {
-    total += in_total(weight[j], in.combiner);
+    // The conditions on `in` are the same for all lanes, and each saves instructions for each bag.
+    if (has_divisor(in.combiner)) total += in_total(weight[j], in.combiner);
     if (row[j] == -1) return;
     for (int l = 0; l < kWidth; ++l) {
-      const Acc<T> value = load(piece.at(l));
+      Acc<T> value = load(piece.at(l));
+      if (in.sample_weights != nullptr) value = weight[j] * value;
       // Copy without adding: 0 + value would lose the sign of a negative zero.
       const bool copies = In::kCopies && in.combiner == Combiner::kNone;
-      sum[l] = copies ? value : sum[l] + weight[j] * value;
+      sum[l] = copies ? load(piece.at(l)) : sum[l] + value;
     }
   }
 };
@@ -115,7 +117,7 @@ SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_
     const Entries<Element> now = next;
     RowPiece<Element, kWidth> piece[kInFlight];
     now.read(in, begin + k, element, piece);
-    next.look_up(in, begin, k + kInFlight, count, element == 0);
+    if (k + kInFlight < count) next.look_up(in, begin, k + kInFlight, count, element == 0);
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       before(k + j);
@@ -139,7 +141,9 @@ SPARSEKIT_DEVICE void write_bag(const In& in, int64_t bag, int64_t count, int64_
                                 T (&sum)[kWidth], T total) {
   if (element >= in.dim) return;
   const T by = divisor(total, count, in.combiner);
-  for (int j = 0; j < kWidth; ++j) sum[j] = divided(sum[j], by);
+  if (by != T{1}) {
+    for (int j = 0; j < kWidth; ++j) sum[j] = divided(sum[j], by);
+  }
   write_row(in.vector(bag) + element, sum);
 }
 
@@ -216,11 +220,27 @@ SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, b
 // Number of bags per tile if bags are short. With a single bag of one or two entries, a tile would
 // wait three times in a row (for offsets, row indices and rows), each time with few loads in
 // flight.
-constexpr int kBags = 4;
+constexpr int kBags = kInFlight;
 // Bags are short if they have fewer entries than this on average. Longer bags have at least two
 // batches of rows, so the waits before the first batch hardly matter. This is an estimate, not yet
 // measured.
 constexpr int64_t kShort = 2 * kInFlight;
+
+// Writes the vectors of kBags bags of one entry each, starting at bag `first` and at entry `begin`.
+template <int kWidth, class In>
+SPARSEKIT_DEVICE void copy_entries(const In& in, int64_t begin, int64_t first, int64_t element) {
+  using Element = typename In::Element;
+  Entries<Element> entries;
+  entries.look_up(in, begin, 0, kBags, element == 0);
+  RowPiece<Element, kWidth> piece[kBags];
+  entries.read(in, begin, element, piece);
+#pragma unroll
+  for (int j = 0; j < kBags; ++j) {
+    Acc<Element> sum[kWidth] = {}, total = 0;
+    entries.add(in, j, piece[j], sum, total);
+    write_bag(in, first + j, 1, element, sum, total);
+  }
+}
 
 // Like pool_own_bag, but with kBags bags per tile, starting at bag `first`. The entries of these
 // bags are contiguous, so they are processed like the entries of one bag.
@@ -231,12 +251,14 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   int64_t before = first < last ? in.offset(first) : 0;
   // Becomes false if the entries are not contiguous or if a bag has more than kPart entries.
   bool plain = before >= 0;
+  bool one_each = first + kBags <= last;  // whether each of kBags bags has one entry
   for (int j = 0; j < kBags; ++j) {
     const int64_t bag = first + j;
     if (element == 0) in.check(bag);
     if (bag >= last) continue;
     const int64_t after = in.offset(bag + 1);
     plain = plain && before <= after && after - before <= kPart;
+    one_each = one_each && after - before == 1;
     before = after;
   }
   plain = plain && before <= in.num_entries();
@@ -255,6 +277,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   if (first >= last) return;
 
   const int64_t begin = in.offset(first);
+  if (one_each) return copy_entries<kWidth>(in, begin, first, element);
   const auto count = static_cast<int>(before - begin);
   int64_t bag = first;
   int begin_of_bag = 0, end_of_bag = static_cast<int>(in.offset(first + 1) - begin);
