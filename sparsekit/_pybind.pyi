@@ -54,6 +54,54 @@ class TextLines:
 def skip_line(
     text: bytes, begin: int, delimiter: str, quote: str, place: int
 ) -> tuple[int, int]: ...
+
+class RowBound:
+    """An upper bound on the rows in use of a table, known without waiting for the table's device.
+
+    The bound belongs to the tensor `size` and its version: after anything else writes to `size`,
+    the bound is unknown.
+
+    Attributes:
+        most: the bound; infinite if it is unknown.
+        entries: total number of keys that have been looked up and may have been inserted.
+    """
+
+    most: float
+    entries: int
+    def add(self, size: Any, entries: int) -> int:
+        """Count keys that are about to be looked up, and return the new total number."""
+
+    def lose(self) -> None:
+        """Give up the bound for good, because replays of a graph also insert keys."""
+
+    def learn(self, rows: int, entries: int) -> None:
+        """Update the bound, given the rows in use after `entries` keys; ignore outdated numbers."""
+
+class RowBounds:
+    """The bounds of the tables of a lookup that insert keys, and the capacities of the tables.
+
+    `numbers` are the indices of these tables among all tables of the lookup.
+    """
+
+    def __init__(
+        self, bounds: list[RowBound], capacities: list[int], numbers: list[int]
+    ) -> None: ...
+    def add(self, sizes: list[Any], entries: list[int]) -> list[int]:
+        """Count the keys that are looked up in each table of the lookup; see `RowBound.add`."""
+
+    def fit(self) -> bool:
+        """Return whether no bound exceeds its table's capacity."""
+
+    def learn(self, words: Any, counted: list[int]) -> bool:
+        """Learn from three int64 words of each table; return whether a table has refused keys.
+
+        The words are the rows in use before the lookup, refused keys, and rows in use after it;
+        `counted` is the result of `add` for the lookup.
+        """
+
+def entries_by_table(
+    limits: list[tuple[int, int, int]], lengths: list[int], num_tables: int
+) -> list[int]: ...
 def dict_has(dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
 def dict_is(dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
 def each_dict_has(

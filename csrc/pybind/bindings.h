@@ -9,6 +9,7 @@ namespace sparsekit {
 inline pybind11::handle numpy_empty;
 
 void add_delimited_text(pybind11::module_& module);  // TextField, TextFormat, TextLines, skip_line
+void add_row_bounds(pybind11::module_& module);      // RowBound, RowBounds
 void add_shared_memory(pybind11::module_& module);   // SharedMemoryCommunicator
 void add_unchanged(pybind11::module_& module);       // TensorPlaces, dict_has and others
 void add_nccl_communicator(pybind11::module_& module);  // NcclCommunicator

@@ -130,6 +130,7 @@ PYBIND11_MODULE(_pybind, m) {
       "the processor has; for tests. Return the name of the selected engine.");
   m.def("build_info", &build_info, "Return how this module was built, as a dict.");
   add_delimited_text(m);
+  add_row_bounds(m);
   add_shared_memory(m);
   add_unchanged(m);
 #ifdef SPARSEKIT_NCCL

@@ -14,6 +14,7 @@ from ..ops._checks import accumulate_dtype
 from ..ops._group import GROUP_COMBINERS, FeatureColumn
 from .plan import remember
 from .request import LazyRequests, Request
+from .slots import NO_LIMIT
 from .table_batch import TableBatch
 
 
@@ -102,7 +103,10 @@ def _features(
     order = sorted(range(len(of_requests)), key=places.__getitem__)
     rows = [row for i in order for row in of_requests[i]]
     at = FeatureColumn
-    limits = [(row[at.table], row[at.source], row[at.bags] * row[at.max_nnz]) for row in rows]
+    limits = [
+        (row[at.table], row[at.source], min(row[at.bags] * row[at.max_nnz], NO_LIMIT))
+        for row in rows
+    ]
     return torch.tensor(rows, device="cpu"), limits
 
 

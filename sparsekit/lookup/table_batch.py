@@ -14,7 +14,7 @@ from .._pybind import each_dict_has, each_equal, lists_are
 from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.kept_tensors import KeptTensors
-from ..tables.reports import Inserting
+from ..tables.reports import Inserting, bounds_of
 from .request import check_weight
 
 
@@ -52,6 +52,7 @@ class TableBatch:
         hashed: indices of the tables that have a hash table.
         names: name of each table.
         inserting: a description of each table that inserts keys, for `Report`.
+        bounds: `bounds_of` these.
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the key of
             an entry has everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
@@ -83,6 +84,7 @@ class TableBatch:
         self.names = [table.name for table in tables]
         own = [table.table for table in tables] if inserts else []
         self.inserting = [Inserting.of(t, x) for t, x in enumerate(own) if x is not None]
+        self.bounds = bounds_of(self.inserting)
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
         numbers = {t: number for number, t in enumerate(self.hashed)}
         self.described = torch.tensor(

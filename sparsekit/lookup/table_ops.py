@@ -229,7 +229,8 @@ class TableOps:
         if not batch.inserts:
             return Report(device, names)
         entries = entries_by_table(sources.limits, sources.keys, len(names))
-        return Report(device, names, batch.inserting, self._tensors.sizes, entries)
+        sizes = self._tensors.sizes
+        return Report(device, names, batch.inserting, sizes, entries, batch.bounds)
 
     def _pool(self, outs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         sources = self._descriptors

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .. import ops
+from .._pybind import RowBound
 from ..errors import TableFullError, check_int
 from ..memory import prefer_huge_pages
 from ..ops._checks import KEY_DTYPES
@@ -60,56 +61,6 @@ class RowsOf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowsOf, ()
-
-
-# Version of a tensor whose writes are not counted.
-_UNKNOWN = -1
-
-
-class RowBound:
-    """An upper bound on the rows in use of a table, known without waiting for the table's device.
-
-    The bound belongs to the tensor `size` and its version: after anything else writes to `size`,
-    the bound is unknown.
-
-    Attributes:
-        most: the bound; infinite if it is unknown.
-        entries: total number of keys that have been looked up and may have been inserted.
-    """
-
-    def __init__(self) -> None:
-        self.most: float = math.inf
-        self.entries = 0
-        self._size: torch.Tensor | None = None
-        self._version = _UNKNOWN
-        self._lost = False
-        self._known_since = 0  # `entries` when the bound was last unknown
-
-    def add(self, size: torch.Tensor, entries: int) -> int:
-        """Count keys that are about to be looked up, and return the new total number."""
-        version = _UNKNOWN if self._lost or size.is_inference() else size._version
-        if self._size is not size or self._version != version:
-            self._size, self._version = size, version
-            self.most, self._known_since = math.inf, self.entries
-        entries = max(entries, 1)  # so that each lookup changes `entries`
-        self.entries += entries
-        self.most += entries
-        return self.entries
-
-    def lose(self) -> None:
-        """Give up the bound for good, because replays of a graph also insert keys."""
-        self._lost = True
-
-    def learn(self, rows: int, entries: int) -> None:
-        """Update the bound, given the rows in use after `entries` keys; ignore outdated numbers."""
-        if entries > self._known_since and self._version != _UNKNOWN:
-            self.most = min(self.most, rows + self.entries - entries)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowBound:
-        return RowBound()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowBound, ()
 
 
 class HashTable(torch.nn.Module):

@@ -19,10 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+from .. import _pybind
 from .._load import device_library
+from .._pybind import RowBound, RowBounds
 from .._reports import Reports, devices_in_use, reports_of
 from ..errors import TableFullError
-from .hash_table import HashTable, RowBound
+from .hash_table import HashTable
 
 # Words of a table in a report: rows in use before the lookup, new keys that did not fit (negative
 # for a damaged table), rows in use after the lookup.
@@ -42,6 +44,15 @@ class Inserting(NamedTuple):
     def of(cls, number: int, table: HashTable) -> Inserting:
         """Return the facts about a table."""
         return cls(number, table.row_bound, table.name, table.rank, table.capacity)
+
+
+def bounds_of(inserting: Sequence[Inserting]) -> RowBounds:
+    """Return the bounds of these tables."""
+    return RowBounds(
+        [table.bound for table in inserting],
+        [table.capacity for table in inserting],
+        [table.number for table in inserting],
+    )
 
 
 class _Captured(threading.local):
@@ -76,6 +87,7 @@ class Report:
         inserting: the tables among them that insert keys.
         sizes: the tensor `size` of each table in `inserting`.
         entries: for each table, an upper bound on the number of keys that are looked up.
+        bounds: `bounds_of` the tables in `inserting`.
 
     Attributes:
         words: the argument ``report`` of the op: the error words, then the words of each table.
@@ -89,12 +101,14 @@ class Report:
         inserting: Sequence[Inserting] = (),
         sizes: Sequence[torch.Tensor] = (),
         entries: Sequence[int] = (),
+        bounds: RowBounds | None = None,
     ) -> None:
         words = device_library().sparsekit_num_errors() + _STATUS_WORDS * len(entries)
         self.words: torch.Tensor | None = torch.empty(words, dtype=torch.int64, device=device)
         self._names = names
         self._inserting = inserting
-        self._sizes, self._entries = sizes, entries
+        self._bounds = bounds_of(inserting) if bounds is None else bounds
+        self._sizes, self._entries = list(sizes), list(entries)
         self._in_graph = _is_capturing(device)
         if not self._in_graph:
             self._count()
@@ -107,9 +121,8 @@ class Report:
 
     def _count(self) -> None:
         """Count the keys that are about to be looked up."""
-        each = zip(self._inserting, self._sizes, strict=True)
-        self._counted = [table.bound.add(size, self._entries[table.number]) for table, size in each]
-        self._fits = all(table.bound.most <= table.capacity for table in self._inserting)
+        self._counted = self._bounds.add(self._sizes, self._entries)
+        self._fits = self._bounds.fit()
 
     def replayed(self) -> Report:
         """Return the report of a replay that is about to write the words of this report."""
@@ -137,11 +150,11 @@ class Report:
     def read(self, words: torch.Tensor) -> None:
         """Read the number of rows in use, and raise the error in the report, if any."""
         num_errors = device_library().sparsekit_num_errors()
-        status = words[num_errors:].view(-1, _STATUS_WORDS).tolist()
+        status = words[num_errors:]
+        refusing = self._bounds.learn(status.numpy(), self._counted)
         error: Exception | None = None
-        for table, counted in zip(self._inserting, self._counted, strict=True):
-            before, refused, after = status[table.number]
-            table.bound.learn(after, counted)
+        for table in self._inserting if refusing else ():
+            before, refused, _ = status.view(-1, _STATUS_WORDS)[table.number].tolist()
             if refused < 0:
                 error = ValueError(
                     f"{table.name}: the table is damaged: its size is {before} of "
@@ -170,11 +183,7 @@ def entries_by_table(
         keys: keys of each source.
         num_tables: number of tables.
     """
-    lengths = [len(one) for one in keys]
-    entries = [0] * num_tables
-    for t, source, most in limits:
-        entries[t] += min(most, lengths[source])
-    return entries
+    return _pybind.entries_by_table(list(limits), [len(one) for one in keys], num_tables)
 
 
 def raise_errors(device: torch.device | str | None = None) -> None:
