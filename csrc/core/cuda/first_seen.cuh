@@ -1,9 +1,9 @@
 // Finds the distinct keys of a batch and the first position of each key, with a scratch hash table.
-// Both unique() and the insertion of new keys use it. There are four steps, each with its own
+// Both unique() and the insertion of new keys use it. There are three steps, each with its own
 // launch:
-//   enter  finds or claims a slot for every key; the slot keeps the smallest position and a count;
-//   mark   sets the bit of the first position of every used slot;
-//   scan   ranks keys in order of first occurrence, by a prefix sum over the bits;
+//   enter  finds or claims a slot for every key; the slot keeps the smallest position and a count,
+//          and the bit of that position is set;
+//   rank   ranks keys in order of first occurrence, by a prefix sum over the bits;
 //   emit   looks up the slot and the rank of every key; the caller provides this kernel.
 // The choice of slots depends on the order of threads, but the result does not: slots are internal.
 #pragma once
@@ -82,6 +82,7 @@ struct Ranks {
     before[word] = sum;
   }
 
+  SPARSEKIT_DEVICE bool is_marked(int64_t e) const { return (bits[e / 32] >> e % 32 & 1) != 0; }
   // Returns the number of marked entries before e.
   SPARSEKIT_DEVICE int32_t rank(int32_t e) const {
     const int in_word = e % 32;
@@ -99,33 +100,162 @@ struct FirstSeen {
   FirstSeen(Arena& arena, int64_t n)
       : slots(arena.take<Slot>(num_slots(n) + 1)),
         ranks(arena, n, Ranks::look_back(arena, n, kSumThreads)) {}
-};
 
-// Returns the slot of `key` among `capacity` slots, and claims a slot if the key is new.
-SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, int64_t key) {
-  if (key == kNoKey) return capacity;
-  for (int64_t s = home_bucket(key, seed, capacity);;) {
-    int64_t seen = simt::load(&slots[s].key);
-    if (seen == kNoKey) seen = simt::atomic_cas(&slots[s].key, kNoKey, key);
-    if (seen == key || seen == kNoKey) return s;
-    s = s + 1 == capacity ? 0 : s + 1;
+  // The slot as a pair of words, which other threads may change. The second word has first and
+  // count.
+  SPARSEKIT_DEVICE simt::Pair* pair(uint32_t slot) const {
+    return reinterpret_cast<simt::Pair*>(slots + slot);
   }
+};
+SPARSEKIT_DEVICE int64_t first_and_count(int32_t first, uint32_t count) {
+  return static_cast<int64_t>(uint64_t{count} << 32 | static_cast<uint32_t>(first));
 }
 
-// Counts one more key, at `position`, in `slot`. All lanes of the warp must call this function,
-// with positions that ascend with the lane; lanes without a key pass slot < 0. One lane counts all
-// equal slots of the warp, so that a frequent key costs one atomic per warp.
-SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
-  const uint32_t same = simt::warp_match(slot);
-  if (slot < 0 || simt::lowest_bit(same) != simt::lane()) return;
-  if (simt::load(&slots[slot].first) > position) simt::atomic_min(&slots[slot].first, position);
-  simt::atomic_add(&slots[slot].count, simt::count_bits(same));
+// Number of keys of a tile that each thread enters, all at a time.
+constexpr int kEnterSteps = 4;
+constexpr int kEnterTile = kEnterSteps * kSumThreads;
+
+// Blocks that enter keys on a multiprocessor at a time, for which ptxas limits their registers.
+constexpr int kEnterBlocksAtOnce = 4;
+
+// Shared memory of a block that enters keys.
+struct EnterBlock {
+  static constexpr int kPlaces = 2 * kEnterTile;  // a power of two
+
+  int64_t keys[kEnterTile];
+  int32_t first[kPlaces];      // a hash table: the first key of the tile that equals a key, or -1
+  uint32_t words[kEnterTile];  // of the first of equal keys: their number, then their slot
+};
+
+// Returns a grid for kernels that call enter_tile() for each tile of n keys.
+inline simt::Grid enter_grid(int64_t n) {
+  simt::Grid grid = simt::strided_grid_for((n + kEnterSteps - 1) / kEnterSteps, kSumThreads);
+  grid.shared_bytes = sizeof(EnterBlock);
+  return grid;
+}
+
+// Adds `count` keys, whose first position is `position`, to a slot that has their key. `first` is a
+// position that the slot has had. Returns true if the key has not been seen before `position`.
+//
+// The bit of a position is flipped once when it becomes the first of its key and once more when a
+// smaller one takes its place, in whatever order the two are executed. The caller flips the bit of
+// `position`.
+SPARSEKIT_DEVICE bool count_keys(const FirstSeen& seen, uint32_t slot, int32_t first,
+                                 int32_t position, int32_t count) {
+  simt::atomic_add(&seen.slots[slot].count, count);
+  if (first <= position) return false;
+  first = simt::atomic_min(&seen.slots[slot].first, position);
+  if (first <= position) return false;
+  if (first != INT32_MAX) simt::atomic_xor(&seen.ranks.bits[first / 32], 1u << first % 32);
+  return true;
+}
+
+// Enters the keys at the positions of a tile. All threads of the block must call this function.
+// wants(i) returns whether position i has a key to be entered, key_at(i) returns it, and put(i,
+// slot) is called with its slot.
+//
+// Equal keys of a tile are entered as one, so that a frequent key costs few atomics, of which the
+// device executes one at a time in each place.
+template <class Wants, class KeyAt, class Put>
+SPARSEKIT_DEVICE void enter_tile(const FirstSeen& seen, int64_t capacity, int64_t seed,
+                                 int64_t tile, const Wants& wants, const KeyAt& key_at,
+                                 const Put& put) {
+  auto& block = *simt::shared<EnterBlock>();
+  const int64_t begin = tile * kEnterTile;
+  const auto place = [](int step) { return step * kSumThreads + simt::thread(); };
+  for (int i = simt::thread(); i < EnterBlock::kPlaces; i += kSumThreads) block.first[i] = -1;
+  int64_t key[kEnterSteps];
+  bool wanted[kEnterSteps];
+#pragma unroll
+  for (int j = 0; j < kEnterSteps; ++j) {
+    wanted[j] = wants(begin + place(j));
+    key[j] = wanted[j] ? key_at(begin + place(j)) : 0;
+    block.keys[place(j)] = key[j];
+    block.words[place(j)] = 0;
+  }
+  simt::barrier();
+
+  // Find the place in `first` of each key, and its home slot.
+  uint32_t slot[kEnterSteps];
+  int leader[kEnterSteps];
+#pragma unroll
+  for (int j = 0; j < kEnterSteps; ++j) {
+    const uint64_t hash = hash_key(key[j] ^ seed);
+    slot[j] = static_cast<uint32_t>(key[j] == kNoKey ? capacity : bucket_of_hash(hash, capacity));
+    leader[j] = static_cast<int>(hash % EnterBlock::kPlaces);
+    while (wanted[j]) {
+      const int32_t other = simt::atomic_cas(&block.first[leader[j]], int32_t{-1}, place(j));
+      if (other < 0) break;
+      if (block.keys[other] == key[j]) {
+        if (other > place(j)) simt::atomic_min(&block.first[leader[j]], place(j));
+        break;
+      }
+      leader[j] = (leader[j] + 1) % EnterBlock::kPlaces;
+    }
+  }
+  simt::barrier();
+#pragma unroll
+  for (int j = 0; j < kEnterSteps; ++j) {
+    leader[j] = block.first[leader[j]];
+    if (wanted[j]) simt::atomic_add(&block.words[leader[j]], uint32_t{1});
+  }
+  simt::barrier();
+
+  // Enter the first of equal keys. In each round, all keys of a thread look at one slot.
+  const auto position = [=](int step) { return static_cast<int32_t>(begin) + place(step); };
+  const simt::Pair free_slot{{kNoKey, first_and_count(INT32_MAX, 0)}};
+  simt::Pair found[kEnterSteps];
+  bool pending[kEnterSteps], marked[kEnterSteps], any = false;
+#pragma unroll
+  for (int j = 0; j < kEnterSteps; ++j) {
+    pending[j] = wanted[j] && leader[j] == place(j);
+    marked[j] = false;
+    any = any || pending[j];
+    found[j] = pending[j] ? simt::load(seen.pair(slot[j])) : free_slot;
+  }
+  while (any) {
+    any = false;
+#pragma unroll
+    for (int j = 0; j < kEnterSteps; ++j) {
+      if (!pending[j]) continue;
+      const int64_t own_key = block.keys[place(j)];
+      const uint32_t own_count = block.words[place(j)];
+      if (found[j].at[0] == kNoKey && own_key != kNoKey) {
+        found[j] = simt::claim(seen.pair(slot[j]), free_slot,
+                               {{own_key, first_and_count(position(j), own_count)}});
+        marked[j] = found[j].at[0] == kNoKey;
+      }
+      if (found[j].at[0] == own_key) {
+        marked[j] = count_keys(seen, slot[j], static_cast<int32_t>(found[j].at[1]), position(j),
+                               static_cast<int32_t>(own_count));
+      }
+      pending[j] = found[j].at[0] != own_key && !marked[j];
+      if (pending[j]) {
+        slot[j] = slot[j] + 1 == capacity ? 0 : slot[j] + 1;
+        found[j] = simt::load(seen.pair(slot[j]));
+        any = true;
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kEnterSteps; ++j) {
+    const uint32_t marks = simt::warp_ballot(marked[j]);
+    if (simt::lane() == 0 && marks != 0)
+      simt::atomic_xor(&seen.ranks.bits[position(j) / 32], marks);
+    if (wanted[j] && leader[j] == place(j)) block.words[place(j)] = slot[j];
+  }
+  simt::barrier();
+#pragma unroll
+  for (int j = 0; j < kEnterSteps; ++j) {
+    if (wanted[j]) put(begin + place(j), block.words[leader[j]]);
+  }
+  simt::barrier();  // the next tile uses the same memory
 }
 
 // Clears the slots and bits that n keys need. This function and rank_first_seen are defined in
 // unique.cu.
 void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
-// Launches the kernels of the steps `mark` and `scan`.
-void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
+// Launches the kernel of the step `rank`.
+void rank_first_seen(const FirstSeen& seen, void* stream);
 
 }  // namespace sparsekit::cuda

@@ -1,5 +1,7 @@
 #include "sparsekit/hash_table.h"
 
+#include <cstddef>
+
 #include "cuda/first_seen.cuh"
 #include "cuda/hash_table.cuh"
 
@@ -32,18 +34,17 @@ SPARSEKIT_DEVICE int64_t coded(int64_t slot) {
 }
 
 template <class Key>
-SPARSEKIT_KERNEL enter_missing_kernel(const int64_t* seed, const Key* keys, DeviceCount n,
-                                      DeviceCount misses, FirstSeen seen, int64_t* rows) {
+SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kEnterBlocksAtOnce)
+    enter_missing_kernel(const int64_t* seed, const Key* keys, DeviceCount n, DeviceCount misses,
+                         FirstSeen seen, int64_t* rows) {
   if (misses.get() == 0) return;
   const int64_t count = n.get();
-  const int64_t capacity = num_slots(misses.get());
-  for (int64_t first = simt::global_thread() - simt::lane(); first < count;
-       first += simt::global_threads()) {
-    const int64_t i = first + simt::lane();
-    const bool missing = i < count && rows[i] < 0;
-    const int64_t slot = missing ? enter_key(seen.slots, capacity, *seed, keys[i]) : -1;
-    if (missing) rows[i] = coded(slot);
-    count_key(seen.slots, slot, static_cast<int32_t>(i));
+  const int64_t capacity = num_slots(misses.get()), the_seed = *seed;
+  for (int64_t tile = simt::block(); tile * kEnterTile < count; tile += simt::blocks()) {
+    enter_tile(
+        seen, capacity, the_seed, tile, [=](int64_t i) { return i < count && rows[i] < 0; },
+        [=](int64_t i) { return int64_t{keys[i]}; },
+        [=](int64_t i, uint32_t slot) { rows[i] = coded(slot); });
   }
 }
 
@@ -58,24 +59,113 @@ SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* si
   if (status[1] == 0) *size = after;
 }
 
-template <class Key>
-SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
-                               const Key* keys, DeviceCount n, const int64_t* misses,
-                               FirstSeen seen, int64_t* rows, int64_t* status) {
-  if (*misses == 0) return;
-  const bool refused = simt::load(&status[1]) != 0;
-  const int64_t size_before = status[0];
-  for (int64_t i = simt::global_thread(); i < n.get(); i += simt::global_threads()) {
-    if (rows[i] >= 0) continue;
-    if (refused) {
-      rows[i] = -1;
-      continue;
+// Number of keys of a thread of insert_kernel, whose accesses overlap.
+constexpr int kInsertSteps = 4;
+// Blocks on a multiprocessor at a time, for which ptxas limits their registers.
+constexpr int kInsertBlocksAtOnce = 5;
+constexpr int kInsertThreads = 256;
+
+// Returns a bit for each slot of a bucket, set if the slot is free, while other threads may claim
+// slots.
+SPARSEKIT_DEVICE uint32_t free_slots(const Bucket& bucket) {
+  static_assert(kSlotsPerBucket == 5 && offsetof(Bucket, rows) % 8 == 0, "two rows are a word");
+  const auto* words = reinterpret_cast<const int64_t*>(simt::global(&bucket)->rows);
+  const int64_t seen[] = {simt::load(words), simt::load(words + 1), simt::load(words + 2)};
+  const int32_t rows[] = {low(seen[0]), high(seen[0]), low(seen[1]), high(seen[1]), low(seen[2])};
+  uint32_t mask = 0;
+#pragma unroll
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) mask |= uint32_t{rows[slot] < 0} << slot;
+  return mask;
+}
+
+// Does what insert_absent() does for each key that is pending. In each round, all keys of the
+// thread try one slot or move on to another bucket.
+SPARSEKIT_DEVICE bool insert_all_absent(Bucket* buckets, int64_t num_buckets, int64_t seed,
+                                        const int64_t (&keys)[kInsertSteps],
+                                        const int64_t (&rows)[kInsertSteps],
+                                        bool (&pending)[kInsertSteps], const int64_t* status) {
+  int64_t b[kInsertSteps];
+  uint32_t free[kInsertSteps];
+  bool any = false;
+#pragma unroll
+  for (int j = 0; j < kInsertSteps; ++j) {
+    b[j] = home_bucket(keys[j], seed, num_buckets);
+    free[j] = pending[j] ? free_slots(buckets[b[j]]) : 0;
+    any = any || pending[j];
+  }
+  for (int64_t rounds = num_buckets * (kSlotsPerBucket + 1); any; --rounds) {
+    // Stop if another thread has found all buckets full.
+    if (rounds == 0 || (rounds % 64 == 0 && simt::load(status) != 0)) return false;
+    int32_t seen[kInsertSteps];
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      if (!pending[j] || free[j] == 0) continue;
+      seen[j] = simt::atomic_cas(&buckets[b[j]].rows[simt::lowest_bit(free[j])], int32_t{-1},
+                                 static_cast<int32_t>(rows[j]));
     }
-    const Slot slot = seen.slots[coded(rows[i])];
-    const int64_t row = size_before + seen.ranks.rank(slot.first);
-    rows[i] = row;
-    if (slot.first == i && !insert_absent(buckets, num_buckets, *seed, keys[i],
-                                          static_cast<int32_t>(row), &status[1])) {
+    any = false;
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      if (!pending[j]) continue;
+      if (free[j] == 0) {
+        simt::atomic_add(&buckets[b[j]].spilled, int32_t{1});
+        b[j] = b[j] + 1 == num_buckets ? 0 : b[j] + 1;
+        free[j] = free_slots(buckets[b[j]]);
+      } else if (seen[j] == -1) {
+        buckets[b[j]].keys[simt::lowest_bit(free[j])] = keys[j];
+        pending[j] = false;
+      } else {
+        free[j] &= free[j] - 1;
+      }
+      any = any || pending[j];
+    }
+  }
+  return true;
+}
+
+template <class Key>
+SPARSEKIT_KERNEL __launch_bounds__(kInsertThreads, kInsertBlocksAtOnce)
+    insert_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed, const Key* keys,
+                  DeviceCount n, const int64_t* misses, FirstSeen seen, int64_t* rows,
+                  int64_t* status) {
+  if (*misses == 0) return;
+  const int64_t size_before = status[0], count = n.get();
+  const int64_t stride = simt::global_threads();
+  if (simt::load(&status[1]) != 0) {  // refused
+    for (int64_t i = simt::global_thread(); i < count; i += stride) {
+      if (rows[i] < 0) rows[i] = -1;
+    }
+    return;
+  }
+  for (int64_t begin = simt::global_thread(); begin < count; begin += kInsertSteps * stride) {
+    const auto position = [=](int step) { return begin + step * stride; };
+    int64_t key[kInsertSteps], row[kInsertSteps];
+    bool missing[kInsertSteps], is_first[kInsertSteps];
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      row[j] = position(j) < count ? rows[position(j)] : 0;
+      missing[j] = row[j] < 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      is_first[j] = missing[j] && seen.ranks.is_marked(position(j));
+    }
+    // The first position of a key is known without a look at its slot.
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      const bool has_come_before = missing[j] && !is_first[j];
+      key[j] = is_first[j] ? int64_t{keys[position(j)]} : 0;
+      row[j] = has_come_before ? seen.slots[coded(row[j])].first : is_first[j] ? position(j) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      row[j] = size_before + seen.ranks.rank(static_cast<int32_t>(row[j]));
+    }
+#pragma unroll
+    for (int j = 0; j < kInsertSteps; ++j) {
+      if (missing[j]) rows[position(j)] = row[j];
+    }
+    if (!insert_all_absent(buckets, num_buckets, *seed, key, row, is_first, &status[1])) {
       simt::store(&status[1], int64_t{-1});
     }
   }
@@ -161,13 +251,14 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
                n, rows, work.misses);
   // Size the scratch table on the device, since only the device knows the number of misses.
   clear_first_seen(work.seen, misses, stream);
-  simt::launch("hash_table: enter", enter_missing_kernel<Key>, simt::strided_grid_for(n.most),
-               stream, seed, keys, n, misses, work.seen, rows);
-  rank_first_seen(work.seen, misses, stream);
+  simt::launch("hash_table: enter", enter_missing_kernel<Key>, enter_grid(n.most), stream, seed,
+               keys, n, misses, work.seen, rows);
+  rank_first_seen(work.seen, stream);
   simt::launch("hash_table: admit", admit_kernel, simt::Grid{1, simt::kWarp}, stream, work.seen,
                work.misses, size, capacity, num_buckets * kSlotsPerBucket, status);
-  simt::launch("hash_table: insert", insert_kernel<Key>, simt::strided_grid_for(n.most), stream,
-               buckets, num_buckets, seed, keys, n, work.misses, work.seen, rows, status);
+  simt::launch("hash_table: insert", insert_kernel<Key>,
+               simt::strided_grid_for((n.most + kInsertSteps - 1) / kInsertSteps, kInsertThreads),
+               stream, buckets, num_buckets, seed, keys, n, work.misses, work.seen, rows, status);
 }
 
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,

@@ -182,6 +182,9 @@ SPARSEKIT_DEVICE int64_t atomic_min(int64_t* address, int64_t value) {
 SPARSEKIT_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t value) {
   return atomicOr(address, value);
 }
+SPARSEKIT_DEVICE uint32_t atomic_xor(uint32_t* address, uint32_t value) {
+  return atomicXor(address, value);
+}
 SPARSEKIT_DEVICE int64_t atomic_exchange(int64_t* address, int64_t value) {
   return static_cast<int64_t>(atomicExch(reinterpret_cast<unsigned long long*>(address),
                                          static_cast<unsigned long long>(value)));
@@ -217,6 +220,44 @@ SPARSEKIT_DEVICE void store(T* address, T value) {
   } else {
     asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
   }
+}
+
+// A pair of words that is 16-byte aligned. load() reads each word for itself: a pair may have a new
+// word and an old one.
+using Pair = Vec<int64_t, 2>;
+SPARSEKIT_DEVICE Pair load(const Pair* address) {
+  Pair pair;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(pair.at[0]), "=l"(pair.at[1])
+               : "l"(__cvta_generic_to_global(address)));
+  return pair;
+}
+
+// Replaces a pair by `own` if it is `free`, and returns the pair before: if this is `free`, the
+// pair has been claimed.
+//
+// Before sm_90, which brought atomics of 16 bytes, only the first word is compared and replaced. To
+// claim the pair then returns {own.at[0], free.at[1]}, as if another thread had stored the first
+// word, and the caller brings the second one up to date as it does after another thread.
+SPARSEKIT_DEVICE Pair claim(Pair* address, const Pair& free, const Pair& own) {
+  Pair seen = free;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b128 seen, own;\n"
+      "mov.b128 seen, {%0, %1};\n"
+      "mov.b128 own, {%3, %4};\n"
+      "atom.relaxed.gpu.global.cas.b128 seen, [%2], seen, own;\n"
+      "mov.b128 {%0, %1}, seen;\n"
+      "}"
+      : "+l"(seen.at[0]), "+l"(seen.at[1])
+      : "l"(__cvta_generic_to_global(address)), "l"(own.at[0]), "l"(own.at[1])
+      : "memory");
+#else
+  seen.at[0] = atomic_cas(&address->at[0], free.at[0], own.at[0]);
+  if (seen.at[0] == free.at[0]) seen.at[0] = own.at[0];
+#endif
+  return seen;
 }
 
 // Like load(), for loops that wait until another block stores a value.

@@ -18,25 +18,15 @@ SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
 }
 
 template <class Key>
-SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, int64_t seed, FirstSeen seen,
-                              int64_t* slot_of) {
+SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kEnterBlocksAtOnce)
+    enter_kernel(const Key* keys, DeviceCount n, int64_t seed, FirstSeen seen, uint32_t* slot_of) {
   const int64_t count = n.get();
   const int64_t capacity = num_slots(count);
-  // All lanes of a warp iterate together, since they communicate; `first` is lane 0's position.
-  for (int64_t first = simt::global_thread() - simt::lane(); first < count;
-       first += simt::global_threads()) {
-    const int64_t i = first + simt::lane();
-    const int64_t slot = i < count ? enter_key(seen.slots, capacity, seed, keys[i]) : -1;
-    if (slot >= 0) slot_of[i] = slot;
-    count_key(seen.slots, slot, static_cast<int32_t>(i));
-  }
-}
-
-SPARSEKIT_KERNEL mark_kernel(FirstSeen seen, DeviceCount n) {
-  const int64_t end = num_slots(n.get()) + 1;
-  for (int64_t i = simt::global_thread(); i < end; i += simt::global_threads()) {
-    const Slot slot = seen.slots[i];
-    if (slot.count > 0) simt::atomic_or(&seen.ranks.bits[slot.first / 32], 1u << (slot.first % 32));
+  for (int64_t tile = simt::block(); tile * kEnterTile < count; tile += simt::blocks()) {
+    enter_tile(
+        seen, capacity, seed, tile, [=](int64_t i) { return i < count; },
+        [=](int64_t i) { return int64_t{keys[i]}; },
+        [=](int64_t i, uint32_t slot) { slot_of[i] = slot; });
   }
 }
 
@@ -49,20 +39,46 @@ SPARSEKIT_KERNEL rank_kernel(Ranks ranks) {
   if (word <= ranks.words) ranks.before[word] = before;
 }
 
+// Number of keys of a thread of emit_kernel, whose loads overlap.
+constexpr int kEmitSteps = 4;
+
 template <class Key>
-SPARSEKIT_KERNEL emit_kernel(const Key* keys, DeviceCount n, FirstSeen seen, Key* unique_keys,
-                             int64_t* inverse, int64_t* counts, int64_t* num_unique) {
-  const int64_t i = simt::global_thread();
-  if (i == 0) *num_unique = seen.ranks.total();
-  if (i >= n.get()) return;
-  const Slot slot = seen.slots[inverse[i]];
-  const int64_t rank = seen.ranks.rank(slot.first);
-  inverse[i] = rank;
-  if (slot.first == i) {
-    unique_keys[rank] = keys[i];
-    counts[rank] = slot.count;
+SPARSEKIT_KERNEL __launch_bounds__(kSumThreads)
+    emit_kernel(const Key* keys, DeviceCount n, FirstSeen seen, const uint32_t* slot_of,
+                Key* unique_keys, int64_t* inverse, int64_t* counts, int64_t* num_unique) {
+  if (simt::global_thread() == 0) *num_unique = seen.ranks.total();
+  const int64_t count = n.get();
+  const int64_t first = simt::block() * kEmitSteps * kSumThreads + simt::thread();
+  const auto position = [=](int step) { return first + step * kSumThreads; };
+  Slot slot[kEmitSteps];
+#pragma unroll
+  for (int j = 0; j < kEmitSteps; ++j) {
+    slot[j] = position(j) < count ? seen.slots[slot_of[position(j)]] : Slot{};
+  }
+  Key key[kEmitSteps];
+  int32_t rank[kEmitSteps];
+#pragma unroll
+  for (int j = 0; j < kEmitSteps; ++j) {
+    const bool is_first = slot[j].first == position(j) && position(j) < count;
+    key[j] = is_first ? keys[position(j)] : Key{};
+    rank[j] = seen.ranks.rank(slot[j].first);
+  }
+#pragma unroll
+  for (int j = 0; j < kEmitSteps; ++j) {
+    if (position(j) >= count) break;
+    inverse[position(j)] = rank[j];
+    if (slot[j].first != position(j)) continue;
+    unique_keys[rank[j]] = key[j];
+    counts[rank[j]] = slot[j].count;
   }
 }
+
+struct Workspace {
+  FirstSeen seen;
+  uint32_t* slot_of;  // [n] the slot of each key
+
+  Workspace(Arena& arena, int64_t n) : seen(arena, n), slot_of(arena.take<uint32_t>(n)) {}
+};
 
 }  // namespace
 
@@ -71,28 +87,26 @@ void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
                seen, n);
 }
 
-void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
-  simt::launch("unique: mark", mark_kernel, simt::strided_grid_for(num_slots(n.most) + 1), stream,
-               seen, n);
+void rank_first_seen(const FirstSeen& seen, void* stream) {
   simt::launch("unique: rank", rank_kernel, seen.ranks.grid(), stream, seen.ranks);
 }
 
 int64_t unique_workspace_bytes(int64_t n) {
-  return Arena::bytes_of<FirstSeen>(n);
+  return Arena::bytes_of<Workspace>(n);
 }
 
 template <class Key>
 void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int64_t* inverse,
             int64_t* counts, int64_t* num_unique, void* workspace, void* stream) {
   Arena arena(workspace);
-  const FirstSeen seen(arena, n.most);
-  clear_first_seen(seen, n, stream);
-  // `inverse` holds the slots until emit_kernel replaces them with ranks.
-  simt::launch("unique: enter", enter_kernel<Key>, simt::strided_grid_for(n.most), stream, keys, n,
-               seed, seen, inverse);
-  rank_first_seen(seen, n, stream);
-  simt::launch("unique: emit", emit_kernel<Key>, simt::grid_for(n.most), stream, keys, n, seen,
-               unique_keys, inverse, counts, num_unique);
+  const Workspace work(arena, n.most);
+  clear_first_seen(work.seen, n, stream);
+  simt::launch("unique: enter", enter_kernel<Key>, enter_grid(n.most), stream, keys, n, seed,
+               work.seen, work.slot_of);
+  rank_first_seen(work.seen, stream);
+  simt::launch("unique: emit", emit_kernel<Key>,
+               simt::grid_for((n.most + kEmitSteps - 1) / kEmitSteps, kSumThreads), stream, keys, n,
+               work.seen, work.slot_of, unique_keys, inverse, counts, num_unique);
 }
 
 template decltype(unique<int32_t>) unique<int32_t>;

@@ -189,6 +189,9 @@ T atomic_min(T* address, T value) {
 inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
   return atomic_change(address, [=](uint32_t seen) { return seen | value; });
 }
+inline uint32_t atomic_xor(uint32_t* address, uint32_t value) {
+  return atomic_change(address, [=](uint32_t seen) { return seen ^ value; });
+}
 inline int64_t atomic_exchange(int64_t* address, int64_t value) {
   return atomic_change(address, [=](int64_t) { return value; });
 }
@@ -207,6 +210,15 @@ T load(const T* address) {
   __atomic_load(address, &value, __ATOMIC_RELAXED);
   host::maybe_switch();
   return value;
+}
+using Pair = Vec<int64_t, 2>;
+inline Pair load(const Pair* address) {
+  return {{load(&address->at[0]), load(&address->at[1])}};
+}
+// Does what chips before sm_90 do.
+inline Pair claim(Pair* address, const Pair& free, const Pair& own) {
+  const int64_t seen = atomic_cas(&address->at[0], free.at[0], own.at[0]);
+  return {{seen == free.at[0] ? own.at[0] : seen, free.at[1]}};
 }
 // Not counted, since the number of these loads depends on the OS.
 template <class T>
