@@ -74,12 +74,14 @@ bool dict_is(const py::dict& dict, const py::list& keys, const py::list& values)
   return true;
 }
 
-bool each_dict_has(const py::list& dicts, const py::str& key, const py::list& values,
-                   Py_ssize_t first, Py_ssize_t step) {
-  const Py_ssize_t count = size_of(dicts);
-  if (step < 1 || first < 0 || first >= step || count * step != size_of(values)) return false;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (find(item(dicts, i), key.ptr()) != item(values, i * step + first)) return false;
+// Goes from dict to dict, since to reach a dict takes longer than to look up a key in it.
+bool each_dict_has(const py::list& dicts, const py::list& keys, const py::list& values) {
+  const Py_ssize_t count = size_of(keys);
+  if (size_of(dicts) * count != size_of(values)) return false;
+  for (Py_ssize_t i = 0; i < size_of(dicts); ++i) {
+    for (Py_ssize_t k = 0; k < count; ++k) {
+      if (find(item(dicts, i), item(keys, k)) != item(values, i * count + k)) return false;
+    }
   }
   return true;
 }
@@ -202,9 +204,10 @@ void add_unchanged(py::module_& module) {
              "Return whether a dict has these objects at these keys.");
   module.def("dict_is", &dict_is, py::arg("dict"), py::arg("keys"), py::arg("values"),
              "Return whether a dict has these keys and objects, in this order, and no others.");
-  module.def("each_dict_has", &each_dict_has, py::arg("dicts"), py::arg("key"), py::arg("values"),
-             py::arg("first") = 0, py::arg("step") = 1,
-             "Return whether dict i has the object `values[i * step + first]` at a key.");
+  module.def(
+      "each_dict_has", &each_dict_has, py::arg("dicts"), py::arg("keys"), py::arg("values"),
+      "Return whether each dict has these objects at these keys; `values` has the objects of "
+      "all keys of the first dict, then those of the second, and so on.");
   module.def("no_dict_has", &no_dict_has, py::arg("dicts"), py::arg("key"),
              "Return whether no dict has a key.");
   module.def("lists_are", &lists_are, py::arg("items"), py::arg("others"),

@@ -222,6 +222,9 @@ class Arguments {
 
   const char* op() const { return op_; }
 
+  // Makes room for this number of arguments.
+  void expect(size_t count) { named_.reserve(count); }
+
   // Throws an error that becomes a ValueError in Python.
   template <class... Parts>
   [[noreturn]] void error(const Parts&... parts) const {

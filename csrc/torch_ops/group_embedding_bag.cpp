@@ -21,6 +21,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   Arguments given("group_embedding_bag_", Arguments::kWrites);
   Views weights(weights_in);
   const Views seeds(seeds_in);
+  given.expect(outs.size() + weights.size() + seeds.size() + 2 * keys.size() + 8);
   std::list<Tensor> copies;
   const size_t num_tables = weights.size();
   const ScalarType dtype = weights.empty() ? kAnyDtype : dtype_of(weights[0]);
@@ -196,6 +197,8 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
   const Views weights(weights_in);
   const TableLists lists{given, weights, Views(states_in), Views(row_steps_in), Views(steps_in)};
   lists.check_sizes();
+  given.expect(weights.size() * 2 + lists.states.size() + lists.row_steps.size() + grads.size() +
+               8);
   std::vector<int64_t> dims;
   for (size_t t = 0; t < weights.size(); ++t) {
     dims.push_back(given.check_dim({"weights", t}, weights[t], 2).second);

@@ -141,6 +141,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   const Views buckets(buckets_in), hash_seeds(hash_seeds_in);
   const Views sizes(sizes_in), weights(weights_in), seeds(seeds_in);
   Arguments given("group_find_or_insert_", Arguments::kWrites);
+  given.expect(2 * buckets.size() + sizes.size() + weights.size() + seeds.size() + 2 * keys.size() +
+               1);
   const Descriptor<TableRow> table_rows(given, "tables", tables);
   GroupInput input(given, keys, offsets, features, table_rows.size());
   GroupTables group(given, buckets, hash_seeds, table_rows, input);

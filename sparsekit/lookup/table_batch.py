@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -26,6 +27,10 @@ class Tensors(NamedTuple):
     buckets: list[torch.Tensor]
     hash_seeds: list[torch.Tensor]
     sizes: list[torch.Tensor]
+
+
+# The tensors of a hash table, in the order of `Tensors`.
+_OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 
 
 class TableBatch:
@@ -109,6 +114,7 @@ class TableBatch:
         self._last: Tensors | None = None
         self._kept: KeptTensors | None = None
         self._hashed_weights: list[Any] = []  # the weights among `_last` that have a hash table
+        self._last_of_hash_tables: list[Any] = []  # `_OF_HASH_TABLE` of each hash table
         self.features: dict[Any, Any] = {}
 
     @property
@@ -161,11 +167,9 @@ class TableBatch:
         return (
             self.seen
             and (not self.inserts or self._process == os.getpid())
-            and each_dict_has(self._parameters, "weight", last.weights)
-            and each_dict_has(self.buffers, "seed", last.seeds)
-            and each_dict_has(self._hash_tables, "buckets", last.buckets)
-            and each_dict_has(self._hash_tables, "hash_seed", last.hash_seeds)
-            and each_dict_has(self._hash_tables, "size", last.sizes)
+            and each_dict_has(self._parameters, ["weight"], last.weights)
+            and each_dict_has(self.buffers, ["seed"], last.seeds)
+            and each_dict_has(self._hash_tables, _OF_HASH_TABLE, self._last_of_hash_tables)
             and without_overrides(self._are_noted, self._hashed_weights)
             and kept.in_place()
         )
@@ -197,6 +201,7 @@ class TableBatch:
         if kept is None or not kept.in_place():
             kept = self._kept = KeptTensors(last)
             self._hashed_weights = self._of_hashed(last.weights)
+            self._last_of_hash_tables = list(chain(*zip(*last[2:], strict=True)))
         return last, Tensors(*kept.arguments)
 
     def take_gradients(self) -> list[bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,8 @@ class FusedCall:
     own_states: list[State]  # of each of the weights
     # Set in the second call, since many programs never make it.
     kept: KeptTensors | None = None
-    names: tuple[list[str], bool] = ([], False)  # arguments of `_lists` that `kept` is for
+    keys: list[str] = field(default_factory=list)  # of the states that `kept` has
+    of_states: list[torch.Tensor] = field(default_factory=list)  # these of each of `own_states`
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
         """Return whether the next call updates these weights, with states in the same dicts."""
@@ -86,29 +87,23 @@ class FusedCall:
         has_row_step = "row_step" in states[0]
         if row_step and not has_row_step:
             return None
+        row_steps = ["row_step"] if has_row_step else []
+        keys = [*names, "step", *row_steps]
         if kept is not None:
-            same = self.names == (names, has_row_step) and self._are_states(kept, *self.names)
+            same = self.keys == keys and each_dict_has(states, keys, self.of_states)
             return kept if same and kept.in_place() else None
         try:
+            self.of_states = [state[key] for state in states for key in keys]
             lists = (
                 self.weights,
                 [state[name] for state in states for name in names],
-                [state["row_step"] for state in states] if has_row_step else [],
+                [state[name] for state in states for name in row_steps],
                 [state["step"] for state in states],
             )
         except KeyError:
             return None
-        self.kept, self.names = KeptTensors(lists), (names, has_row_step)
+        self.kept, self.keys = KeptTensors(lists), keys
         return self.kept
-
-    def _are_states(self, kept: KeptTensors, names: list[str], has_row_step: bool) -> bool:
-        _, of_rule, row_steps, steps = kept.lists
-        each = enumerate(names)
-        return (
-            all(each_dict_has(self.own_states, n, of_rule, i, len(names)) for i, n in each)
-            and (not has_row_step or each_dict_has(self.own_states, "row_step", row_steps))
-            and each_dict_has(self.own_states, "step", steps)
-        )
 
 
 class FusedCalls:
