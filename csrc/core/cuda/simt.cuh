@@ -142,8 +142,8 @@ template <class T>
 SPARSEKIT_DEVICE uint32_t warp_match(T value) {
   return __match_any_sync(~0u, value);
 }
-// Like warp_match(), for values below 2^bits; `bits` is the same in all lanes. It takes a vote for
-// each bit, while the chip's match takes longer the more values differ.
+// Like warp_match(), for values below 2^bits; `bits` is the same in all lanes. Takes a vote for
+// each bit.
 SPARSEKIT_DEVICE uint32_t warp_match_bits(uint32_t value, int bits) {
   uint32_t same = ~0u;
   for (int bit = 0; bit < bits; ++bit) {
