@@ -8,6 +8,8 @@ namespace {
 // order of additions as in sum_tables_kernel.
 template <class T>
 struct SummedGradients {
+  static constexpr bool kOfLookup = true;
+
   struct Found {
     int64_t row;
     int32_t begin, end;  // range of the row's entries, counted within the table

@@ -6,6 +6,8 @@ namespace {
 // Gradients in memory. n is the exact number of gradients, which may be known only on the device.
 template <class T>
 struct GivenGradients {
+  static constexpr bool kOfLookup = false;
+
   struct Found {
     int64_t row;
   };

@@ -69,7 +69,9 @@ struct Block {
 // table(i) returns its table, and gradients(i) its gradients. The type of gradients(i) has
 //   n                                the number of gradients;
 //   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
-//   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of gradient i.
+//   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of gradient i;
+//   kOfLookup                        true if row -1 is that of a key that a lookup has refused and
+//                                    reported: such a row is left out without another report.
 template <class Rule, class T, int kWidth, class Tables>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
@@ -117,7 +119,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     int64_t row = found.row;
     next = own.gradients.find(i + own.tiles);
     if (i < own.gradients.n && (row < 0 || row >= own.table.num_rows)) {
-      if (column == 0) simt::atomic_min(bad, position_of_table(table_number, i));
+      const bool reported = Gradients::kOfLookup && row == -1;
+      if (column == 0 && !reported) simt::atomic_min(bad, position_of_table(table_number, i));
       row = -1;
     }
     if (own.table.row_step != nullptr) {
