@@ -12,10 +12,9 @@ import torch
 
 from ..ops._checks import accumulate_dtype
 from ..ops._group import GROUP_COMBINERS, FeatureColumn
-from .plan import remember
+from .plan import TableBatch, remember
 from .request import LazyRequests, Request
 from .slots import NO_LIMIT
-from .table_batch import TableBatch
 
 
 @dataclass(slots=True)

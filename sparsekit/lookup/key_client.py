@@ -11,8 +11,9 @@ import torch
 from ..distributed.wire import ALIGNMENT, Layout, Parts
 from .descriptors import describe
 from .explain import explain
+from .plan import TableBatch
+from .record import grads_or_zeros
 from .request import Request
-from .table_batch import TableBatch
 from .table_ops import new_outs
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
@@ -140,7 +141,7 @@ class KeyClient:
         batch = self.batch
         if self.width is None:
             grads = [grads[i] for i in batch.positions]
-        given = batch.grads_or_zeros(grads, batch.dims, self._features)
+        given = grads_or_zeros(batch, grads, batch.dims, self._features)
         index, rows, *rest = self._found(vectors, columns, begins)
         with torch._C._AutoDispatchBelowAutograd():
             _backward_at(

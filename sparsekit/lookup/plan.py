@@ -4,21 +4,242 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 
+from .._overrides import without_overrides
+from .._pybind import each_dict_has, each_equal, lists_are
 from .._reports import errors_are_deferred
 from ..distributed.exchange import Exchange
-from ..tables.embedding_table import EmbeddingTable, table_changes
-from .table_batch import TableBatch
+from ..tables.embedding_table import EmbeddingTable, check_same_process, table_changes
+from ..tables.kept_tensors import KeptTensors
+from ..tables.reports import Inserting, bounds_of
+from .request import check_weight
 
 _changes = operator.attrgetter("changes")
 
 # Maximum number of input forms to cache; the batch size is part of a form.
 _MOST_FORMS = 64
+
+
+class Tensors(NamedTuple):
+    """Tensors of several tables, or arguments of ops; the last three belong to hash tables."""
+
+    weights: list[torch.Tensor]
+    seeds: list[torch.Tensor]
+    buckets: list[torch.Tensor]
+    hash_seeds: list[torch.Tensor]
+    sizes: list[torch.Tensor]
+
+
+# The tensors of a hash table, in the order of `Tensors`.
+_OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
+
+
+class TableBatch:
+    """Tables for one call of an op: they share a dtype, and all or none of them insert keys.
+
+    Tensors are read at each call, since loading a state may replace them; as long as none has been
+    replaced, lists of several are passed to the ops as `KeptTensors`. The tables are held by weak
+    references, so that a layer that keeps this object is still freed as soon as nothing else uses
+    it.
+
+    Attributes:
+        positions: positions of the requests for these tables among all requests of a call.
+        table_of_request: for each of these requests, the index of its table.
+        dims: length of a vector of each table.
+        divisor: divisor of gradients.
+        dtype: dtype of the weights.
+        wire_dtype: dtype of vectors and gradients between ranks.
+        row_bytes: for each table, size in bytes of a row on the wire.
+        sum_bytes: for each table, size in bytes of a sum of rows on the wire.
+        key_ends: for each table, the end of its range of keys; -1 if all keys are valid.
+        dedupe: whether a rank sends each distinct key once.
+        described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
+        initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
+        hashed: indices of the tables that have a hash table.
+        names: name of each table.
+        inserting: a description of each table that inserts keys, for `Report`.
+        bounds: `bounds_of` these.
+        features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the key of
+            an entry has everything that they depend on.
+        max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
+        seen: whether the content of these tables has been checked.
+        buffers: buffers of each table, by name.
+    """
+
+    def __init__(
+        self, positions: Sequence[int], asked: Sequence[EmbeddingTable], inserts: bool
+    ) -> None:
+        self.positions = positions
+        self.inserts = inserts
+        indices: dict[EmbeddingTable, int] = {}
+        self.table_of_request = [indices.setdefault(table, len(indices)) for table in asked]
+        tables = list(indices)
+        for table in tables:
+            table.refuse_meta()
+        self._tables = [ref(table) for table in tables]
+        self.dims = [table.embedding_vec_size for table in tables]
+        # Names of the tables that are sharded over ranks; None for other tables.
+        self.shards_of = [table.name if table.world_size > 1 else None for table in tables]
+        self.divisor = tables[0].gradient_divisor
+        self.dtype = tables[0].weight.dtype
+        self.wire_dtype = tables[0].dtype_on_wire
+        self.row_bytes = [dim * self.wire_dtype.itemsize for dim in self.dims]
+        self.sum_bytes = [x.embedding_vec_size * x.sum_dtype_on_wire.itemsize for x in tables]
+        self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
+        self.dedupe = all(table.dedupe for table in tables)
+        self.names = [table.name for table in tables]
+        own = [table.table for table in tables] if inserts else []
+        self.inserting = [Inserting.of(t, x) for t, x in enumerate(own) if x is not None]
+        self.bounds = bounds_of(self.inserting)
+        self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
+        numbers = {t: number for number, t in enumerate(self.hashed)}
+        self.described = torch.tensor(
+            [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)],
+            device="cpu",
+        )
+        self.max_norms = {
+            t: (x.max_norm, x.norm_type) for t, x in enumerate(tables) if x.max_norm is not None
+        }
+        initial = [table.initializer.numbers for table in tables]
+        self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
+        # Keep the dicts, since attribute access on a module takes longer than a small lookup.
+        self._parameters: list[Any] = [table._parameters for table in tables]
+        self.buffers: list[Any] = [table._buffers for table in tables]
+        self._hash_tables: list[Any] = [x.table._buffers for x in tables if x.table is not None]
+        self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
+        self.seen = False
+        self._process = -1  # id of the last process for which `refuse_sharing` has passed
+        # The tensors of the last call, and how ops take them; set from the second call on.
+        self._last: Tensors | None = None
+        self._kept: KeptTensors | None = None
+        # The weights among these that have a hash table, and `_OF_HASH_TABLE` of each hash table.
+        self._hashed_weights: list[Any] = []
+        self._last_of_hash_tables: list[Any] = []
+        self.features: dict[Any, Any] = {}
+
+    @property
+    def tables(self) -> list[EmbeddingTable]:
+        """The distinct tables."""
+        return [cast(EmbeddingTable, table()) for table in self._tables]
+
+    def tensors(self) -> tuple[Tensors, Tensors]:
+        """Check the tables where needed, and return their tensors for the next lookup.
+
+        Returns:
+            The tensors, in the lists of the last call if they are the same; and how ops take them.
+
+        Raises:
+            TypeError, ValueError: a lookup cannot use a table's weight.
+            RuntimeError: see `EmbeddingTable.prepare` and `HashTable.refuse_sharing`.
+        """
+        last, kept = self._last, self._kept
+        if last is not None and kept is not None and self._is_steady(last, kept):
+            return last, Tensors(*kept.arguments)
+        weights = self._weights()
+        if len(weights) == 1:
+            misshapen, unseen = self._news_of(weights)
+        else:
+            misshapen, unseen = without_overrides(self._news_of, weights)
+        if misshapen:
+            for table in self.tables:
+                check_weight(table)
+        # A forked process inherits this object, and must do the check itself.
+        if self.inserts and self._process != os.getpid():
+            for table in self.tables:
+                if table.table is not None:
+                    table.table.refuse_sharing()
+            self._process = os.getpid()
+        if unseen:
+            for table in self.tables:
+                table.prepare(self.inserts)
+            self.seen = not self.inserts  # if tables insert, `have_keys` sets it
+        tensors = Tensors(
+            weights,
+            [buffers["seed"] for buffers in self.buffers],
+            [buffers["buckets"] for buffers in self._hash_tables],
+            [buffers["hash_seed"] for buffers in self._hash_tables],
+            [buffers["size"] for buffers in self._hash_tables],
+        )
+        return (tensors, tensors) if len(weights) == 1 else self._kept_of(tensors)
+
+    def _is_steady(self, last: Tensors, kept: KeptTensors) -> bool:
+        """Return whether the tables have these tensors, and nothing about them must be checked."""
+        return (
+            self.seen
+            and (not self.inserts or self._process == os.getpid())
+            and each_dict_has(self._parameters, ["weight"], last.weights)
+            and each_dict_has(self.buffers, ["seed"], last.seeds)
+            and each_dict_has(self._hash_tables, _OF_HASH_TABLE, self._last_of_hash_tables)
+            and without_overrides(self._are_noted, self._hashed_weights)
+            and kept.in_place()
+        )
+
+    def _news_of(self, weights: list[Any]) -> tuple[bool, bool]:
+        """Return whether weights have other shapes, and whether their content must be checked."""
+        misshapen = [weight.shape for weight in weights] != self._shapes
+        return misshapen, not self.seen or not self._are_noted(self._of_hashed(weights))
+
+    def _of_hashed(self, weights: list[Any]) -> list[Any]:
+        """Return the weights of the tables that have a hash table."""
+        return weights if len(self.hashed) == len(weights) else [weights[t] for t in self.hashed]
+
+    @staticmethod
+    def _are_noted(weights: list[Any]) -> bool:
+        """Return whether only the library has written to weights, as far as versions tell."""
+        return each_equal(weights, "_version", "noted_version")
+
+    def _kept_of(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """Return tensors and arguments of ops, kept if the last call had the same tensors."""
+        last, kept = self._last, self._kept
+        if last is None or not all(map(lists_are, last, tensors)):
+            self._last, self._kept = tensors, None
+            return tensors, tensors
+        if kept is None or not kept.in_place():
+            kept = self._kept = KeptTensors(last)
+            self._hashed_weights = self._of_hashed(last.weights)
+            self._last_of_hash_tables = list(itertools.chain(*zip(*last[2:], strict=True)))
+        return last, Tensors(*kept.arguments)
+
+    def take_gradients(self) -> list[bool]:
+        """Return, for each table, whether the backward of a lookup will need its gradient."""
+        if not torch.is_grad_enabled():
+            return [False] * len(self.dims)
+        return [weight.requires_grad for weight in self._weights()]
+
+    def _weights(self) -> list[Any]:
+        try:
+            return [parameters["weight"] for parameters in self._parameters]
+        except KeyError:  # a parametrization computes the weight
+            return [table.weight for table in self.tables]
+
+    def owners(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Return the distinct owner maps, and the index of each table's map; -1 means no map.
+
+        Without a map the owner is ``unsigned(key) % world_size``.
+        """
+        maps: list[torch.Tensor] = []
+        numbers: dict[int, int] = {id(None): -1}
+        of_tables = []
+        for buffers in self.buffers:
+            owners = buffers["owners"]
+            number = numbers.get(id(owners))
+            if number is None:
+                number = numbers[id(owners)] = len(maps)
+                maps.append(owners)
+            of_tables.append(number)
+        return maps, of_tables
+
+    def have_keys(self) -> None:
+        """Record that keys have been inserted."""
+        for table in self.tables:
+            table.checked_modes.add(True)
+        self.seen = True
 
 
 class LookupPlan:
@@ -131,18 +352,7 @@ class LookupPlan:
         fits = self.fits_alone if exchange is None else self._fits and self._fits() is exchange
         if fits:
             return
-        asked = self.tables
-        first = asked[0]
-        group, device = first.process_group, first.weight.device
-        ranks = (exchange.rank, exchange.world_size) if exchange else (0, 1)
-        for table in asked:
-            alike = table.process_group is group and table.weight.device == device
-            own = exchange if alike else table.process_exchange()
-            if own is not exchange or (table.rank, table.world_size) != ranks:
-                table.check_ranks(own)
-                raise ValueError(
-                    f"{table.name} and {first.name} have two process groups or devices"
-                )
+        check_same_process(self.tables, exchange)
         if exchange is None:
             self.fits_alone = True
         else:

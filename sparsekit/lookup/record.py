@@ -14,8 +14,8 @@ from .._pybind import each_is
 from ..ops._group import FeatureColumn, split_by_table
 from ..tables.weight import Update, deliver_gradients, key_changes, update_of_all
 from .numbered import numbered
+from .plan import TableBatch
 from .second import Gradients, pooled_again
-from .table_batch import TableBatch
 
 # Ops without their Python wrappers, since the results of a lookup need no checks.
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
@@ -155,7 +155,7 @@ class CallRecord:
         if len(taken) < len(dims):
             wanted = set(taken)  # other tables get gradients of length 0
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
-        given = self.batch.grads_or_zeros(grads, dims, features)
+        given = grads_or_zeros(self.batch, grads, dims, features)
         asked_of = index, rows, counts, bags, features, self.sample_weights, key_starts
 
         def updates() -> list[Update]:
@@ -221,7 +221,7 @@ class CallRecord:
         """Pool these vectors as the lookup pooled its rows, and add the results to `outs`."""
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
-        given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)
+        given = grads_or_zeros(self.batch, own_grads, self.batch.dims, self.features)
         index, rows, counts, bags, key_starts = found
         tables = [
             torch.zeros_like(weight) if own is None else own.to_dense().contiguous()
@@ -243,3 +243,20 @@ def entries_of_tables(bags: torch.Tensor, features: torch.Tensor, tables: int) -
     last[1:].index_add_(0, column[FeatureColumn.table], column[FeatureColumn.bags])
     ends = bags[last.cumsum(0).to(bags.device)].tolist()
     return list(map(slice, ends, ends[1:]))
+
+
+def grads_or_zeros(
+    batch: TableBatch,
+    grads: Sequence[torch.Tensor | None],
+    dims: Sequence[int],
+    features: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Return the gradients of all requests to these tables, with zeros instead of None."""
+    given = [grad for grad in grads if grad is not None]
+    if len(given) == len(grads):
+        return given
+    bags = features.new_zeros(len(grads))
+    column = features.T
+    bags.index_add_(0, column[FeatureColumn.tensor], column[FeatureColumn.bags])
+    each = zip(grads, bags.tolist(), batch.table_of_request, strict=True)
+    return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]

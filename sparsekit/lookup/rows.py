@@ -9,8 +9,7 @@ import torch
 
 from ..distributed.exchange import Exchange
 from ..distributed.wire import Layout, Parts
-from .plan import LookupPlan
-from .table_batch import TableBatch
+from .plan import LookupPlan, TableBatch
 
 # A buffer for each of `LookupPlan.batches`, with rows in the dtype of the batch, and the byte
 # offset of each rank's part, which is the same in all buffers.

@@ -22,10 +22,9 @@ from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
 from .max_norm import limit_norms
-from .plan import LookupPlan
+from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
-from .table_batch import TableBatch
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
 # op refused its arguments.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -338,3 +339,16 @@ class EmbeddingTable(TableTensors):
             f"name={self._short_name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
             f"dtype={self.weight.dtype}{rows}"
         )
+
+
+def check_same_process(tables: Sequence[EmbeddingTable], exchange: Exchange | None) -> None:
+    """Raise RuntimeError or ValueError unless all tables were made for this exchange."""
+    first = tables[0]
+    group, device = first.process_group, first.weight.device
+    ranks = (exchange.rank, exchange.world_size) if exchange else (0, 1)
+    for table in tables:
+        alike = table.process_group is group and table.weight.device == device
+        own = exchange if alike else table.process_exchange()
+        if own is not exchange or (table.rank, table.world_size) != ranks:
+            table.check_ranks(own)
+            raise ValueError(f"{table.name} and {first.name} have two process groups or devices")

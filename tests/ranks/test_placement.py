@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
 import sparsekit
-from sparsekit.lookup.table_batch import TableBatch
+from sparsekit.lookup.plan import TableBatch
 from sparsekit.tables.owners import even_map
 
 from .pool import Ranks
