@@ -117,13 +117,6 @@ struct FeaturePooling {
     return simt::global(feature.out) + bag * feature.stride;
   }
   SPARSEKIT_DEVICE int64_t number(int64_t bag) const { return feature.first_bag + bag; }
-  // Asks for what a tile will read before the rows of bag `bag` + `ahead`, if bags have one entry.
-  SPARSEKIT_DEVICE void prefetch(int64_t bag, int64_t ahead) const {
-    if (bag + ahead >= num_bags()) return;
-    simt::prefetch(bags + bag + ahead);
-    const int64_t entry = bags[bag] + ahead;
-    if (0 <= entry && entry < group.entries) simt::prefetch(group.index + entry);
-  }
   SPARSEKIT_DEVICE void check(int64_t) const {}
 
   SPARSEKIT_DEVICE bool has_key(int64_t i) const {
@@ -187,10 +180,6 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
     const int64_t own_block = block / in.feature.columns * rounds + round;
     const int64_t tile = (own_block * kGroupThreads + simt::thread()) >> in.log2_lanes;
     if constexpr (kShortBags) {
-      const int64_t tiles_of_block = kGroupThreads >> in.log2_lanes;
-      if (lane_in_tile == 0 && round + 1 < rounds) {
-        in.prefetch(tile * kBags, tiles_of_block * kBags);
-      }
       pool_own_short_bags<kWidth>(in, long_bags, long_too, tile * kBags, element);
     } else {
       pool_own_bag<kWidth>(in, long_bags, long_too, tile, element);

@@ -112,11 +112,6 @@ SPARSEKIT_DEVICE T* from_number(uint64_t number) {
   return static_cast<T*>(__cvta_global_to_generic(number));
 }
 
-// Asks for the cache line of an address in global memory, which a later access will not wait for.
-SPARSEKIT_DEVICE void prefetch(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
-}
-
 // Makes the compiler read memory again instead of keeping values in registers.
 SPARSEKIT_DEVICE void free_registers() {
   asm volatile("" ::: "memory");

@@ -111,8 +111,6 @@ T* from_number(uint64_t number) {
   return reinterpret_cast<T*>(number);
 }
 
-inline void prefetch(const void*) {}
-
 inline void free_registers() {}
 
 inline void barrier() {
