@@ -107,6 +107,7 @@ def test_a_stand_in_keeps_the_memory():
 
 
 def test_a_stand_in_follows_its_tensors_to_other_memory(device):
+    on_the_host(device)
     words = [torch.tensor([value], device=device) for value in (11, 12, 13)]
     stand_in = kept_list(words)
     words[0].data = torch.tensor([21], device=device)

@@ -12,6 +12,8 @@ from reference import ops as reference
 import sparsekit
 from sparsekit.distributed import Exchange
 
+from . import on_device
+
 COMBINERS = ("sum", "mean", "sqrtn")
 
 
@@ -46,8 +48,10 @@ def bags_of(rank):
 
 
 def check_form(rank, form):
+    # On a GPU, torch's gradient of CSR values fails while its algorithms must be deterministic.
+    unweighted_only = form == "csr" and on_device.NAME == "cuda"
     for combiner in COMBINERS:
-        for weighted in (False, True):
+        for weighted in (False,) if unweighted_only else (False, True):
             for strategy in ("all_to_all", "without dedupe", "reduce_scatter"):
                 partial = strategy == "reduce_scatter"
                 layer = sparsekit.DistributedEmbedding(

@@ -106,9 +106,7 @@ def test_a_bad_key_in_a_replay_raises_at_most_eight_calls_later():
         with pytest.raises(IndexError, match=r"captured 0: .*keys\[0\] was out of range"):
             calls.extend(BadKey().run(40))
         assert 4 < len(calls) <= 4 + 8
-        with pytest.raises(IndexError, match="update_rows_"):  # as after the step itself
-            sparsekit.raise_errors("cpu")
-        sparsekit.raise_errors("cpu")
+        sparsekit.raise_errors("cpu")  # the update says nothing more of the key
 
 
 @pytest.mark.parametrize("way", ["raise_errors", "save"])

@@ -238,51 +238,34 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   const auto entry = [&](uint32_t k) {
     Entry found{from.keys[first + k], from.values[first + k]};
     if (found.key < key_start || found.key >= no_row) found.value = -1;
+    if (kFirst && !kAllRows && found.key != before && found.key != after) found.value = -1;
     return found;
   };
-  // If rows within the chunk are skipped, only the entries at its beginning and at its end are
-  // summed, whose rows have entries outside: those before `head` and those from `tail` on.
-  uint32_t head = end, tail = end;
-  if constexpr (kFirst && !kAllRows) {
-    const auto first_beyond = [&](uint32_t key) {
-      const auto at = [&](int k) { return from.keys[first + begin + k]; };
-      return begin + 1 + last_up_to(key, static_cast<int>(end - begin), at);
-    };
-    const uint32_t own = from.keys[first + begin];
-    head = own == before ? first_beyond(before) : begin;
-    if (head < end && from.keys[first + end - 1] == after) {
-      tail = own == after ? begin : first_beyond(after - 1);
-    }
-  }
   bool has_head = false, has_tail = false;
   // The smallest key that may need zeros.
   uint32_t next = begin == 0 ? key_start : before + 1;
   if (next < key_start) next = key_start;
-  for (int part = 0; part < 2; ++part) {
-    const uint32_t from_entry = part == 0 ? begin : tail, to_entry = part == 0 ? head : end;
-    if (from_entry == to_entry) continue;
-    sum_runs<kWidth>(from_entry, to_entry, n, element, rows, entry,
-                     [&](Run run, uint32_t key, const A(&sum)[kWidth]) {
-                       has_head = has_head || run == Run::kHead;
-                       has_tail = has_tail || run == Run::kTail;
-                       if (kFirst && kAllRows && run != Run::kHead) {
-                         clear(next, key);
-                         next = key + 1;
-                       }
-                       if (element >= rows.dim) return;
-                       if (run != Run::kWhole) {
-                         const int64_t own = slot + (run == Run::kTail ? 1 : 0);
-                         return write_row(to.rows + own * group.stride + element, sum);
-                       }
-                       const int64_t own = place(key);
-                       if (own < 0) return;
-                       RowPiece<T, kWidth> piece;
-                       for (int j = 0; j < kWidth; ++j) {
-                         piece.at(j) = divided_sum<T>(sum[j], group.divide_by);
-                       }
-                       piece.write(out + own);
-                     });
-  }
+  sum_runs<kWidth>(begin, end, n, element, rows, entry,
+                   [&](Run run, uint32_t key, const A(&sum)[kWidth]) {
+                     has_head = has_head || run == Run::kHead;
+                     has_tail = has_tail || run == Run::kTail;
+                     if (kFirst && kAllRows && run != Run::kHead) {
+                       clear(next, key);
+                       next = key + 1;
+                     }
+                     if (element >= rows.dim) return;
+                     if (run != Run::kWhole) {
+                       const int64_t own = slot + (run == Run::kTail ? 1 : 0);
+                       return write_row(to.rows + own * group.stride + element, sum);
+                     }
+                     const int64_t own = place(key);
+                     if (own < 0) return;
+                     RowPiece<T, kWidth> piece;
+                     for (int j = 0; j < kWidth; ++j) {
+                       piece.at(j) = divided_sum<T>(sum[j], group.divide_by);
+                     }
+                     piece.write(out + own);
+                   });
   if (kFirst && kAllRows && (end == n || from.keys[first + end - 1] >= no_row)) {
     clear(next, no_row);
   }

@@ -89,25 +89,26 @@ struct Entries {
     }
   }
   // Adds the row and the weight of entry j.
-  template <int kWidth, class In>
+  template <bool kShortBags, int kWidth, class In>
   SPARSEKIT_DEVICE void add(const In& in, int j, const RowPiece<T, kWidth>& piece,
                             Acc<T> (&sum)[kWidth], Acc<T>& total) const {
-    // The conditions on `in` are the same for all lanes, and each saves instructions for each bag.
-    if (has_divisor(in.combiner)) total += in_total(weight[j], in.combiner);
+    // The conditions on `in` are the same for all lanes, and save instructions where there are few
+    // entries for each bag. For longer bags, the registers that they cost matter more.
+    if (!kShortBags || has_divisor(in.combiner)) total += in_total(weight[j], in.combiner);
     if (row[j] == -1) return;
     for (int l = 0; l < kWidth; ++l) {
-      Acc<T> value = load(piece.at(l));
-      if (in.sample_weights != nullptr) value = weight[j] * value;
+      const Acc<T> value = load(piece.at(l));
       // Copy without adding: 0 + value would lose the sign of a negative zero.
       const bool copies = In::kCopies && in.combiner == Combiner::kNone;
-      sum[l] = copies ? load(piece.at(l)) : sum[l] + value;
+      const bool weighted = !kShortBags || in.sample_weights != nullptr;
+      sum[l] = copies ? value : sum[l] + (weighted ? weight[j] * value : value);
     }
   }
 };
 
 // Adds `count` entries, starting at `begin`, in order. Adds their weighted rows to `sum` and their
 // weights to `total`. Calls before(k) before adding the k-th row.
-template <int kWidth, class In, class T, class Before>
+template <bool kShortBags, int kWidth, class In, class T, class Before>
 SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_t element,
                                   T (&sum)[kWidth], T& total, const Before& before) {
   using Element = typename In::Element;
@@ -117,11 +118,13 @@ SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_
     const Entries<Element> now = next;
     RowPiece<Element, kWidth> piece[kInFlight];
     now.read(in, begin + k, element, piece);
-    if (k + kInFlight < count) next.look_up(in, begin, k + kInFlight, count, element == 0);
+    if (!kShortBags || k + kInFlight < count) {
+      next.look_up(in, begin, k + kInFlight, count, element == 0);
+    }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       before(k + j);
-      now.add(in, j, piece[j], sum, total);
+      now.template add<kShortBags>(in, j, piece[j], sum, total);
     }
   }
 }
@@ -132,16 +135,16 @@ SPARSEKIT_DEVICE void pool(const In& in, int64_t begin, int count, int64_t eleme
                            T (&sum)[kWidth], T& total) {
   for (int l = 0; l < kWidth; ++l) sum[l] = 0;
   total = 0;
-  add_entries(in, begin, count, element, sum, total, [](int) {});
+  add_entries<false>(in, begin, count, element, sum, total, [](int) {});
 }
 
 // Writes the pooled vector of a bag of `count` entries.
-template <int kWidth, class In, class T>
+template <bool kShortBags, int kWidth, class In, class T>
 SPARSEKIT_DEVICE void write_bag(const In& in, int64_t bag, int64_t count, int64_t element,
                                 T (&sum)[kWidth], T total) {
   if (element >= in.dim) return;
   const T by = divisor(total, count, in.combiner);
-  if (by != T{1}) {
+  if (!kShortBags || by != T{1}) {
     for (int j = 0; j < kWidth; ++j) sum[j] = divided(sum[j], by);
   }
   write_row(in.vector(bag) + element, sum);
@@ -154,7 +157,7 @@ SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, in
   const int count = entries > kPart ? 0 : static_cast<int>(entries);
   Acc<typename In::Element> sum[kWidth], total;
   pool(in, range.begin, count, element, sum, total);
-  write_bag(in, bag, count, element, sum, total);
+  write_bag<false>(in, bag, count, element, sum, total);
 }
 
 // A part of a long bag: up to kPart entries, starting at begin + index * kPart.
@@ -237,8 +240,8 @@ SPARSEKIT_DEVICE void copy_entries(const In& in, int64_t begin, int64_t first, i
 #pragma unroll
   for (int j = 0; j < kBags; ++j) {
     Acc<Element> sum[kWidth] = {}, total = 0;
-    entries.add(in, j, piece[j], sum, total);
-    write_bag(in, first + j, 1, element, sum, total);
+    entries.template add<true>(in, j, piece[j], sum, total);
+    write_bag<true>(in, first + j, 1, element, sum, total);
   }
 }
 
@@ -283,14 +286,14 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   int begin_of_bag = 0, end_of_bag = static_cast<int>(in.offset(first + 1) - begin);
   Acc<typename In::Element> sum[kWidth] = {}, total = 0;
   const auto finish_bag = [&] {
-    write_bag(in, bag, end_of_bag - begin_of_bag, element, sum, total);
+    write_bag<true>(in, bag, end_of_bag - begin_of_bag, element, sum, total);
     for (int l = 0; l < kWidth; ++l) sum[l] = 0;
     total = 0;
     ++bag;
     begin_of_bag = end_of_bag;
     if (bag < last) end_of_bag = static_cast<int>(in.offset(bag + 1) - begin);
   };
-  add_entries(in, begin, count, element, sum, total, [&](int k) {
+  add_entries<true>(in, begin, count, element, sum, total, [&](int k) {
     while (k == end_of_bag && bag + 1 < last) finish_bag();
   });
   while (bag < last) finish_bag();
@@ -350,7 +353,7 @@ SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Ro
     }
   }
   if (round.last) {
-    return write_bag(in, bag, range.end - range.begin, element, sum, total);
+    return write_bag<false>(in, bag, range.end - range.begin, element, sum, total);
   }
   if (element < in.dim) write_row(long_bags.sums + slot * long_bags.dim + element, sum);
   if (element == 0) long_bags.totals[(1 - round.half) * long_bags.capacity + slot] = total;
