@@ -1,6 +1,5 @@
 // Tells whether the objects of many tables are as they were in an earlier step. A loop in Python
 // over hundreds of tables would take longer than the ops.
-//
 #include <array>
 #include <cstdint>
 #include <vector>

@@ -112,6 +112,17 @@ def test_what_makes_a_capture_invalid(change):
 
 
 @pytest.mark.usefixtures("graphs")
+def test_a_tensor_of_more_than_two_dimensions():
+    trained = Trained()
+    trained.model.register_buffer("cube", torch.ones(2, 2, 2))
+    trained.run(steps=5)
+    trained.run(5, 1)
+    trained.model.cube.data = trained.model.cube.clone()
+    with pytest.raises(RuntimeError, match="the memory or shape of cube of the model has changed"):
+        trained.run(6, 1)
+
+
+@pytest.mark.usefixtures("graphs")
 def test_a_rate_that_is_a_number_must_stay_the_same():
     trained = Trained(lr=0.5)
     trained.run(steps=5)
