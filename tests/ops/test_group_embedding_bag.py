@@ -1,6 +1,7 @@
 """sparsekit.ops.group_embedding_bag_ and its backward equal the reference and the single ops."""
 
 import contextlib
+import random
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from .group_bags import (
     small,
     sums_of,
 )
-from .groups import NO_LIMIT, Group, Source, random_group
+from .groups import NO_LIMIT, Group, Source, random_bags, random_group
 
 SEEDS = range(20)
 
@@ -34,6 +35,20 @@ SEEDS = range(20)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_the_reference(device, dtype, seed):
     check_all(random_group(seed, dtype, device))
+
+
+def test_short_bags_that_take_a_block_several_rounds(device):
+    group = Group(torch.float32, [64, 128], [500] * 2, [True] * 2, [1] * 2, device)
+    keys = torch.arange(3000) * 7 % 400
+    offsets = random_bags(random.Random(0), 3000, 1500)
+    group.sources = [
+        Source(keys[:1500], torch.empty(0).long(), torch.empty(0)),  # a key for each bag
+        Source(keys, offsets, torch.empty(0)),
+    ]
+    group.ask(0, 0, 0, 1500, "sum")
+    group.ask(1, 1, 0, 1500, "mean")
+    check_pool(group, group.find_or_insert())
+    check_pool(group, group.find(), initial=True)
 
 
 def single_ops(group, t, rows, inverse, count, grad):
