@@ -33,6 +33,7 @@ namespace sparsekit::ops {
 // Lists the kinds of invalid values that only the device finds. Error messages mention the op and
 // the argument given here.
 #define SPARSEKIT_DEVICE_ERRORS(X)                         \
+  X(kNewRow, "hash_table_renumber_", "new_rows")           \
   X(kGatherRow, "gather_rows", "rows")                     \
   X(kInitRow, "init_rows_", "rows")                        \
   X(kUpdateRow, "update_rows_", "rows")                    \
@@ -74,7 +75,14 @@ class DeviceContext {
   bool capturing() const { return false; }
   int64_t error_position(DeviceError, int64_t) const { return -1; }
   int64_t value(const Tensor& words, int64_t i) const {
-    return dtype_of(words) == ScalarType::Short ? data<int16_t>(words)[i] : int64_data(words)[i];
+    switch (dtype_of(words)) {
+      case ScalarType::Short:
+        return data<int16_t>(words)[i];
+      case ScalarType::Int:
+        return data<int32_t>(words)[i];
+      default:
+        return int64_data(words)[i];
+    }
   }
   Tensor cached_copy(const void*, int64_t) const { return {}; }
   void read(const int64_t* words, int64_t count, int64_t* host) const {

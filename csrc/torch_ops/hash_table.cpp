@@ -117,6 +117,31 @@ Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
   return keys;
 }
 
+void renumber(Tensor buckets, Tensor hash_seed, Tensor new_rows) {
+  Arguments given("hash_table_renumber_", Arguments::kWrites);
+  const int64_t num_buckets = read_buckets(given, "buckets", buckets);
+  given.read_word("hash_seed", hash_seed);
+  given.read("new_rows", new_rows, ScalarType::Int, 1);
+  given.check_apart();
+  new_rows = packed(new_rows);
+  const int64_t n = new_rows.numel();
+  const Exclusive alone(given, buckets);
+  const DeviceContext context(buckets);
+  int64_t bad = -1;
+  if constexpr (kOnDevice) {
+    cuda::hash_table_renumber(mutable_data<Bucket>(buckets), num_buckets, int64_data(hash_seed),
+                              data<int32_t>(new_rows), n, context.error_word(DeviceError::kNewRow),
+                              context.stream());
+    bad = context.error_position(DeviceError::kNewRow, n);
+  } else {
+    bad = cpu::hash_table_renumber(mutable_data<Bucket>(buckets), num_buckets,
+                                   *int64_data(hash_seed), data<int32_t>(new_rows), n,
+                                   torch_parallel_for());
+  }
+  given.check(bad < 0, "new_rows[", bad, "] is ", bad < 0 ? 0 : context.value(new_rows, bad),
+              ", but must be in [-1, ", n, ")");
+}
+
 }  // namespace
 }  // namespace sparsekit::ops
 
@@ -125,4 +150,5 @@ SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("hash_table_find", TORCH_BOX(&sparsekit::ops::find));
   m.impl("hash_table_find_or_insert_", TORCH_BOX(&sparsekit::ops::find_or_insert));
   m.impl("hash_table_keys", TORCH_BOX(&sparsekit::ops::keys));
+  m.impl("hash_table_renumber_", TORCH_BOX(&sparsekit::ops::renumber));
 }

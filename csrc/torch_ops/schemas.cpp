@@ -15,6 +15,7 @@ constexpr const char* kSchemas[] = {
     "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor hash_seed, Tensor(b!) size,"
     " Tensor keys, int capacity, Tensor? num_keys=None) -> (Tensor rows, Tensor status)",
     "hash_table_keys(Tensor buckets, Tensor hash_seed, Tensor size) -> Tensor",
+    "hash_table_renumber_(Tensor(a!) buckets, Tensor hash_seed, Tensor new_rows) -> ()",
 
     "unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)",
     "unique_padded(Tensor keys, Tensor? num_keys=None) -> (Tensor unique, Tensor inverse,"
@@ -75,6 +76,8 @@ constexpr const char* kSchemas[] = {
     " Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps, Tensor(d!)[] steps,"
     " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
     " bool count_steps=False, bool deterministic=True, Tensor? lr=None) -> ()",
+    "group_touch_(Tensor(a!)[] scores, Tensor index, Tensor rows, Tensor counts, Tensor bags,"
+    " Tensor features, Tensor policies, Tensor[] clocks, Tensor? occurrences=None) -> ()",
 
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"
     " Tensor[] rows, Tensor[] grads, Tensor(d!)[] steps, str rule, float[] settings,"

@@ -12,12 +12,14 @@ from .gather_rows import gather_rows
 from .group_bucketize import group_bucketize, group_exchange_rows
 from .group_embedding_bag import group_embedding_bag_
 from .group_find import group_find, group_find_or_insert_
+from .group_touch import group_touch_
 from .hash_integers import hash_integers
 from .hash_table import (
     hash_table_clear_,
     hash_table_find,
     hash_table_find_or_insert_,
     hash_table_keys,
+    hash_table_renumber_,
 )
 from .init_rows import init_rows_
 from .segment_sum import unsorted_segment_sum
@@ -37,11 +39,13 @@ __all__ = [
     "group_exchange_rows",
     "group_find",
     "group_find_or_insert_",
+    "group_touch_",
     "hash_integers",
     "hash_table_clear_",
     "hash_table_find",
     "hash_table_find_or_insert_",
     "hash_table_keys",
+    "hash_table_renumber_",
     "init_rows_",
     "unique",
     "unsorted_segment_sum",

@@ -86,6 +86,10 @@ TENSORS = {
     "counts": Of(_INT64, 1),
     "bags": Of(_INT32, 1),
     "key_starts": Of(_INT64, 1),
+    "scores": Of(_INT64, 1),
+    "policies": Of(_INT64, 2, on_cpu=True),
+    "clocks": Of(_INT64, 1),
+    "occurrences": Of(_INT64, 1),
 }
 
 

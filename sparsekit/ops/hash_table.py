@@ -18,11 +18,13 @@ _TENSORS = {
     "hash_seed": Of((torch.int64,), 1),
     "size": Of((torch.int64,), 1),
     "keys": Of(KEY_DTYPES, 1),
+    "new_rows": Of((torch.int32,), 1),
 }
 _clear = Op("hash_table_clear_", _TENSORS)
 _find = Op("hash_table_find", _TENSORS)
 _find_or_insert = Op("hash_table_find_or_insert_", _TENSORS)
 _keys = Op("hash_table_keys", _TENSORS)
+_renumber = Op("hash_table_renumber_", _TENSORS)
 
 
 def hash_table_clear_(buckets: torch.Tensor) -> None:
@@ -97,6 +99,30 @@ def hash_table_keys(
     return _keys(buckets, hash_seed, size)
 
 
+def hash_table_renumber_(
+    buckets: torch.Tensor, hash_seed: torch.Tensor, new_rows: torch.Tensor
+) -> None:
+    """Give keys other rows or remove them, in one pass over the buckets.
+
+    The key of row r gets the row ``new_rows[r]``, or is removed if that is -1. The caller sets the
+    table's size. The table is sound if the keys that are left get the rows 0, 1, ..., each once.
+
+    Args:
+        buckets: int64 ``[num_buckets, 8]``, changed in place.
+        hash_seed: int64 ``[1]``, the seed of the buckets.
+        new_rows: int32 ``[n]``, values in [-1, n), where n is the number of rows in use.
+
+    Raises:
+        TypeError: new_rows has a wrong dtype.
+        ValueError: a wrong shape, a mix of devices, buckets share memory with another argument, or
+            a value of new_rows is out of range. On the CPU nothing has been changed then; on CUDA
+            the key of that row has been removed.
+        RuntimeError: another thread is inserting into this table.
+    """
+    _renumber(buckets, hash_seed, new_rows)
+    increment_version(buckets)
+
+
 @_clear.fake
 def _() -> None:
     return None
@@ -110,6 +136,11 @@ def _(keys: torch.Tensor) -> torch.Tensor:
 @_find_or_insert.fake
 def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
+
+
+@_renumber.fake
+def _() -> None:
+    return None
 
 
 @_keys.fake

@@ -407,3 +407,42 @@ def group_embedding_bag_update_(
         weights, states, row_steps, own_rows, sums, steps, rule, settings,
         per_row=per_row, rounding_seed=rounding_seed, count_steps=count_steps, lr=lr,
     )  # fmt: skip
+
+
+def group_touch_(
+    scores: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    policies: torch.Tensor,
+    clocks: Tensors,
+    occurrences: torch.Tensor | None = None,
+) -> None:
+    """Write the scores of the distinct rows of each table, one after another."""
+    most = 2**32 - 1
+    first_bag = first_entry = 0
+    for t, (policy, halve_every) in enumerate(policies.tolist()):
+        first_bag += int(features[features[:, 0] == t, 3].sum())
+        entries = range(first_entry, int(bags[first_bag]))
+        touches = [0] * int(counts[t])
+        for e in entries:
+            if 0 <= index[e] < counts[t]:
+                given = 1 if occurrences is None else int(occurrences[e])
+                touches[int(index[e])] += min(max(given, 0), most)
+        clock = int(clocks[t])
+        now = clock % 2**32
+        for j, count in enumerate(touches):
+            row = int(rows[first_entry + j])
+            if not 0 <= row < len(scores[t]) or policy == 0:
+                continue
+            word = clock
+            if policy == 2:
+                before, then = divmod(int(scores[t][row]) % 2**64, 2**32)
+                halvings = now // halve_every - then // halve_every if halve_every else 0
+                if now >= then:
+                    before >>= min(halvings, 32)
+                word = min(before + count, most) << 32 | now
+            scores[t][row] = (word + 2**63) % 2**64 - 2**63
+        first_entry = entries.stop

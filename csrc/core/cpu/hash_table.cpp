@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/first_bad.h"
 #include "cpu/probe.h"
 
 namespace sparsekit::cpu {
@@ -40,8 +41,9 @@ void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const 
 }
 
 // Searches only the home buckets of a block of keys. Returns a bit mask of the keys that were not
-// found there; the rows of these keys are undefined. Does not branch on the result of a comparison,
-// since the branch would be mispredicted.
+// found there; the rows of these keys are undefined. Key 0 matches an empty slot, whose row is -1,
+// so a negative row counts as not found. Does not branch on the result of a comparison, since the
+// branch would be mispredicted.
 template <class Key, class Row>
 uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
                       int count, Row* rows) {
@@ -50,7 +52,7 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
     prefetch(next_homes[k]);
     const uint32_t slots = match_slots(*homes[k], keys[k]);
     rows[k] = homes[k]->rows[__builtin_ctz(slots | 1u << (kSlotsPerBucket - 1))];
-    missing |= static_cast<uint64_t>(slots == 0) << k;
+    missing |= static_cast<uint64_t>((slots == 0) | (rows[k] < 0)) << k;
   }
   return missing;
 }
@@ -121,8 +123,6 @@ Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
   const auto use = [&](int64_t from, int count, const Bucket* const* homes,
                        const Bucket* const* next_homes) {
     uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
-    // Key 0 matches an empty slot, whose row is -1, so count keys with a negative row as missing.
-    for (int k = 0; k < count; ++k) missing |= static_cast<uint64_t>(rows[from + k] < 0) << k;
     for (uint64_t rest = missing; rest != 0; rest &= rest - 1) {
       const Bucket* home = homes[__builtin_ctzll(rest)];
       if (home->passed()) {
@@ -187,6 +187,36 @@ void take_back(Table& table, int64_t size_before, const Key* keys, int64_t end,
   for (int64_t i = end - 1; i >= 0 && table.size > size_before; --i) {
     if (rows[i] == table.size - 1) erase(table, keys[i], --table.size);
   }
+}
+
+// Renumbers and removes the keys of bucket `b`. Other threads may decrement its `spilled` count
+// meanwhile, but have no access to its slots.
+void renumber_bucket(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t b,
+                     const int32_t* new_rows, int64_t n) {
+  Bucket& bucket = buckets[b];
+  int32_t rows[kSlotsPerBucket];
+  bool differs = false;
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+    const int32_t row = bucket.rows[slot];
+    rows[slot] = row >= 0 && row < n ? new_rows[row] : row;
+    differs |= rows[slot] != row;
+  }
+  if (!differs) return;  // do not write to a line that stays as it is
+  int used = 0;
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+    const int64_t key = bucket.keys[slot];
+    if (rows[slot] >= 0) {
+      bucket.keys[used] = key;
+      bucket.rows[used++] = rows[slot];
+    } else if (bucket.rows[slot] >= 0) {
+      const int64_t home = home_bucket(key, seed, num_buckets);
+      for (int64_t passed = home; passed != b; passed = next_bucket(passed, num_buckets)) {
+        __atomic_fetch_sub(&buckets[passed].spilled, 1, __ATOMIC_RELAXED);
+      }
+    }
+  }
+  std::fill(bucket.keys + used, bucket.keys + kSlotsPerBucket, int64_t{0});
+  std::fill(bucket.rows + used, bucket.rows + kSlotsPerBucket, int32_t{-1});
 }
 
 }  // namespace
@@ -260,10 +290,11 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
         own -= buckets_passed(b, bucket.keys[slot], seed, num_buckets);
       }
       own += bucket.spilled;
-      if (bucket.spilled != 0 && !bucket.passed()) sound = false;
+      if (bucket.spilled < 0) sound = false;
     }
     surplus += own;
   });
+  if (!sound || surplus != 0) return false;  // wrong counts could make each search a long walk
   // Check that a lookup of each row's key returns this row. If a row has no key, or two keys, the
   // check fails for some row.
   hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);
@@ -272,7 +303,25 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
       if (rows[row] != row) sound = false;
     }
   });
-  return sound && surplus == 0;
+  return sound;
+}
+
+int64_t hash_table_renumber(Bucket* buckets, int64_t num_buckets, int64_t seed,
+                            const int32_t* new_rows, int64_t n, const ParallelFor& parallel_for) {
+  const auto is_bad = [n](int32_t row) { return row < -1 || row >= n; };
+  FirstBad bad;
+  parallel_for(0, n, kGrain, [=, &bad](int64_t begin, int64_t end) {
+    bool any = false;  // look for the position only if needed, so that this loop is vectorized
+    for (int64_t i = begin; i < end; ++i) any |= is_bad(new_rows[i]);
+    if (any) bad.report(std::find_if(new_rows + begin, new_rows + end, is_bad) - new_rows);
+  });
+  if (bad.position() >= 0) return bad.position();
+  parallel_for(0, num_buckets, kGrain, [=](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      renumber_bucket(buckets, num_buckets, seed, b, new_rows, n);
+    }
+  });
+  return -1;
 }
 
 template decltype(hash_table_find<int32_t, int32_t>) hash_table_find<int32_t, int32_t>;

@@ -18,8 +18,8 @@ inline void prefetch(const void* address) {
   asm volatile("");
 }
 
-// Returns a bit mask of the slots whose key equals `key`. An empty slot matches key 0. Slots fill
-// in order, so if the key is in the bucket, the lowest set bit is a used slot.
+// Returns a bit mask of the slots whose key equals `key`. An empty slot matches key 0. Used slots
+// come first, so if the key is in the bucket, the lowest set bit is a used slot.
 inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
 #ifdef __AVX2__
   const __m256i wanted = _mm256_set1_epi64x(key);
@@ -67,7 +67,7 @@ inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   const uint32_t slots = match_slots(bucket, key);
   if (slots != 0) {
     *row = bucket.rows[__builtin_ctz(slots)];
-    return *row >= 0 ? Probe::kFound : Probe::kAbsent;
+    if (*row >= 0) return Probe::kFound;  // otherwise the slot is empty, and the key is 0
   }
   *row = -1;
   return bucket.passed() ? Probe::kMoveOn : Probe::kAbsent;

@@ -12,19 +12,18 @@ namespace sparsekit {
 constexpr int kSlotsPerBucket = 5;
 
 // A bucket fills one cache line of 64 bytes, and most lookups read nothing else. A slot is empty if
-// its row is -1, so any int64 may be a key; the key of an empty slot is 0. Slots fill in order.
+// its row is -1, so any int64 may be a key; the key of an empty slot is 0. Used slots come first.
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
   int32_t rows[kSlotsPerBucket];
-  // Number of keys that found this bucket full and moved on. If it is 0, a search ends here.
+  // Number of keys in the table that found this bucket full and moved on. If it is 0, a search ends
+  // here.
   int32_t spilled;
 
-  // Returns true if a search that reaches this bucket must go on to the next one. Keys pass only
-  // full buckets, so a nonzero count in a bucket that is not full is a sign of damage. It is
-  // ignored here, so that it does not prolong every search.
-  SPARSEKIT_HOST_DEVICE bool passed() const {
-    return spilled > 0 && rows[kSlotsPerBucket - 1] >= 0;
-  }
+  // Returns true if a search that reaches this bucket must go on to the next one. The bucket may
+  // have free slots, since the removal of one of its keys leaves those that have passed it where
+  // they are.
+  SPARSEKIT_HOST_DEVICE bool passed() const { return spilled > 0; }
 };
 static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 
@@ -86,6 +85,12 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
+// Gives the key of each row r in [0, n) the row new_rows[r], or removes the key if that is -1. The
+// caller sets the table's size. Returns -1, or the first position in new_rows of a value outside
+// [-1, n); nothing has then changed. Rows beyond n, which only a damaged table has, stay.
+int64_t hash_table_renumber(Bucket* buckets, int64_t num_buckets, int64_t seed,
+                            const int32_t* new_rows, int64_t n, const ParallelFor& parallel_for);
+
 }  // namespace cpu
 
 // On a device, all pointers (including `seed`) point to device memory, and `stream` is a
@@ -113,6 +118,11 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
 // is workspace.
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
                      int64_t* keys, int64_t* rows, int64_t* unsound, void* stream);
+
+// Like the CPU version, but removes keys whose new row is outside [-1, n), and sets *bad_row to the
+// first position of such a value.
+void hash_table_renumber(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                         const int32_t* new_rows, int64_t n, int64_t* bad_row, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit
