@@ -11,7 +11,8 @@ struct PolicyRow {
 };
 static_assert(sizeof(PolicyRow) == 2 * sizeof(int64_t));
 
-// Checks the scores and clocks of all tables.
+// Checks the scores and clocks of all tables, and returns the tables whose rows get scores. Their
+// bags are not yet known.
 std::vector<TouchedTable> read_tables(Arguments& given, const Views& scores, const Views& clocks,
                                       const Tensor& policies) {
   const size_t count = scores.size();
@@ -28,15 +29,29 @@ std::vector<TouchedTable> read_tables(Arguments& given, const Views& scores, con
                 halve_every);
     given.written({"scores", t}, scores[t], ScalarType::Long, 1);
     given.read_word({"clocks", t}, clocks[t]);
-    TouchedTable table{};
-    table.policy = static_cast<ScorePolicy>(policy);
-    table.halve_every = halve_every;
-    table.clock = int64_data(clocks[t]);
-    table.scores = mutable_data<int64_t>(scores[t]);
-    table.capacity = scores[t].numel();
-    tables.push_back(table);
+    if (policy == static_cast<int64_t>(ScorePolicy::kNone) || scores[t].numel() == 0) continue;
+    tables.push_back({static_cast<ScorePolicy>(policy), halve_every, int64_data(clocks[t]),
+                      mutable_data<int64_t>(scores[t]), scores[t].numel(), static_cast<int64_t>(t),
+                      0, 0});
   }
   return tables;
+}
+
+void set_bags(const GroupFeatures& group, std::vector<TouchedTable>& tables) {
+  int64_t table = 0, bag = 0;
+  for (TouchedTable& touched : tables) {
+    const auto pass = [&](int64_t end) {
+      for (; table < end; ++table) {
+        for (int64_t f = group.table_features[table]; f < group.table_features[table + 1]; ++f) {
+          bag += group.features[f].bags;
+        }
+      }
+    };
+    pass(touched.table);
+    touched.first_bag = bag;
+    pass(touched.table + 1);
+    touched.bags = bag - touched.first_bag;
+  }
 }
 
 void touch(const Tensors& scores_in, const Tensor& index, const Tensor& rows, const Tensor& counts,
@@ -48,29 +63,37 @@ void touch(const Tensors& scores_in, const Tensor& index, const Tensor& rows, co
   std::vector<TouchedTable> tables = read_tables(given, scores, clocks, policies);
   const std::optional<Tensor> of_rows = rows, of_counts = counts, no_key_starts;
   const GroupArguments arguments(
-      given, {index, of_rows, of_counts, bags, features, {}, no_key_starts}, {}, tables.size());
-  FoundRows found{data<int32_t>(arguments.index), arguments.rows_data(), nullptr};
+      given, {index, of_rows, of_counts, bags, features, {}, no_key_starts}, {}, scores.size());
   std::optional<Tensor> of_entries;
   if (occurrences.has_value()) {
     given.read("occurrences", *occurrences, ScalarType::Long, 1);
     given.check_size("occurrences", *occurrences, 0, arguments.entries);
     of_entries = packed(*occurrences);
-    found.occurrences = int64_data(*of_entries);
   }
   given.check_apart({scores.id(), clocks.id()});
   if (tables.empty()) return;
+  set_bags(arguments.group, tables);
+  const FoundRows found{arguments.entries,
+                        data<int32_t>(arguments.index),
+                        arguments.rows_data(),
+                        int64_data(*arguments.counts),
+                        data<int32_t>(arguments.bags),
+                        of_entries ? int64_data(*of_entries) : nullptr};
   const DeviceContext context(index);
   const auto count = static_cast<int64_t>(tables.size());
   if constexpr (kOnDevice) {
+    const Tensor copy =
+        context.cached_copy(tables.data(), count * static_cast<int64_t>(sizeof(TouchedTable)));
+    const Workspace memory(cuda::group_touch_workspace_bytes(tables.data(), count, found.entries),
+                           index);
+    cuda::group_touch(tables.data(), data<TouchedTable>(copy), count, found, memory.data(),
+                      context.stream());
   } else {
-    for (size_t t = 0; t < tables.size(); ++t) {
-      std::tie(tables[t].first_entry, tables[t].n) = arguments.entries_of(t);
-      tables[t].num_distinct = arguments.count_of(t);
-    }
     std::vector<int32_t> order(tables.size());
     const ParallelFor parallel_for = torch_parallel_for();
     const Workspace memory(
-        cpu::group_touch_workspace_bytes(tables.data(), count, order.data(), parallel_for), index);
+        cpu::group_touch_workspace_bytes(tables.data(), count, found, order.data(), parallel_for),
+        index);
     cpu::group_touch(tables.data(), count, found, order.data(), memory.data(), parallel_for);
   }
 }

@@ -100,15 +100,15 @@ Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
   context.read(int64_data(size), 1, &n);
   check_size_value(given, "size", n, num_buckets);
   Tensor keys = new_output(buckets, {n});
-  Tensor rows = new_output(buckets, {n});
   bool sound = false;
   if constexpr (kOnDevice) {
     Tensor unsound = new_output(buckets, {1});
     cuda::hash_table_keys(data<Bucket>(buckets), num_buckets, int64_data(hash_seed), n,
-                          mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
-                          mutable_data<int64_t>(unsound), context.stream());
+                          mutable_data<int64_t>(keys), mutable_data<int64_t>(unsound),
+                          context.stream());
     sound = context.value(unsound, 0) == 0;
   } else {
+    Tensor rows = new_output(buckets, {n});
     sound = cpu::hash_table_keys(data<Bucket>(buckets), num_buckets, *int64_data(hash_seed), n,
                                  mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
                                  torch_parallel_for());
@@ -134,9 +134,9 @@ void renumber(Tensor buckets, Tensor hash_seed, Tensor new_rows) {
                               context.stream());
     bad = context.error_position(DeviceError::kNewRow, n);
   } else {
-    bad = cpu::hash_table_renumber(mutable_data<Bucket>(buckets), num_buckets,
-                                   *int64_data(hash_seed), data<int32_t>(new_rows), n,
-                                   torch_parallel_for());
+    bad =
+        cpu::hash_table_renumber(mutable_data<Bucket>(buckets), num_buckets, *int64_data(hash_seed),
+                                 data<int32_t>(new_rows), n, torch_parallel_for());
   }
   given.check(bad < 0, "new_rows[", bad, "] is ", bad < 0 ? 0 : context.value(new_rows, bad),
               ", but must be in [-1, ", n, ")");

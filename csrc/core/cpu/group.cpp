@@ -1,5 +1,9 @@
 #include "sparsekit/group.h"
 
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
 #include "cpu/first_bad.h"
 
 namespace sparsekit::cpu {
@@ -13,13 +17,21 @@ inline bool is_bad_bag(int64_t low, int64_t high, int64_t n, int64_t most) {
   return (high < low) | (high > n) | (length > static_cast<uint64_t>(most));
 }
 
-// Checks the offsets of the bags [begin, end). The loop has no branches, so that the compiler can
-// vectorize it.
+// Checks the offsets of the bags [begin, end). The loop has no branches and computes in the type of
+// the offsets, so that the compiler can vectorize it.
 template <class Offset>
 bool good_offsets(const Offset* offsets, int64_t begin, int64_t end, int64_t n, int64_t most) {
-  bool bad = false;
-  for (int64_t b = begin; b < end; ++b) bad |= is_bad_bag(offsets[b], offsets[b + 1], n, most);
-  return !bad;
+  using Length = std::make_unsigned_t<Offset>;
+  const auto last = static_cast<Offset>(std::min<int64_t>(n, std::numeric_limits<Offset>::max()));
+  const auto longest = static_cast<Length>(
+      std::min(static_cast<uint64_t>(most), uint64_t{std::numeric_limits<Length>::max()}));
+  Length bad = 0;
+  for (int64_t b = begin; b < end; ++b) {
+    const Offset low = offsets[b], high = offsets[b + 1];
+    const Length length = static_cast<Length>(high) - static_cast<Length>(low);
+    bad |= static_cast<Length>((high < low) | (high > last) | (length > longest));
+  }
+  return bad == 0;
 }
 
 template <class Key>

@@ -206,7 +206,7 @@ void renumber_bucket(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t
   for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
     const int64_t key = bucket.keys[slot];
     if (rows[slot] >= 0) {
-      bucket.keys[used] = key;
+      if (used < slot) bucket.keys[used] = key;
       bucket.rows[used++] = rows[slot];
     } else if (bucket.rows[slot] >= 0) {
       const int64_t home = home_bucket(key, seed, num_buckets);

@@ -192,7 +192,7 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
   const Bucket& bucket = buckets[i / kSlotsPerBucket];
   const int slot = static_cast<int>(i % kSlotsPerBucket);
   int64_t own = 0;
-  if (slot == 0 && bucket.spilled != 0) own = bucket.passed() ? bucket.spilled : int64_t{1} << 32;
+  if (slot == 0) own = bucket.spilled >= 0 ? int64_t{bucket.spilled} : int64_t{1} << 32;
   const int32_t row = bucket.rows[slot];
   if (row >= 0 && row < size) {
     const int64_t key = bucket.keys[slot];
@@ -203,11 +203,56 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
   if (own != 0) simt::atomic_add(surplus, own);
 }
 
-// Reports damage if the lookup of row i's key did not return row i. If any row has no key, or two
-// keys, this happens for some i.
-SPARSEKIT_KERNEL verify_kernel(const int64_t* rows, int64_t size, int64_t* unsound) {
+// Reports damage if a lookup of row i's key does not return row i. If any row has no key, or two
+// keys, this happens for some i. Looks nothing up in a table that is known to be damaged, since
+// wrong counts could make each search a long walk.
+SPARSEKIT_KERNEL verify_kernel(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                               const int64_t* keys, int64_t size, int64_t* unsound) {
   const int64_t i = simt::global_thread();
-  if (i < size && rows[i] != i) simt::store(unsound, int64_t{1});
+  const bool wanted = i < size && simt::load(unsound) == 0;
+  const int32_t row = find_row(buckets, num_buckets, *seed, wanted ? keys[i] : 0, wanted);
+  if (wanted && row != i) simt::store(unsound, int64_t{1});
+}
+
+// Renumbers and removes the keys of a bucket. Other threads may decrement its `spilled` count
+// meanwhile, but have no access to its slots.
+SPARSEKIT_KERNEL renumber_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                                 const int32_t* new_rows, int64_t n, int64_t* bad_row) {
+  const int64_t b = simt::global_thread();
+  if (b >= num_buckets) return;
+  Bucket& bucket = buckets[b];
+  int32_t before[kSlotsPerBucket], after[kSlotsPerBucket];
+  bool differs = false;
+#pragma unroll
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) before[slot] = bucket.rows[slot];
+#pragma unroll
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+    const int32_t row = before[slot];
+    after[slot] = row >= 0 && row < n ? new_rows[row] : row;
+    differs = differs || after[slot] != row;
+  }
+  if (!differs) return;
+  int used = 0;
+#pragma unroll
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+    if (before[slot] < 0) continue;
+    const int64_t key = bucket.keys[slot];
+    const bool is_bad = after[slot] != before[slot] && (after[slot] < -1 || after[slot] >= n);
+    if (is_bad) simt::atomic_min(bad_row, int64_t{before[slot]});
+    if (after[slot] >= 0 && !is_bad) {
+      if (used < slot) bucket.keys[used] = key;
+      bucket.rows[used++] = after[slot];
+      continue;
+    }
+    for (int64_t passed = home_bucket(key, *seed, num_buckets); passed != b;
+         passed = passed + 1 == num_buckets ? 0 : passed + 1) {
+      simt::atomic_add(&buckets[passed].spilled, int32_t{-1});
+    }
+  }
+  for (; used < kSlotsPerBucket; ++used) {
+    bucket.keys[used] = 0;
+    bucket.rows[used] = -1;
+  }
 }
 
 struct InsertWorkspace {
@@ -262,15 +307,20 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
 }
 
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
-                     int64_t* keys, int64_t* rows, int64_t* unsound, void* stream) {
+                     int64_t* keys, int64_t* unsound, void* stream) {
   simt::fill_bytes(unsound, 0, sizeof(int64_t), stream);
   simt::fill_bytes(keys, 0, size * static_cast<int64_t>(sizeof(int64_t)), stream);
   simt::launch("hash_table: keys", scatter_keys_kernel,
                simt::grid_for(num_buckets * kSlotsPerBucket), stream, buckets, num_buckets, seed,
                size, keys, unsound);
-  hash_table_find(buckets, num_buckets, seed, keys, DeviceCount{size}, rows, stream);
-  simt::launch("hash_table: verify", verify_kernel, simt::grid_for(size), stream, rows, size,
-               unsound);
+  simt::launch("hash_table: verify", verify_kernel, simt::grid_for(size), stream, buckets,
+               num_buckets, seed, keys, size, unsound);
+}
+
+void hash_table_renumber(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                         const int32_t* new_rows, int64_t n, int64_t* bad_row, void* stream) {
+  simt::launch("hash_table: renumber", renumber_kernel, simt::grid_for(num_buckets), stream,
+               buckets, num_buckets, seed, new_rows, n, bad_row);
 }
 
 template decltype(hash_table_find<int32_t>) hash_table_find<int32_t>;

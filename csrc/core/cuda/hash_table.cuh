@@ -52,8 +52,8 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
       const int64_t a = parts[j].at[0], b = parts[j].at[1];
       const uint32_t firsts = simt::warp_ballot(quarter <= 2 && a == sought) >> group;
       const uint32_t seconds = simt::warp_ballot(quarter <= 1 && b == sought) >> group;
-      // Bit s is set if slot s has this key. An empty slot has key 0, but slots fill in order, so
-      // the lowest set bit is a used slot whenever the key is in this bucket.
+      // Bit s is set if slot s has this key. An empty slot has key 0 and a negative row, but used
+      // slots come first, so the lowest set bit is a used slot if the key is in this bucket.
       const uint32_t slots = (firsts & 1) | (seconds & 1) << 1 | (firsts & 2) << 1 |
                              (seconds & 2) << 2 | (firsts & 4) << 2;
       const int slot = slots == 0 ? 0 : simt::lowest_bit(slots);
@@ -63,9 +63,10 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
                                         : low(b);
       const int32_t found = simt::warp_shuffle(mine, group + (slot <= 1 ? 2 : 3));
       // Evaluate Bucket::passed(): in the last quarter, b holds the last row and the count.
-      const int32_t passed = simt::warp_shuffle(low(b) < 0 ? 0 : high(b), group + 3);
-      if (quarter == j && wanted && (slots != 0 || passed <= 0)) {
-        row = slots == 0 || found < 0 ? -1 : found;
+      const int32_t passed = simt::warp_shuffle(high(b), group + 3);
+      const bool is_found = slots != 0 && found >= 0;
+      if (quarter == j && wanted && (is_found || passed <= 0)) {
+        row = is_found ? found : -1;
         wanted = false;
       }
     }

@@ -54,47 +54,62 @@ class LfuClock {
   uint32_t halve_every_ = 1, halvings_ = 0, last_halving_ = 0;
 };
 
-// Scores of the rows of one table of a lookup.
+// A table with scores, and its bags among those of the lookup.
 struct TouchedTable {
   ScorePolicy policy;
   int64_t halve_every;
-  const int64_t* clock;  // in the memory of the engine's device
+  const int64_t* clock;  // on a device, in its memory
   int64_t* scores;       // [capacity]
   int64_t capacity;
-  // The table's entries and its distinct keys; used only on the CPU.
-  int64_t first_entry, n;
-  int64_t num_distinct;
+  int64_t table;            // index among the tables of the lookup
+  int64_t first_bag, bags;  // counted over the bags of all features
 };
 
-// What a lookup has found, as group_find_or_insert writes it.
+// What group_find_or_insert has found.
 struct FoundRows {
-  const int32_t* index;  // [entries]
-  const int32_t* rows;   // [entries]
-  // [entries] the number of touches for which each entry stands, or null; negative numbers count as
-  // 0, and numbers above LfuClock::kMostTouches as that many.
+  int64_t entries;        // upper bound on the number of entries
+  const int32_t* index;   // [entries]
+  const int32_t* rows;    // [entries]
+  const int64_t* counts;  // [tables of the lookup]
+  const int32_t* bags;    // [bags of all features + 1]
+  // [entries] the number of touches for which each entry stands, or null if each is one touch.
   const int64_t* occurrences;
-};
 
-// Returns the number of touches for which entry e stands.
-SPARSEKIT_HOST_DEVICE inline uint64_t touches_of(const int64_t* occurrences, int64_t e) {
-  if (occurrences == nullptr) return 1;
-  const int64_t given = occurrences[e];
-  if (given < 0) return 0;
-  const auto touches = static_cast<uint64_t>(given);
-  return touches < LfuClock::kMostTouches ? touches : LfuClock::kMostTouches;
-}
+  // Numbers of touches below 0 count as 0, and those above the largest count as the largest.
+  SPARSEKIT_HOST_DEVICE uint64_t touches(int64_t e) const {
+    if (occurrences == nullptr) return 1;
+    if (occurrences[e] < 0) return 0;
+    const auto given = static_cast<uint64_t>(occurrences[e]);
+    return given < LfuClock::kMostTouches ? given : LfuClock::kMostTouches;
+  }
+};
 
 namespace cpu {
 
 // Returns the size in bytes of the workspace for group_touch. The workspace must be 64-byte
 // aligned. Pass the same buffer `order` [tables] to both functions.
-int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tables, int32_t* order,
+int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tables,
+                                    const FoundRows& found, int32_t* order,
                                     const ParallelFor& parallel_for);
 
 // Writes the score of each distinct row. Skips rows outside [0, capacity), and entries whose index
-// is not that of a distinct key. A table without scores or policy costs nothing.
+// is not that of a distinct key. Preconditions: check_bags reports no error, and the counts of
+// distinct keys do not exceed the numbers of entries.
 void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows& found,
                  int32_t* order, void* workspace, const ParallelFor& parallel_for);
 
 }  // namespace cpu
+
+// Like the CPU version, but without preconditions: bags and counts are clamped to the entries that
+// there are. `tables` and `on_device` are the same tables, in host and in device memory, in the
+// order of their bags.
+namespace cuda {
+
+int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tables,
+                                    int64_t entries);
+
+void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,
+                 const FoundRows& found, void* workspace, void* stream);
+
+}  // namespace cuda
 }  // namespace sparsekit

@@ -114,10 +114,9 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
                                int64_t* size, int64_t capacity, const Key* keys, DeviceCount n,
                                int64_t* rows, int64_t* status, void* workspace, void* stream);
 
-// Like the CPU version. *unsound becomes nonzero if the table is damaged, otherwise 0. rows [size]
-// is workspace.
+// Like the CPU version. *unsound becomes nonzero if the table is damaged, otherwise 0.
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
-                     int64_t* keys, int64_t* rows, int64_t* unsound, void* stream);
+                     int64_t* keys, int64_t* unsound, void* stream);
 
 // Like the CPU version, but removes keys whose new row is outside [-1, n), and sets *bad_row to the
 // first position of such a value.
