@@ -61,6 +61,7 @@ def stems(pattern, *others):
 ACROSS_OPS = (
     "overlap",
     "colliding_keys",
+    "renumbering",
     "group_launches",
     "group_misaligned",
     "beyond_32_bits",

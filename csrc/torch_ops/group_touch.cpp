@@ -84,10 +84,7 @@ void touch(const Tensors& scores_in, const Tensor& index, const Tensor& rows, co
   if constexpr (kOnDevice) {
     const Tensor copy =
         context.cached_copy(tables.data(), count * static_cast<int64_t>(sizeof(TouchedTable)));
-    const Workspace memory(cuda::group_touch_workspace_bytes(tables.data(), count, found.entries),
-                           index);
-    cuda::group_touch(tables.data(), data<TouchedTable>(copy), count, found, memory.data(),
-                      context.stream());
+    cuda::group_touch(tables.data(), data<TouchedTable>(copy), count, found, context.stream());
   } else {
     std::vector<int32_t> order(tables.size());
     const ParallelFor parallel_for = torch_parallel_for();

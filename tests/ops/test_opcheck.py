@@ -106,6 +106,14 @@ def group_find(made, insert):
     return *state, made.tables, made.initializers, *made.asked
 
 
+def group_touch(made, occurrences=None):
+    """Return arguments of group_touch_ with a table under LFU and one under LRU."""
+    rows, inverse, counts, bags, _ = made.find_or_insert()
+    policies = torch.tensor([[2, 3], [1, 0]])
+    scores, clocks = [int64(*range(9)), int64(*range(9))], [int64(7), int64(8)]
+    return scores, inverse, rows, counts, bags, made.asked[2], policies, clocks, occurrences
+
+
 def group_routes(made, owners=(), distinct=True, world_size=3, max_keys=()):
     """Return arguments of group_bucketize with distinct keys, as in `group_find`."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
@@ -169,6 +177,10 @@ CASES = {
     ],
     "hash_table_keys": lambda: [
         (t.buckets, t.hash_seed, t.size) for t in (table(), table(5, -6, 7))
+    ],
+    "hash_table_renumber_": lambda: [
+        (*buckets_of(5, 6, 7), int64(1, -1, 0).int()),
+        (*buckets_of(), int64().int()),
     ],
     "unique": lambda: [
         *((int64(3, 0, 3, 2).to(dtype),) for dtype in KEY_DTYPES),
@@ -249,6 +261,7 @@ CASES = {
         group_step(group(), "row-wise adagrad"),
         (*group_step(group(), "lazy adam"), True, torch.tensor(0.1)),
     ],
+    "group_touch_": lambda: [group_touch(group()), group_touch(group(), int64(1, 2, 0, 4, 5))],
     "init_rows_": lambda: [
         *(
             (randn(2, 5, dtype=dtype), int64(8, 9), None, None, 3, 1, 0.0, 1.0)

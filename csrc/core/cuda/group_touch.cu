@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "cuda/descriptors.cuh"
-#include "sparsekit/arena.h"
 
 namespace sparsekit::cuda {
 namespace {
@@ -36,79 +35,82 @@ struct Touched {
     const int64_t n = end > first ? end - first : 0;
     return {first, n, clamped(found.counts[table.table], n)};
   }
+  // Returns the address of a row's score, or null if the table has no such row.
+  SPARSEKIT_DEVICE int64_t* score(int t, int64_t row) const {
+    const TouchedTable& table = tables[t];
+    return row < 0 || row >= table.capacity ? nullptr : simt::global(table.scores) + row;
+  }
 };
 
-// Adds the touches of each entry to the count of its key. The count of distinct key j of a table is
-// at the position of the table's entry j.
-SPARSEKIT_KERNEL count_touches_kernel(Touched touched, int64_t* counts) {
-  const FoundRows& found = touched.found;
-  // All lanes of a warp iterate together, since they compare their keys.
-  for (int64_t begin = simt::global_thread() - simt::lane(); begin < found.entries;
-       begin += simt::global_threads()) {
-    const int64_t e = begin + simt::lane();
-    int64_t at = -1;
-    if (e < found.entries) {
-      const int t = touched.table_of(e);
-      const auto [first, n, num_distinct] = touched.entries_of(t);
-      const bool is_counted = touched.tables[t].policy == ScorePolicy::kLfu;
-      if (is_counted && e >= first && e < first + n) {
-        const int64_t number = found.index[e];
-        if (number >= 0 && number < num_distinct) at = first + number;
-      }
-    }
-    if (found.occurrences != nullptr) {
-      if (at >= 0) simt::atomic_add(&counts[at], static_cast<int64_t>(found.touches(e)));
-      continue;
-    }
-    // One lane adds for all lanes with the same key.
-    const uint32_t same = simt::warp_match(at);
-    if (at >= 0 && simt::lowest_bit(same) == simt::lane()) {
-      simt::atomic_add(&counts[at], int64_t{simt::count_bits(same)});
-    }
-  }
-}
-
-SPARSEKIT_KERNEL touch_rows_kernel(Touched touched, const int64_t* counts) {
+// Writes the scores of all distinct rows: those of LRU, and those of LFU without the new touches.
+SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
   const FoundRows& found = touched.found;
   for (int64_t e = simt::global_thread(); e < found.entries; e += simt::global_threads()) {
     const int t = touched.table_of(e);
     const auto [first, n, num_distinct] = touched.entries_of(t);
     if (e < first || e >= first + num_distinct) continue;
+    int64_t* score = touched.score(t, found.rows[e]);
+    if (score == nullptr) continue;
     const TouchedTable& table = touched.tables[t];
-    const int64_t row = found.rows[e];
-    if (row < 0 || row >= table.capacity) continue;
-    int64_t* score = simt::global(table.scores) + row;
     const int64_t clock = *simt::global(table.clock);
-    *score = table.policy == ScorePolicy::kLru
-                 ? clock
-                 : LfuClock(clock, table.halve_every).add(*score, static_cast<uint64_t>(counts[e]));
+    *score = table.policy == ScorePolicy::kLfu ? LfuClock(clock, table.halve_every).add(*score, 0)
+                                               : clock;
   }
 }
 
-bool counts_touches(const TouchedTable* tables, int64_t num_tables) {
-  return std::any_of(tables, tables + num_tables,
-                     [](const TouchedTable& table) { return table.policy == ScorePolicy::kLfu; });
+// Adds touches to the count of an LFU word. The result does not depend on the order of the
+// additions: if one of them overflows, its thread sets the count to the largest afterwards, and
+// whatever is added to that overflows again.
+SPARSEKIT_DEVICE void add_touches(int64_t* score, uint64_t touches) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the count is the second half");
+  auto* count = reinterpret_cast<uint32_t*>(score) + 1;
+  const uint64_t before = simt::atomic_add(count, static_cast<uint32_t>(touches));
+  if (before + touches > LfuClock::kMostTouches) {
+    simt::atomic_or(count, static_cast<uint32_t>(LfuClock::kMostTouches));
+  }
+}
+
+// Adds the touches of each entry to its row, under LFU.
+SPARSEKIT_KERNEL add_touches_kernel(Touched touched) {
+  const FoundRows& found = touched.found;
+  // All lanes of a warp iterate together, since they compare their rows.
+  for (int64_t begin = simt::global_thread() - simt::lane(); begin < found.entries;
+       begin += simt::global_threads()) {
+    const int64_t e = begin + simt::lane();
+    int64_t* score = nullptr;
+    if (e < found.entries) {
+      const int t = touched.table_of(e);
+      const auto [first, n, num_distinct] = touched.entries_of(t);
+      const bool is_counted = touched.tables[t].policy == ScorePolicy::kLfu;
+      const int64_t number = is_counted && e >= first && e < first + n ? found.index[e] : -1;
+      if (number >= 0 && number < num_distinct) {
+        score = touched.score(t, found.rows[first + number]);
+      }
+    }
+    if (found.occurrences != nullptr) {
+      if (score != nullptr) add_touches(score, found.touches(e));
+      continue;
+    }
+    // One lane adds for all lanes with the same row.
+    const uint32_t same = simt::warp_match(simt::to_number(score));
+    if (score != nullptr && simt::lowest_bit(same) == simt::lane()) {
+      add_touches(score, static_cast<uint64_t>(simt::count_bits(same)));
+    }
+  }
 }
 
 }  // namespace
 
-int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tables,
-                                    int64_t entries) {
-  return counts_touches(tables, num_tables) ? entries * static_cast<int64_t>(sizeof(int64_t)) : 0;
-}
-
 void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,
-                 const FoundRows& found, void* workspace, void* stream) {
+                 const FoundRows& found, void* stream) {
   if (found.entries == 0) return;
   const Touched touched{on_device, static_cast<int32_t>(num_tables), found};
   const simt::Grid grid = simt::strided_grid_for(found.entries, kGroupThreads);
-  auto* counts = static_cast<int64_t*>(workspace);
-  if (counts_touches(tables, num_tables)) {
-    simt::fill_bytes(counts, 0, group_touch_workspace_bytes(tables, num_tables, found.entries),
-                     stream);
-    simt::launch("group_touch: count", count_touches_kernel, grid, stream, touched, counts);
+  simt::launch("group_touch: rows", touch_rows_kernel, grid, stream, touched);
+  const auto counts = [](const TouchedTable& table) { return table.policy == ScorePolicy::kLfu; };
+  if (std::any_of(tables, tables + num_tables, counts)) {
+    simt::launch("group_touch: add", add_touches_kernel, grid, stream, touched);
   }
-  simt::launch("group_touch: touch", touch_rows_kernel, grid, stream, touched, counts);
 }
 
 }  // namespace sparsekit::cuda

@@ -102,14 +102,11 @@ void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows
 
 // Like the CPU version, but without preconditions: bags and counts are clamped to the entries that
 // there are. `tables` and `on_device` are the same tables, in host and in device memory, in the
-// order of their bags.
+// order of their bags. Makes one launch, or two if any table has LFU.
 namespace cuda {
 
-int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tables,
-                                    int64_t entries);
-
 void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,
-                 const FoundRows& found, void* workspace, void* stream);
+                 const FoundRows& found, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit
