@@ -14,7 +14,13 @@ import time
 
 import simt
 import torch
-from ops import group_bags, test_group_bucketize, test_group_find, test_group_update
+from ops import (
+    group_bags,
+    test_group_bucketize,
+    test_group_find,
+    test_group_touch,
+    test_group_update,
+)
 from ops.groups import random_group
 from ops.optimizer_rules import CASES, PER_ROW, widths
 
@@ -73,7 +79,12 @@ def table_of(keys):
     first = table.find_or_insert(keys[: len(keys) // 2])
     before = table.find(keys)
     second = table.find_or_insert(keys)
-    return first, before, second, table.find(keys + 1), table.keys(), table.size
+    results = first, before, second, table.find(keys + 1), table.keys()
+    kept = torch.arange(len(table), device=keys.device) % 3 > 0
+    new_rows = torch.where(kept, kept.cumsum(0) - 1, -1).int()
+    ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)
+    table.size.copy_(kept.sum().reshape(1))
+    return *results, table.find(keys), table.keys(), table.size
 
 
 def full_table(keys):
@@ -184,6 +195,7 @@ def check_groups(device, mode, seed, dtype):
         test_group_find.check(group())
         test_group_bucketize.check_all(group(), draw.choice((1, 2, 8)), draw.random() < 0.7, seed)
         group_bags.check_all(group())
+        test_group_touch.check_random(group(), seed, draw.random() < 0.5)
         name = draw.choice(list(CASES))
         test_group_update.check(group(), name, draw.choice((1, 3)), count_steps=True)
 

@@ -73,6 +73,11 @@ def use_everything():
             name = f"table {key_dtype} {load_factor}"
             show(f"{name} insert", table.find_or_insert(keys[:5000]), table.buckets)
             show(f"{name} find", table.find(keys), table.keys())
+            kept = torch.arange(len(table)) % 3 > 0
+            new_rows = torch.where(kept, kept.cumsum(0) - 1, -1).int()
+            ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)
+            table.size.fill_(int(kept.sum()))
+            show(f"{name} renumber", table.buckets, table.keys())
             more = integers(-(2**31), 2**31, 5000)
             try:
                 table.find_or_insert(more)
@@ -165,6 +170,14 @@ def use_what_ranks_need():
             out, [1] * 3, grads, dims, inverse, rows_of, numbers, bags, features, [], key_starts
         )
         show(f"gradients {dtype}", out)
+        scores = [integers(-(2**63), 2**63 - 1, 9000) for _ in dims]
+        distinct = integers(0, 9000, 27000).int(), numbers.clone()
+        for occurrences in (None, integers(0, 9, 27000)):
+            ops.group_touch_(
+                scores, inverse, *distinct, bags, features, torch.tensor([[1, 0], [2, 7], [2, 0]]),
+                [torch.tensor([2**31 + t]) for t in range(3)], occurrences
+            )
+        show(f"scores {dtype}", *scores)
 
 
 torch.set_num_threads(1)

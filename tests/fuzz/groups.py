@@ -5,6 +5,7 @@ import torch
 from ..ops import group_bags as bags
 from ..ops import test_group_bucketize as routes
 from ..ops import test_group_find as find
+from ..ops import test_group_touch as touches
 from ..ops import test_group_update as updates
 from ..ops.groups import Group, random_group
 from ..ops.optimizer_rules import CASES, PER_ROW
@@ -56,9 +57,18 @@ def group_update(case: Case) -> None:
         updates.check(group, name, divisor, **keywords)
 
 
+def group_touch(case: Case) -> None:
+    """Check the scores of all tables, under any policies."""
+    group, seed, occurrences = _group(case), case.random.getrandbits(40), case.maybe(0.5)
+    case.note(touches=seed, occurrences=occurrences)
+    with case._threads():
+        touches.check_random(group, seed, occurrences)
+
+
 OPS = {
     "group_bucketize": group_bucketize,
     "group_find": group_find,
     "group_embedding_bag": group_embedding_bag,
+    "group_touch": group_touch,
     "group_update": group_update,
 }

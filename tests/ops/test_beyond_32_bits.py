@@ -120,6 +120,17 @@ def test_gradients_that_are_written(engine):
     assert same_bits(out.view(ROWS, DIM)[FAR], grad.view(2, DIM)[[0, 0, 1, 1, 1]])
 
 
+def test_scores_that_are_written(engine):
+    scores = reserved(2**31 - 1, dtype=torch.int64)
+    rows = torch.tensor([7, 2**29, 2**31 - 2, 2**31 - 3], dtype=torch.int32)
+    index, bags = torch.tensor([0, 1, 2, 1], dtype=torch.int32), torch.tensor([0, 4]).int()
+    features = torch.tensor([[0, 0, 0, 1, 0, 9, 0, 0, 1]])
+    policies, clocks = torch.tensor([[2, 0]]), [torch.tensor([5])]
+    ops.group_touch_([scores], index, rows, torch.tensor([3]), bags, features, policies, clocks)
+    expected = [2**32 + 5, 2 * 2**32 + 5, 2**32 + 5, 0]
+    assert scores[rows.long()].tolist() == expected
+
+
 # ---- launches that are checked, but not executed ----
 
 MOST = 2**31 - 1  # number of keys or entries of a call
@@ -163,6 +174,11 @@ def test_most_keys_of_many_tables(bags):
         OPS.group_embedding_bag_update_(
             [grad], index, rows, number, *given, [weight], states, [], [step], rule, settings
         )
+        policies, clocks, occurrences = torch.tensor([[2, 9]]), [torch.tensor([3])], asked[0][0]
+        scores = [reserved(MOST, dtype=torch.int64)]
+        touched = index, rows, number, *given[:2], policies, clocks
+        for counted_entries in (None, occurrences):
+            OPS.group_touch_(scores, *touched, counted_entries)
         for distinct in (True, False):
             OPS.group_bucketize([], [-1], [-1], *asked, 8, distinct)
     assert counts.sum().kernels > 40
@@ -174,6 +190,7 @@ def test_most_keys_of_one_table():
     with counted(plan=True) as counts:
         OPS.hash_table_find(*buckets, *seed, keys)
         OPS.hash_table_find_or_insert_(*buckets, *seed, *size, keys, MOST)
+        OPS.hash_table_renumber_(*buckets, *seed, reserved(MOST, dtype=torch.int32))
         OPS.unique_padded(keys)
         OPS.bucketize(keys, 8)
         OPS.gather_rows(weight, keys)

@@ -1,16 +1,20 @@
 """sparsekit.ops.group_touch_ equals the reference."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from conftest import assert_same_bits_for_any_threads, generator
+from graphs import HostGraph, host_graphs
 from reference import groups as reference_group
+from simt_counts import counted
 
 from sparsekit import ops
 from sparsekit.ops.group_touch import ScorePolicy
 
 from .groups import Group, Source, random_group
+from .test_group_launches import batch_of
 
 MOST = 2**32 - 1
 NONE, LRU, LFU = ScorePolicy
@@ -60,7 +64,8 @@ def random_clock(draw):
     return draw.choice([0, 1, 999, 2000, MOST, 2**40 + 7, -1, draw.randint(-(2**63), 2**63 - 1)])
 
 
-def random_touch(group, seed, occurrences):
+def check_random(group, seed, occurrences):
+    """Check a touch of random scores under random policies."""
     draw = random.Random(seed)
     rows, policies, scores, clocks = [], [], [], []
     for capacity in group.capacities:
@@ -73,14 +78,14 @@ def random_touch(group, seed, occurrences):
     if occurrences:
         few = [draw.choice([1, 2, 0, -1, 40, MOST, 2**62]) for _ in range(len(found[0]))]
         given = torch.tensor(few, dtype=torch.int64, device=group.device)
-    return found, scores, policies_of(*policies), clocks, given
+    check(group, found, scores, policies_of(*policies), clocks, given)
 
 
 @pytest.mark.parametrize("occurrences", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_groups(device, seed, occurrences):
     group = random_group(seed, torch.float32, device, 100)
-    check(group, *random_touch(group, seed, occurrences))
+    check_random(group, seed, occurrences)
 
 
 def one_table(keys, device, capacity=50, hashed=True):
@@ -203,8 +208,53 @@ def test_a_large_table_among_small_ones(device, backend):
     check(group, found, start, policies, [torch.tensor([3], device=device) for _ in range(4)])
 
 
-def valid(device="cpu"):
-    group = one_table([1, 2, 2], device)
+def test_a_graph_follows_the_clock():
+    group, clock = one_table([7, 8, 7], "cpu"), torch.tensor([5])
+    scores = torch.zeros(50, dtype=torch.int64)
+    with host_graphs():
+        found = group.find_or_insert()
+        for policy, expected in ((LRU, [9, 9]), (LFU, [word(2, 11), word(1, 11)])):
+            graph, policies = HostGraph(torch.device("cpu")), policies_of([policy, 3])
+            run = partial(touch, group, found, [scores], policies, [clock])
+            graph.warm_up(run)
+            graph.capture(run)
+            scores.zero_()
+            clock.fill_(9 if policy == LRU else 11)
+            graph.replay()
+            assert scores[:3].tolist() == [*expected, 0]
+
+
+def launches(policies, tables):
+    """Return the counts of the second call for tables under the given policies in turn."""
+    group = batch_of(tables, 4, 3)
+    found = group.find_or_insert()
+    scores = [torch.zeros(1000, dtype=torch.int64) for _ in range(tables)]
+    given = policies_of(*[(policies[t % len(policies)], 7) for t in range(tables)])
+    clocks = [torch.tensor([3]) for _ in range(tables)]
+    for _ in range(2):
+        with counted() as counts:
+            touch(group, found, scores, given, clocks)
+    return counts.sum("group_touch_")
+
+
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_launches_and_waits(tables):
+    for policies, expected in (([NONE], 0), ([LRU, NONE], 1), ([LFU], 2), ([LFU, LRU, NONE], 2)):
+        counts = launches(policies, tables)
+        assert counts.launches == counts.kernels == expected
+        assert counts.waits == counts.torch == counts.copies_in == 0
+
+
+def test_equal_keys_of_a_warp_cost_one_atomic():
+    group = one_table([5] * 640, "cpu")
+    with counted() as counts:
+        found = group.find_or_insert()
+        touch(group, found, [bits(50)], policies_of([LFU, 0]), [torch.tensor([3])])
+    assert counts.sum("group_touch_").atomics <= 640 // 32
+
+
+def valid():
+    group = one_table([1, 2, 2], "cpu")
     rows, inverse, counts, bags, _ = group.find_or_insert()
     return {
         "scores": [torch.zeros(50, dtype=torch.int64)],

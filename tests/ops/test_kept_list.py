@@ -22,6 +22,8 @@ class Tables:
         self.states = [torch.ones_like(weight) for weight in self.weights]
         self.seeds = [torch.tensor([seed], device=device) for seed in (5, 6)]
         self.steps = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+        self.scores = [torch.zeros(20, dtype=torch.int64, device=device) for _ in range(2)]
+        self.clocks = [torch.tensor([clock], device=device) for clock in (5, 6)]
         self.keys = torch.tensor([7, 8, 7, 9, 7, 10], device=device)
         self.offsets = torch.tensor([0, 2, 3, 6, 6], device=device)
         self.features = torch.tensor([[0, 0, 0, 2, 0, 9, 0, 0, 7], [1, 0, 2, 2, 0, 9, 0, 3, 7]])
@@ -51,7 +53,12 @@ class Tables:
             passed(self.states), [], passed(self.steps), "sgd", [0.5, 0.9, 0.0, 0.0],
             count_steps=True,
         )  # fmt: skip
-        return [counts, found, out, *self.weights, *self.states, *self.steps, *sizes]
+        torch.ops.sparsekit.group_touch_(
+            passed(self.scores), inverse, rows, counts, bags, self.features,
+            torch.tensor([[1, 0], [2, 3]]), passed(self.clocks)
+        )  # fmt: skip
+        changed = *self.weights, *self.states, *self.steps, *sizes, *self.scores
+        return [counts, found, out, *changed]
 
 
 def test_a_step_is_the_same(device):
@@ -69,6 +76,7 @@ def test_a_step_is_the_same(device):
         for one, other in zip(expected.step(list), got.step(kept), strict=True):
             assert torch.equal(one, other)
     assert got.weights[0].any()
+    assert all(score.any() for score in got.scores)
 
 
 def on_the_host(device):

@@ -31,6 +31,22 @@ def insert(**changed):
     ops.hash_table_find_or_insert_(*arguments.values(), 100)
 
 
+def renumber(buckets, new_rows, hash_seed=None):
+    hash_seed = torch.tensor([3]) if hash_seed is None else hash_seed
+    ops.hash_table_renumber_(buckets, hash_seed, new_rows)
+
+
+def touch(*scores, clock=None, rows=None, index=None, counts=None, occurrences=None):
+    bags, some = torch.arange(3).int(), torch.zeros(2).int()
+    features = torch.tensor([[0, 0, 0, 2, 0, 9, 0, 0, 1]])
+    counts = torch.tensor([1] + [0] * (len(scores) - 1)) if counts is None else counts
+    clocks = [torch.tensor([5]) if clock is None else clock] * len(scores)
+    ops.group_touch_(
+        scores, some if index is None else index, some if rows is None else rows, counts, bags,
+        features, torch.tensor([[2, 3]] * len(scores)), clocks, occurrences,
+    )
+
+
 def init(out=None, keys=two, rows=None, status=None):
     ops.init_rows_(torch.zeros(4, 4) if out is None else out, keys, rows, status)
 
@@ -65,6 +81,8 @@ whole, numbered = torch.zeros(8, 4), torch.zeros(8, 4, dtype=torch.int64)
 floats = numbered.view(torch.float32)  # [8, 8] over the same memory
 s = torch.zeros(8, 4), torch.zeros(8, 4)
 wide = [torch.zeros(8, 8), torch.zeros(8, 8)]
+lines = HashTable(20).buckets
+words = torch.zeros(8, dtype=torch.int64)
 """
 
 CASES = [
@@ -76,6 +94,14 @@ CASES = [
     ("insert(keys=lambda b, s: s)", "keys", "size"),
     ("insert(hash_seed=lambda b, s: s)", "hash_seed", "size"),
     ("insert(hash_seed=lambda b, s: b[0, :1])", "hash_seed", "buckets"),
+    ("renumber(lines, lines.view(torch.int32).view(-1)[10:14])", "new_rows", "buckets"),
+    ("renumber(lines, two.int(), lines[0, :1])", "hash_seed", "buckets"),
+    ("touch(words, words[7:])", "scores[1]", "scores[0]"),
+    ("touch(words, clock=words[3:4])", "clocks[0]", "scores[0]"),
+    ("touch(words, rows=words.view(torch.int32)[:2])", "rows", "scores[0]"),
+    ("touch(words, index=words.view(torch.int32)[::9])", "index", "scores[0]"),
+    ("touch(words, counts=words[:1])", "counts", "scores[0]"),
+    ("touch(words, occurrences=words[2:4])", "occurrences", "scores[0]"),
     ("init(out=floats, keys=numbered[0, :2], rows=two)", "keys", "out"),
     ("init(out=floats, rows=numbered[3, 1:3])", "rows", "out"),
     ("init(out=floats, rows=two, status=numbered[7, 3:])", "status", "out"),

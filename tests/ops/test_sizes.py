@@ -97,6 +97,10 @@ CASES = {
     ),
     "find, no buckets": (OPS.hash_table_find, lambda h: (long(0, h), ints(3), ints(1))),
     "keys": (OPS.hash_table_keys, lambda h: (HashTable(5).buckets, ints(3), ints(h))),
+    "renumber": (
+        OPS.hash_table_renumber_,
+        lambda h: (HashTable(5).buckets, ints(3), none(h, dtype=torch.int32)),
+    ),
     "clear": (OPS.hash_table_clear_, lambda h: (long(h, 0),)),
 }
 
@@ -152,6 +156,10 @@ def pooling(bags):
     yield (
         OPS.group_embedding_bag_backward_at_,
         (none(0), [1], [grad], [1], index, index, ints(0), *given),
+    )
+    yield (
+        OPS.group_touch_,
+        ([ints(0)], index, index, ints(0), *given[:2], torch.tensor([[1, 0]]), [ints(1)]),
     )
     tables = [weight.clone()], [], [], [ints(1)], "sgd", [0.0] * 6
     yield OPS.group_embedding_bag_update_, ([grad], index, index, ints(0), *given, *tables)
