@@ -12,7 +12,7 @@ SPARSEKIT_DEVICE int64_t clamped(int64_t at, int64_t end) {
   return at < 0 ? 0 : at > end ? end : at;
 }
 
-// The tables with scores, and what the lookup has found.
+// The tables with scores, and the results of the lookup.
 struct Touched {
   const TouchedTable* tables;
   int32_t num_tables;

@@ -65,7 +65,7 @@ struct TouchedTable {
   int64_t first_bag, bags;  // counted over the bags of all features
 };
 
-// What group_find_or_insert has found.
+// The results of group_find_or_insert.
 struct FoundRows {
   int64_t entries;        // upper bound on the number of entries
   const int32_t* index;   // [entries]
