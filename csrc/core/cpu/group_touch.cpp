@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kWorth = 8192;
 
 // Number of rows whose scores are asked for ahead of their use.
-constexpr int64_t kAhead = 16;
+constexpr int64_t kAhead = 64;
 
 struct Entries {
   int64_t first, n, num_distinct;
