@@ -84,7 +84,13 @@ def table_of(keys):
     new_rows = torch.where(kept, kept.cumsum(0) - 1, -1).int()
     ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)
     table.size.copy_(kept.sum().reshape(1))
-    return *results, table.find(keys), table.keys(), table.size
+    found = ops.lowest_rows(
+        keys[: len(kept)].long().abs() % 9, table.buckets, len(table), 1, 0, 0, table.size, 5
+    )
+    moved = keys[: len(kept)].clone()
+    zero = torch.zeros((), dtype=keys.dtype, device="cpu")
+    ops.move_rows_([moved], new_rows, len(table), [zero])
+    return *results, *found, moved, table.find(keys), table.keys(), table.size
 
 
 def full_table(keys):

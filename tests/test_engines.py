@@ -78,6 +78,11 @@ def use_everything():
             ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)
             table.size.fill_(int(kept.sum()))
             show(f"{name} renumber", table.buckets, table.keys())
+            in_use, scores = len(table), integers(0, 50, len(table))
+            pinned = integers(0, in_use, 300)
+            for kind in (1, 2):
+                lowest = scores, table.buckets, in_use, kind, 7, 60, pinned, in_use // 3
+                show(f"{name} lowest {kind}", *ops.lowest_rows(*lowest))
             more = integers(-(2**31), 2**31, 5000)
             try:
                 table.find_or_insert(more)
@@ -99,6 +104,10 @@ def use_everything():
                     leaves = [weight, *weights]
                     gradients = torch.autograd.grad(bags, leaves, torch.ones_like(bags) * 0.3)
                     show(f"bags {name} {combiner} {len(weights)}", bags, *gradients)
+            moved, places = rows(3000, dim, dtype), torch.full((3000,), -1, dtype=torch.int32)
+            places[2000::3] = torch.arange(334, dtype=torch.int32)
+            ops.move_rows_([moved], places, 2000, [torch.ones((), dtype=dtype)])
+            show(f"move rows {name}", moved)
             out = torch.empty(500, dim, dtype=dtype)
             for distribution in ("constant", "uniform", "normal"):
                 ops.init_rows_(out, integers(-(2**63), 2**63 - 1, 500), distribution=distribution)

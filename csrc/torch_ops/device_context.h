@@ -50,7 +50,8 @@ namespace sparsekit::ops {
   X(kGroupOwners, "group_bucketize", "owners of table")    \
   X(kGroupMaxKeys, "group_bucketize", "max_keys_per_rank") \
   X(kExchangePlace, "group_exchange_rows", "places")       \
-  X(kExchangeTable, "group_exchange_rows", "come")
+  X(kExchangeTable, "group_exchange_rows", "come")         \
+  X(kMovedRow, "move_rows_", "new_rows")
 
 enum class DeviceError {
 #define SPARSEKIT_NAME(name, op, argument) name,

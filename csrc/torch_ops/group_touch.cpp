@@ -14,11 +14,12 @@ static_assert(sizeof(PolicyRow) == 2 * sizeof(int64_t));
 // Checks the scores and clocks of all tables, and returns the tables whose rows get scores. Their
 // bags are not yet known.
 std::vector<TouchedTable> read_tables(Arguments& given, const Views& scores, const Views& clocks,
-                                      const Tensor& policies) {
+                                      const Tensor& policies, const std::vector<int64_t>& ticks) {
   const size_t count = scores.size();
   const Descriptor<PolicyRow> rows(given, "policies", policies);
   given.check_size("policies", policies, 0, static_cast<int64_t>(count));
   given.check_list("clocks", clocks.size(), count);
+  if (!ticks.empty()) given.check_list("ticks", ticks.size(), count);
   std::vector<TouchedTable> tables;
   tables.reserve(count);
   for (size_t t = 0; t < count; ++t) {
@@ -28,11 +29,15 @@ std::vector<TouchedTable> read_tables(Arguments& given, const Views& scores, con
     given.check(halve_every >= 0, "policies[", t, "] must end with halve_every >= 0, got ",
                 halve_every);
     given.written({"scores", t}, scores[t], ScalarType::Long, 1);
-    given.read_word({"clocks", t}, clocks[t]);
-    if (policy == static_cast<int64_t>(ScorePolicy::kNone) || scores[t].numel() == 0) continue;
-    tables.push_back({static_cast<ScorePolicy>(policy), halve_every, int64_data(clocks[t]),
-                      mutable_data<int64_t>(scores[t]), scores[t].numel(), static_cast<int64_t>(t),
-                      0, 0});
+    given.written({"clocks", t}, clocks[t], ScalarType::Long, 1);
+    const int64_t advance = ticks.empty() ? 0 : ticks[t];
+    given.check(advance >= 0, "ticks[", t, "] must be at least 0, got ", advance);
+    const bool scored = policy != static_cast<int64_t>(ScorePolicy::kNone) && scores[t].numel() > 0;
+    if (scored || clocks[t].numel() != 0) given.check_one({"clocks", t}, clocks[t]);
+    if (!scored) continue;
+    tables.push_back({static_cast<ScorePolicy>(policy), halve_every,
+                      mutable_data<int64_t>(clocks[t]), advance, mutable_data<int64_t>(scores[t]),
+                      scores[t].numel(), static_cast<int64_t>(t), 0, 0});
   }
   return tables;
 }
@@ -56,11 +61,12 @@ void set_bags(const GroupFeatures& group, std::vector<TouchedTable>& tables) {
 
 void touch(const Tensors& scores_in, const Tensor& index, const Tensor& rows, const Tensor& counts,
            const Tensor& bags, const Tensor& features, const Tensor& policies,
-           const Tensors& clocks_in, const std::optional<Tensor>& occurrences) {
+           const Tensors& clocks_in, const std::optional<Tensor>& occurrences,
+           const std::vector<int64_t>& ticks) {
   Arguments given("group_touch_", Arguments::kWrites);
   const Views scores(scores_in), clocks(clocks_in);
   given.expect(2 * scores.size() + 5);
-  std::vector<TouchedTable> tables = read_tables(given, scores, clocks, policies);
+  std::vector<TouchedTable> tables = read_tables(given, scores, clocks, policies, ticks);
   const std::optional<Tensor> of_rows = rows, of_counts = counts, no_key_starts;
   const GroupArguments arguments(
       given, {index, of_rows, of_counts, bags, features, {}, no_key_starts}, {}, scores.size());

@@ -16,6 +16,9 @@ constexpr const char* kSchemas[] = {
     " Tensor keys, int capacity, Tensor? num_keys=None) -> (Tensor rows, Tensor status)",
     "hash_table_keys(Tensor buckets, Tensor hash_seed, Tensor size) -> Tensor",
     "hash_table_renumber_(Tensor(a!) buckets, Tensor hash_seed, Tensor new_rows) -> ()",
+    "lowest_rows(Tensor scores, Tensor buckets, int size, int kind, int halve_every, int now,"
+    " Tensor pinned, int count) -> (Tensor rows, Tensor orders, Tensor keys)",
+    "move_rows_(Tensor(a!)[] tensors, Tensor new_rows, int left, Tensor[] initial) -> ()",
 
     "unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)",
     "unique_padded(Tensor keys, Tensor? num_keys=None) -> (Tensor unique, Tensor inverse,"
@@ -77,7 +80,8 @@ constexpr const char* kSchemas[] = {
     " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
     " bool count_steps=False, bool deterministic=True, Tensor? lr=None) -> ()",
     "group_touch_(Tensor(a!)[] scores, Tensor index, Tensor rows, Tensor counts, Tensor bags,"
-    " Tensor features, Tensor policies, Tensor[] clocks, Tensor? occurrences=None) -> ()",
+    " Tensor features, Tensor policies, Tensor(b!)[] clocks, Tensor? occurrences=None,"
+    " int[] ticks=[]) -> ()",
 
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"
     " Tensor[] rows, Tensor[] grads, Tensor(d!)[] steps, str rule, float[] settings,"

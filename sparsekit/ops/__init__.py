@@ -22,6 +22,8 @@ from .hash_table import (
     hash_table_renumber_,
 )
 from .init_rows import init_rows_
+from .lowest_rows import lowest_rows
+from .move_rows import move_rows_
 from .segment_sum import unsorted_segment_sum
 from .unique import unique
 from .update_rows import update_rows_
@@ -47,6 +49,8 @@ __all__ = [
     "hash_table_keys",
     "hash_table_renumber_",
     "init_rows_",
+    "lowest_rows",
+    "move_rows_",
     "unique",
     "unsorted_segment_sum",
     "update_rows_",

@@ -17,7 +17,7 @@ STAND_IN_DIM = 4
 class Of(NamedTuple):
     """Dtypes and number of dimensions that a tensor, or each tensor of a list, must have."""
 
-    dtypes: Sequence[torch.dtype]
+    dtypes: Sequence[torch.dtype] | None  # None accepts any
     dim: int | None  # None accepts any number
     # True for descriptors, which are always on the CPU.
     on_cpu: bool = False

@@ -1,5 +1,6 @@
 """Notes in scores which rows of many tables a lookup has touched."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -28,6 +29,7 @@ def group_touch_(
     policies: torch.Tensor,
     clocks: Tensors,
     occurrences: torch.Tensor | None = None,
+    ticks: Sequence[int] = (),
 ) -> None:
     """Write the score of each distinct row that a lookup has touched.
 
@@ -53,10 +55,13 @@ def group_touch_(
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         policies: int64 ``[T, 2]`` on the CPU: a `ScorePolicy`, and halve_every, which only LFU
             uses; 0 if counts are never halved.
-        clocks: int64 ``[1]`` for each table.
+        clocks: int64 ``[1]`` for each table, changed in place if it has ticks. A table without
+            scores may have ``[0]``.
         occurrences: int64 with one element per entry: the number of touches for which the entry
             stands, from 0 to 2^32 - 1; numbers beyond count as the nearest one. If None, each
             entry is one touch.
+        ticks: for each table, by how much its clock is advanced before scores are written; empty
+            for no clock.
 
     Raises:
         TypeError: a wrong dtype.
@@ -65,7 +70,7 @@ def group_touch_(
     """
     # Do not increment the tensors' versions: no backward saves scores, and for many tables this
     # takes as long as the op.
-    _touch(scores, index, rows, counts, bags, features, policies, clocks, occurrences)
+    _touch(scores, index, rows, counts, bags, features, policies, clocks, occurrences, ticks)
 
 
 @_touch.fake

@@ -33,19 +33,23 @@ def policies_of(*rows):
     return torch.tensor(rows, dtype=torch.int64).view(-1, 2)
 
 
-def touch(group, found, scores, policies, clocks, occurrences=None, op=ops.group_touch_):
+def touch(group, found, scores, policies, clocks, occurrences=None, op=ops.group_touch_, **given):
     rows, inverse, counts, bags, _ = found
-    op(scores, inverse, rows, counts, bags, group.asked[2], policies, clocks, occurrences)
+    op(scores, inverse, rows, counts, bags, group.asked[2], policies, clocks, occurrences, **given)
 
 
-def check(group, found, scores, policies, clocks, occurrences=None):
-    """Touch the rows found and compare all scores; return them."""
+def check(group, found, scores, policies, clocks, occurrences=None, ticks=()):
+    """Touch the rows found and compare all scores and clocks; return the scores."""
     on_cpu = [tensor.cpu() for tensor in found]
     expected = [score.cpu().clone() for score in scores]
     given = None if occurrences is None else occurrences.cpu()
-    times = [clock.cpu() for clock in clocks]
+    before = [clock.cpu().clone() for clock in clocks]
+    times = [clock + tick for clock, tick in zip(before, ticks or [0] * len(before), strict=True)]
     touch(group, on_cpu, expected, policies, times, given, op=reference_group.group_touch_)
-    touch(group, found, scores, policies, clocks, occurrences)
+    touch(group, found, scores, policies, clocks, occurrences, ticks=ticks)
+    for t, clock in enumerate(clocks):
+        scored = int(policies[t, 0]) != 0 and len(scores[t]) > 0
+        assert torch.equal(clock.cpu(), times[t] if scored else before[t])
     for now, wanted in zip(scores, expected, strict=True):
         assert torch.equal(now.cpu(), wanted)
     return scores
@@ -78,7 +82,22 @@ def check_random(group, seed, occurrences):
     if occurrences:
         few = [draw.choice([1, 2, 0, -1, 40, MOST, 2**62]) for _ in range(len(found[0]))]
         given = torch.tensor(few, dtype=torch.int64, device=group.device)
-    check(group, found, scores, policies_of(*policies), clocks, given)
+    # No clock passes 2^63.
+    ticks = [draw.choice([0, 1, 1, 1000]) if int(clock) < 2**62 else 0 for clock in clocks]
+    check(group, found, scores, policies_of(*policies), clocks, given, ticks)
+
+
+def test_clocks_advance_without_keys(device):
+    group = one_table([], device)
+    clocks, scores = [torch.tensor([5], device=device)], [torch.zeros(50).long().to(device)]
+    for policy in (LRU, LFU):
+        check(group, group.find_or_insert(), scores, policies_of([policy, 0]), clocks, ticks=[2])
+    assert clocks[0].tolist() == [9]
+    with pytest.raises(ValueError, match=r"^group_touch_: .*ticks\[0\] must be at least 0, got -1"):
+        check(group, group.find_or_insert(), scores, policies_of([LRU, 0]), clocks, ticks=[-1])
+    found = group.find_or_insert()
+    with pytest.raises(ValueError, match=r"^group_touch_: .*ticks must have 1 element"):
+        touch(group, found, scores, policies_of([LRU, 0]), clocks, ticks=[1, 1])
 
 
 @pytest.mark.parametrize("occurrences", [False, True])
@@ -282,7 +301,11 @@ def valid():
         ("policies", lambda p: p - 3, r"policies\[0\] must begin with .* got -1"),
         ("policies", lambda p: p - policies_of([0, 6]), r"halve_every >= 0, got -1"),
         ("clocks", lambda c: [*c, *c], r"clocks must have 1 element\(s\), got 2"),
-        ("clocks", lambda c: [c[0].expand(2)], r"clocks\[0\] must have one element, got 2"),
+        (
+            "clocks",
+            lambda c: [torch.zeros(2, dtype=torch.int64)],
+            r"clocks\[0\] must have one element, got 2",
+        ),
         ("occurrences", lambda o: o[1:], "occurrences must have size 3 in dimension 0, got 2"),
         ("index", lambda i: i[1:], "rows must have size 2"),
         ("counts", lambda c: c + 2, r"counts\[0\] is 4, but must be in \[0, 3\]"),

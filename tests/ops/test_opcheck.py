@@ -182,6 +182,15 @@ CASES = {
         (*buckets_of(5, 6, 7), int64(1, -1, 0).int()),
         (*buckets_of(), int64().int()),
     ],
+    "lowest_rows": lambda: [
+        (int64(3, 1, 2), buckets_of(5, 6, 7)[0], 3, kind, 7, 9, int64(1), count)
+        for kind in (1, 2)
+        for count in (0, 1, 9)
+    ],
+    "move_rows_": lambda: [
+        ([randn(3, 4), int64(1, 2, 3)], int64(-9, 0, -1).int(), 1, [torch.ones(()), int64(7)[0]]),
+        ([randn(3, 2, 4)[:, 1]], int64(-9, 0, -1).int(), 1, [torch.ones(())]),
+    ],
     "unique": lambda: [
         *((int64(3, 0, 3, 2).to(dtype),) for dtype in KEY_DTYPES),
         (int64(),),
@@ -332,7 +341,7 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
                 op(*mix)
 
 
-ON_CPU = {name for name, of in TENSORS.items() if of.on_cpu}
+ON_CPU = {name for name, of in TENSORS.items() if of.on_cpu} | {"initial"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -36,6 +36,11 @@ def renumber(buckets, new_rows, hash_seed=None):
     ops.hash_table_renumber_(buckets, hash_seed, new_rows)
 
 
+def move(*tensors, rows=None):
+    rows = torch.full((4,), -1, dtype=torch.int32) if rows is None else rows
+    ops.move_rows_(tensors, rows, 2, [torch.zeros(())] * len(tensors))
+
+
 def touch(*scores, clock=None, rows=None, index=None, counts=None, occurrences=None):
     bags, some = torch.arange(3).int(), torch.zeros(2).int()
     features = torch.tensor([[0, 0, 0, 2, 0, 9, 0, 0, 1]])
@@ -96,6 +101,8 @@ CASES = [
     ("insert(hash_seed=lambda b, s: b[0, :1])", "hash_seed", "buckets"),
     ("renumber(lines, lines.view(torch.int32).view(-1)[10:14])", "new_rows", "buckets"),
     ("renumber(lines, two.int(), lines[0, :1])", "hash_seed", "buckets"),
+    ("move(whole, whole[:, 1:])", "tensors[1]", "tensors[0]"),
+    ("move(floats, rows=numbered.view(torch.int32).view(-1)[9:13])", "tensors[0]", "new_rows"),
     ("touch(words, words[7:])", "scores[1]", "scores[0]"),
     ("touch(words, clock=words[3:4])", "clocks[0]", "scores[0]"),
     ("touch(words, rows=words.view(torch.int32)[:2])", "rows", "scores[0]"),

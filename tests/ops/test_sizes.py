@@ -101,6 +101,23 @@ CASES = {
         OPS.hash_table_renumber_,
         lambda h: (HashTable(5).buckets, ints(3), none(h, dtype=torch.int32)),
     ),
+    "lowest, many scores": (
+        OPS.lowest_rows,
+        lambda h: (long(h), HashTable(5).buckets, 3, 1, 0, 0, ints(), 2),
+    ),
+    "lowest, many rows": (
+        OPS.lowest_rows,
+        lambda h: (ints(3), HashTable(5).buckets, h, 1, 0, 0, ints(), 2),
+    ),
+    "lowest, many pinned": (
+        OPS.lowest_rows,
+        lambda h: (ints(), HashTable(5).buckets, 0, 1, 0, 0, long(h), 2),
+    ),
+    "move, wide": (OPS.move_rows_, lambda h: ([none(0, h)], ints().int(), 0, [none()])),
+    "move, many": (
+        OPS.move_rows_,
+        lambda h: ([none(h, 0)], none(h, dtype=torch.int32), 0, [none()]),
+    ),
     "clear": (OPS.hash_table_clear_, lambda h: (long(h, 0),)),
 }
 

@@ -31,6 +31,58 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     )
 
 
+def mixed(keys: torch.Tensor) -> list[int]:
+    """Return the finaliser of splitmix64 of each key, as a number in [0, 2^64)."""
+    hashes = []
+    for key in keys.tolist():
+        x = key % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        hashes.append(x ^ x >> 31)
+    return hashes
+
+
+def lowest_rows(
+    scores: torch.Tensor,
+    buckets: torch.Tensor,
+    size: int,
+    kind: int,
+    halve_every: int,
+    now: int,
+    pinned: torch.Tensor,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the rows that are not pinned by order and hash of the key, and take the first ones."""
+    rows = buckets.view(torch.int32)[:, 10:15]
+    keys = torch.zeros(max(size, 1), dtype=torch.int64)
+    inside = (rows >= 0) & (rows < size)
+    keys[rows[inside].long()] = buckets[:, :5][inside]
+    orders = []
+    for word in scores[:size].tolist():
+        touches, then = divmod(word % 2**64, 2**32)
+        halvings = now // halve_every - then // halve_every if halve_every and now >= then else 0
+        orders.append(word if kind == 1 else touches >> min(halvings, 32))
+    hashes = mixed(keys)
+    free = set(range(size)) - set(pinned.tolist())
+    found = sorted(sorted(free, key=lambda row: (orders[row], hashes[row]))[:count])
+    rows = torch.tensor(found, dtype=torch.int64)
+    return rows, torch.tensor([orders[row] for row in found], dtype=torch.int64), keys[rows]
+
+
+def move_rows_(
+    tensors: Sequence[torch.Tensor],
+    new_rows: torch.Tensor,
+    left: int,
+    initial: Sequence[torch.Tensor],
+) -> None:
+    """Move the last rows one by one, and overwrite them."""
+    for tensor, value in zip(tensors, initial, strict=True):
+        for row in range(left, len(new_rows)):
+            if new_rows[row] >= 0:
+                tensor[int(new_rows[row])] = tensor[row]
+            tensor[row] = value
+
+
 def virtual_shard(key: int) -> int:
     """Return the upper 16 bits of MurmurHash3's finaliser of a key. Saved tables depend on this."""
     x = key % 2**64

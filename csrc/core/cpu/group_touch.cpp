@@ -118,6 +118,7 @@ int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tabl
 
 void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows& found,
                  int32_t* order, void* workspace, const ParallelFor& parallel_for) {
+  for (int64_t t = 0; t < num_tables; ++t) *tables[t].clock += tables[t].ticks;
   const SharedJobs jobs = shared_tables(tables, num_tables, found, order, parallel_for);
   auto* counts = static_cast<uint64_t*>(workspace);
   const int64_t alone = num_counts_alone(jobs, tables, num_tables, found);

@@ -42,7 +42,8 @@ struct Touched {
   }
 };
 
-// Writes the scores of all distinct rows: those of LRU, and those of LFU without the new touches.
+// Writes the scores of all distinct rows as of the advanced clocks: those of LRU, and those of LFU
+// without the new touches.
 SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
   const FoundRows& found = touched.found;
   for (int64_t e = simt::global_thread(); e < found.entries; e += simt::global_threads()) {
@@ -52,7 +53,7 @@ SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
     int64_t* score = touched.score(t, found.rows[e]);
     if (score == nullptr) continue;
     const TouchedTable& table = touched.tables[t];
-    const int64_t clock = *simt::global(table.clock);
+    const int64_t clock = *simt::global(table.clock) + table.ticks;
     *score = table.policy == ScorePolicy::kLfu ? LfuClock(clock, table.halve_every).add(*score, 0)
                                                : clock;
   }
@@ -70,8 +71,21 @@ SPARSEKIT_DEVICE void add_touches(int64_t* score, uint64_t touches) {
   }
 }
 
+// Advances the clocks, with one thread per table; all scores have been written.
+SPARSEKIT_DEVICE void advance_clocks(const Touched& touched) {
+  const int64_t t = simt::global_thread();
+  if (t >= touched.num_tables) return;
+  const TouchedTable& table = touched.tables[t];
+  *simt::global(table.clock) += table.ticks;
+}
+
+SPARSEKIT_KERNEL advance_clocks_kernel(Touched touched) {
+  advance_clocks(touched);
+}
+
 // Adds the touches of each entry to its row, under LFU.
 SPARSEKIT_KERNEL add_touches_kernel(Touched touched) {
+  advance_clocks(touched);
   const FoundRows& found = touched.found;
   // All lanes of a warp iterate together, since they compare their rows.
   for (int64_t begin = simt::global_thread() - simt::lane(); begin < found.entries;
@@ -103,13 +117,18 @@ SPARSEKIT_KERNEL add_touches_kernel(Touched touched) {
 
 void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,
                  const FoundRows& found, void* stream) {
-  if (found.entries == 0) return;
   const Touched touched{on_device, static_cast<int32_t>(num_tables), found};
-  const simt::Grid grid = simt::strided_grid_for(found.entries, kGroupThreads);
-  simt::launch("group_touch: rows", touch_rows_kernel, grid, stream, touched);
-  const auto counts = [](const TouchedTable& table) { return table.policy == ScorePolicy::kLfu; };
-  if (std::any_of(tables, tables + num_tables, counts)) {
-    simt::launch("group_touch: add", add_touches_kernel, grid, stream, touched);
+  const auto has = [=](auto is) { return std::any_of(tables, tables + num_tables, is); };
+  const auto grid = [](int64_t n) { return simt::strided_grid_for(n, kGroupThreads); };
+  if (found.entries > 0) {
+    simt::launch("group_touch: rows", touch_rows_kernel, grid(found.entries), stream, touched);
+  }
+  if (found.entries > 0 && has([](const auto& x) { return x.policy == ScorePolicy::kLfu; })) {
+    simt::launch("group_touch: add", add_touches_kernel, grid(std::max(found.entries, num_tables)),
+                 stream, touched);
+  } else if (has([](const auto& x) { return x.ticks != 0; })) {
+    simt::launch("group_touch: clocks", advance_clocks_kernel,
+                 simt::grid_for(num_tables, kGroupThreads), stream, touched);
   }
 }
 

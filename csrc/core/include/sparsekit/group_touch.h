@@ -58,8 +58,9 @@ class LfuClock {
 struct TouchedTable {
   ScorePolicy policy;
   int64_t halve_every;
-  const int64_t* clock;  // on a device, in its memory
-  int64_t* scores;       // [capacity]
+  int64_t* clock;   // on a device, in its memory
+  int64_t ticks;    // by how much the lookup advances the clock
+  int64_t* scores;  // [capacity]
   int64_t capacity;
   int64_t table;            // index among the tables of the lookup
   int64_t first_bag, bags;  // counted over the bags of all features
@@ -92,9 +93,9 @@ int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tabl
                                     const FoundRows& found, int32_t* order,
                                     const ParallelFor& parallel_for);
 
-// Writes the score of each distinct row. Skips rows outside [0, capacity), and entries whose index
-// is not that of a distinct key. Preconditions: check_bags reports no error, and the counts of
-// distinct keys do not exceed the numbers of entries.
+// Advances the clocks, and writes the score of each distinct row. Skips rows outside [0, capacity),
+// and entries whose index is not that of a distinct key. Preconditions: check_bags reports no
+// error, and the counts of distinct keys do not exceed the numbers of entries.
 void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows& found,
                  int32_t* order, void* workspace, const ParallelFor& parallel_for);
 
@@ -102,7 +103,7 @@ void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows
 
 // Like the CPU version, but without preconditions: bags and counts are clamped to the entries that
 // there are. `tables` and `on_device` are the same tables, in host and in device memory, in the
-// order of their bags. Makes one launch, or two if any table has LFU.
+// order of their bags. Makes one launch, or two if any table has LFU or ticks.
 namespace cuda {
 
 void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,

@@ -1,0 +1,56 @@
+"""Finds the rows of a table with the lowest scores."""
+
+import torch
+
+from ._op import Of, Op
+
+_lowest = Op(
+    "lowest_rows",
+    {
+        "scores": Of((torch.int64,), 1),
+        "buckets": Of((torch.int64,), 2),
+        "pinned": Of((torch.int64,), 1),
+    },
+)
+
+
+def lowest_rows(
+    scores: torch.Tensor,
+    buckets: torch.Tensor,
+    size: int,
+    kind: int,
+    halve_every: int,
+    now: int,
+    pinned: torch.Tensor,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the rows of a table with the lowest scores, without sorting them.
+
+    Rows are compared by their order: with ``ScorePolicy.lru`` the score itself, with
+    ``ScorePolicy.lfu`` the count of an LFU word as `group_touch_` would halve it now. Rows of the
+    same order are compared by the finaliser of splitmix64 of their keys, as unsigned numbers.
+
+    Args:
+        scores: int64 ``[capacity]``, as `group_touch_` writes them.
+        buckets: int64 ``[num_buckets, 8]``, the hash table with the keys of the rows.
+        size: number of rows in use, at most capacity.
+        kind: `ScorePolicy.lru` or `ScorePolicy.lfu`.
+        halve_every: units of the clock after which LFU counts are halved; 0 for never.
+        now: the clock at which LFU counts are read.
+        pinned: int64 ``[p]``, rows that are left out; values outside [0, size) are ignored.
+        count: number of rows to find; if there are fewer, all are found.
+
+    Returns:
+        ``rows``, ``orders`` and ``keys``, int64 ``[k]`` each, in ascending order of row.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, a mix of devices, or a number out of range.
+    """
+    return _lowest(scores, buckets, size, kind, halve_every, now, pinned, count)
+
+
+@_lowest.fake
+def _(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = torch.library.get_ctx().new_dynamic_size()
+    return scores.new_empty([found]), scores.new_empty([found]), scores.new_empty([found])
