@@ -22,10 +22,14 @@ from .nn import (  # noqa: E402
     group_embedding_lookup_sparse,
     load_torch_state_dict,
     replace_embeddings,
+    set_clock,
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
+from .tables.admission import MinCount, Probability  # noqa: E402
 from .tables.hash_table import HashTable  # noqa: E402
+from .tables.life import Evicted, RowCounts  # noqa: E402
 from .tables.reports import raise_errors  # noqa: E402
+from .tables.scores import LFU, LRU  # noqa: E402
 
 __version__: str = _pybind.build_info()["version"]
 
@@ -44,13 +48,19 @@ def build_info() -> dict[str, object]:
 
 
 __all__ = [
+    "LFU",
+    "LRU",
     "All2AllDenseEmbedding",
     "DistributedEmbedding",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingGroup",
+    "Evicted",
     "Feature",
     "HashTable",
+    "MinCount",
+    "Probability",
+    "RowCounts",
     "TableFullError",
     "__version__",
     "build_info",
@@ -66,5 +76,6 @@ __all__ = [
     "optim",
     "raise_errors",
     "replace_embeddings",
+    "set_clock",
     "split_embedding_variable_from_others",
 ]

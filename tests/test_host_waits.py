@@ -129,6 +129,8 @@ CASES = {
     "offsets, most keys of a sample": (lambda: layer(max_feature_num=6), [(FLAT, OFFSETS)]),
     "a combiner for each slot": (lambda: layer(("sum", "mean")), [KEYS]),
     "offsets, a combiner for each slot": (lambda: layer(("sum", "mean")), [(FLAT, OFFSETS)]),
+    "scores": (lambda: layer(score="lfu", ttl=1000), [KEYS]),
+    "evicts": (lambda: layer(on_full="evict", max_rows=900), [(FLAT, OFFSETS)]),
     "truncated": (lambda: layer(max_nnz=2, truncate=True), [(FLAT, OFFSETS)]),
     "truncated by slot": (lambda: layer(max_nnz=[2, 1], truncate=True), [(FLAT, OFFSETS)]),
     "all at once": (

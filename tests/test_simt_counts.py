@@ -188,6 +188,20 @@ def test_a_step_of_layers_takes_few_launches(tables, most):
     assert total.waits == 0
 
 
+@pytest.mark.parametrize("score", ["lru", "lfu"])
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_scores_and_eviction_take_two_launches_more(tables, score):
+    """As long as no table is over its budget."""
+    one = {"tables": tables, "fused": True, "batch": 4, "nnz": 2, "dim": 8, "keys": 20}
+    plain = cuda_counts.Step(**one).count().sum()
+    evicting = cuda_counts.Step(
+        **one, rows=200, on_full="evict", score=score, ttl=100, max_rows=150
+    )
+    total = evicting.count().sum()
+    assert plain.operations < total.operations <= plain.operations + 2
+    assert total.waits == 0
+
+
 @needs_bytes
 def test_the_status_has_what_is_counted(tables):
     """docs/gpu-status.md has the current counts; `make cuda-counts` rewrites it after a change."""

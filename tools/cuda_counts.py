@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,9 @@ class Step:
         batch: number of bags per table.
         nnz: number of keys per bag.
         dim: number of elements in a vector.
-        keys: number of distinct keys.
+        keys: number of distinct keys, and of rows unless `rows` is given.
+        rows: number of rows of each table.
+        options: options of the tables.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class Step:
         nnz: int = 4,
         dim: int = 128,
         keys: int = 1000,
+        rows: int | None = None,
+        **options: Any,
     ) -> None:
         layers = {
             f"table{i}": sparsekit.DistributedEmbedding(
-                "sum", keys, dim, 1, nnz, name=f"table{i}", seed=i
+                "sum", rows or keys, dim, 1, nnz, name=f"table{i}", seed=i, **options
             )
             for i in range(tables)
         }

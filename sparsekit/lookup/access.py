@@ -6,7 +6,6 @@ With several ranks, each rank may pass any keys; they are sent to the ranks that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -17,11 +16,12 @@ from ..distributed.exchange import Exchange, Proposal, attempt
 from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
-from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.erasure import erasure_of
 from ..tables.hash_table import HashTable
+from ..tables.removal import remove_rows
 from ..tables.weight import count_own_writes
+from .by_hand import scored_life
+from .make_room import Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
 from .request import check_keys
 from .table_ops import insert
@@ -78,14 +78,24 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)
-        _write(layer, checked(), vectors)
+        own = checked()
+        if layer.life is not None and layer.life.sweeps:
+            of_layer = [layer], [rows_at_most(layer)], [len(own)]
+            make_room_here(*of_layer, lambda _: (own, None), by_hand=True)
+        _write(layer, own, vectors)
         return
     with exchange.lock:
         way = _ToOwners(exchange, layer, "assign vectors", checked)
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
+        failed = None
+        if layer.life is not None and layer.life.sweeps:
+            known = Known(layer, way.rows, way.asked, layer.life.keys_finished)
+            failed = make_room_on_ranks(
+                [known], lambda _: (come, None), exchange, way.signature, by_hand=True
+            )
         # Raise an error on all ranks if the table is full on one of them.
-        written = attempt(lambda: _write(layer, come, values))
+        written = failed or attempt(lambda: _write(layer, come, values))
         exchange.agree(f"assigned: {way.signature}", written)
 
 
@@ -139,44 +149,55 @@ def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
 
 def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
     """Erase this rank's int64 keys ``[n]``, and return how many it had."""
-    table, weight = cast(HashTable, layer.table), layer.weight
+    table = cast(HashTable, layer.table)
     table.refuse_sharing()
-    if not bool((table.find(keys) >= 0).any()):
-        return 0
-    with layer.rows_changing():
-        change = erasure_of(table, keys)
-        weight.forget(change.rows)
-        buckets, _, size = table.tensors()
-        values = weight.detach()
-        # The index and the vectors must change together, even if the program is interrupted.
-        saved.run_all(
-            [
-                partial(torch.Tensor.index_copy_, values, 0, change.places, values[change.sources]),
-                partial(torch.Tensor.copy_, buckets, change.buffers["buckets"]),
-                partial(torch.Tensor.copy_, size, change.buffers["size"]),
-                partial(torch.Tensor.zero_, values[change.left : change.left + len(change.rows)]),
-            ]
-        )
-    return len(change.rows)
+    rows = table.find(keys).unique()
+    rows = rows[rows >= 0]
+    if layer.life is not None and layer.life.counts is not None:
+        layer.life.counts.remove(keys)
+    if len(rows):
+        layer.weight.note_change()
+        remove_rows(layer, rows)
+        if layer.life is not None:
+            layer.life.erased += len(rows)
+    return len(rows)
 
 
-def items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
+def items(layer: EmbeddingTable, chunk: int, min_score: int | None) -> Iterator[Items]:
     """Yield keys and vectors; see `EmbeddingLayer.items`."""
     chunk = check_int(layer.name, "chunk", chunk, 1, 2**31 - 1)
     layer.refuse_meta()
-    return _items(layer, chunk)
+    chosen = None
+    if min_score is not None:
+        min_score = check_int(layer.name, "min_score", min_score, 0, 2**63 - 1)
+        chosen = (scores_of(layer) >= min_score).nonzero().squeeze(1)
+    return _items(layer, chunk, chosen)
 
 
-def _items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
+def scores_of(layer: EmbeddingTable) -> torch.Tensor:
+    """Return the scores of the rows in use, as in `Evicted.scores`, int64 ``[rows]``.
+
+    Raises:
+        ValueError: rows have no scores.
+    """
+    life = scored_life(layer, "there is no min_score")
+    words = cast(torch.Tensor, layer.scores)[: len(cast(HashTable, layer.table))]
+    return life.score.order(words, life.now(cast(torch.Tensor, layer.clock)))
+
+
+def _items(layer: EmbeddingTable, chunk: int, chosen: torch.Tensor | None) -> Iterator[Items]:
+    """Yield chunks of all rows, or of the chosen ones, int64 ``[n]`` in ascending order."""
     if layer.table is not None:
         keys = layer.table.keys()
+        keys = keys if chosen is None else keys[chosen]
     else:
         rows = torch.arange(layer.capacity, device=layer.weight.device)
         keys = rows * layer.world_size + layer.rank
     for begin in range(0, len(keys), chunk):
         of_chunk = keys[begin : begin + chunk]
-        rows = torch.arange(begin, begin + len(of_chunk), device=keys.device)
-        yield Items(of_chunk, _read(layer, rows))
+        end = begin + len(of_chunk)
+        at = torch.arange(begin, end, device=keys.device) if chosen is None else chosen[begin:end]
+        yield Items(of_chunk, _read(layer, at))
 
 
 def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
@@ -228,7 +249,7 @@ def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
         absent &= ~padding
     vectors = _read(layer, rows)
     places = absent.nonzero().squeeze(1)
-    layer.initializer.write_(vectors, keys[places], places, seed=int(layer.seed))
+    layer.absent.write_(vectors, keys[places], places, seed=int(layer.seed))
     return vectors
 
 
@@ -265,6 +286,8 @@ class _ToOwners:
         order: position of each key in the input.
         own: number of keys to send to each rank.
         theirs: number of keys to receive from each rank.
+        asked: number of keys of all ranks.
+        rows: rows in use on all ranks, of a table that drops rows.
         signature: text that identifies this call, the same on all ranks.
     """
 
@@ -285,9 +308,12 @@ class _ToOwners:
             of_layer = layer.signature(seed, shard, False)
             self.signature = f"{what} of {of_layer}, lookup number {exchange.lookups}"
             self.keys, counts, self.order = ops.bucketize(keys(), exchange.world_size, layer.owners)
-            return Proposal(self.signature, counts.unsqueeze(1))
+            sweeps = layer.life is not None and layer.life.sweeps
+            rows = len(cast(HashTable, layer.table)) if sweeps else 0
+            return Proposal(self.signature, counts.unsqueeze(1), (len(self.keys), rows, 0))
 
         agreed = exchange.agree(what, attempt(propose))
+        self.asked, self.rows, _ = map(sum, zip(*agreed.facts, strict=True))
         self.own: list[int] = agreed.own[:, 0].tolist()
         self.theirs: list[int] = agreed.counts[:, 0].tolist()
         # Enlarge the receive buffers for all messages that may follow, before any of them can fail.

@@ -31,6 +31,7 @@ from ..distributed.wire import (
 from ..ops._checks import accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
 from .inputs import Bags, offsets_of
+from .make_room import Known, make_room_on_ranks, still_inserting
 from .plan import LookupPlan
 from .record import LookupRecord, LookupResult
 from .request import Request, one_by_one
@@ -85,9 +86,15 @@ class ByBag:
     """One lookup by bag in several tables; each rank adds up the vectors of the keys it owns."""
 
     def __init__(
-        self, exchange: Exchange, signature: str, plan: LookupPlan, requests: Sequence[Request]
+        self,
+        exchange: Exchange,
+        signature: str,
+        plan: LookupPlan,
+        requests: Sequence[Request],
+        known: Sequence[Known],
     ) -> None:
         self.exchange = exchange
+        self._known = known
         self.plan = plan
         self.signature = signature
         self.requests = requests
@@ -120,6 +127,16 @@ class ByBag:
             for table in tables
         ]
         looked_up: list[LookupResult] = []
+        if self._known and error is None:
+            error = make_room_on_ranks(
+                still_inserting(self._known),
+                lambda table: (
+                    torch.cat([one.bags.keys for one in owned if one.request.table is table]),
+                    None,
+                ),
+                exchange,
+                self.signature,
+            )
 
         def add_up(to: Parts) -> None:
             if error is not None:

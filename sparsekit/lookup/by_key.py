@@ -19,10 +19,12 @@ from ..distributed.exchange import Agreement, Exchange
 from ..distributed.wire import ALIGNMENT, Layout, Parts
 from .key_client import KeyClient
 from .key_server import KeyServer
+from .make_room import Known, make_room_on_ranks, still_inserting
 from .plan import LookupPlan
 from .record import LookupRecord
 from .request import Request
 from .rows import exchange_rows
+from .scored import counted_columns
 from .second import Gradients, differentiable
 from .unpooled import as_vectors
 
@@ -59,6 +61,9 @@ class ByKey:
         # Layout of the keys from all ranks. With max_keys_per_rank and without fixed places, it is
         # known only when the keys arrive.
         self._keys: Layout | None = None
+        self._known: Sequence[Known] = ()
+        # Columns of the tables whose owners must know how often a key has come.
+        self._counted: list[int] = []
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Store the requests of the call, and group their distinct keys by owner.
@@ -100,8 +105,14 @@ class ByKey:
         others = self.exchange.world_size - 1
         return sum(client.bytes_of_bags() * others for client in self._clients)
 
-    def begin(self, agreed: Agreement) -> None:
-        """Send the keys; `agreed` has the counts that all ranks have agreed on."""
+    def begin(self, agreed: Agreement, known: Sequence[Known] = ()) -> None:
+        """Send the keys.
+
+        Args:
+            agreed: the counts that all ranks have agreed on.
+            known: what all ranks know of the tables in `LookupPlan.swept`.
+        """
+        self._known = known
         exchange, most = self.exchange, self.plan.most_keys
         if most is not None:
             # From now on, parts of this size may arrive without a handshake.
@@ -109,11 +120,12 @@ class ByKey:
             exchange.at_once.add(self.of_plan)
         if self._places is not None:
             return self._send_places(self._places)
-        words = [8] * len(self._row_bytes)
-        own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
+        self._counted = counted_columns(self.plan.batches, self.plan.columns)
+        own_keys, self._keys = (self._keys_layout(n) for n in (agreed.own, agreed.counts))
 
         def write(parts: Parts) -> None:
             self._write_keys(parts, own_keys)
+            self._write_occurrences(parts, own_keys)
 
         sizes = own_keys.sizes, self._keys.sizes
         self._received = exchange.send(f"keys: {self.signature}", write, *sizes, late=True)
@@ -182,6 +194,18 @@ class ByKey:
         for client, columns in zip(self._clients, self.plan.columns, strict=True):
             client.write_keys(parts, keys, columns)
 
+    def _keys_layout(self, counts: np.ndarray) -> Layout:
+        """Return the layout of parts with keys, then how often keys of some tables have come."""
+        tables = len(self._row_bytes) + len(self._counted)
+        return Layout(np.concatenate([counts, counts[:, self._counted]], axis=1), [8] * tables)
+
+    def _write_occurrences(self, parts: Parts, keys: Layout) -> None:
+        for number, column in enumerate(self._counted):
+            for client, columns in zip(self._clients, self.plan.columns, strict=True):
+                if columns.start <= column < columns.stop:
+                    at = len(self._row_bytes) + number
+                    client.write_occurrences(parts, keys, column - columns.start, at)
+
     def _expected(self, counts: np.ndarray) -> Layout:
         """Return the layout of vectors or gradients of `counts` keys; prepare to receive them."""
         layout = Layout(counts, self._row_bytes, ALIGNMENT)
@@ -218,7 +242,11 @@ class ByKey:
             own = self._own_counts[exchange.rank]
             counts = np.insert(come.words, exchange.rank, own, axis=0)
             self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
-        server = KeyServer(self.plan, come, self._keys, self._theirs, self._places)
+        server = KeyServer(self.plan, come, self._keys, self._theirs, self._places, self._counted)
+        if self._known and error is None:
+            error = make_room_on_ranks(
+                still_inserting(self._known), server.keys_of, exchange, self.signature
+            )
         layouts = self._theirs, self._own
         what = f"vectors: {self.signature}"
         rows, (_, record, found) = exchange_rows(

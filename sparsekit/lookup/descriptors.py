@@ -30,6 +30,8 @@ class Descriptors:
     limits: Sequence[tuple[int, int, int]]
     shapes: Sequence[tuple[int, ...]]  # shapes of the outputs without the last dimension
     width: int | None  # number of columns of the shared output; None if each request has its own
+    # How often each entry's key has come, int64, if keys come from ranks that send each only once.
+    occurrences: torch.Tensor | None = None
 
 
 def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tensor) -> Descriptors:

@@ -12,7 +12,7 @@ from ..distributed.wire import ALIGNMENT, Layout, Parts
 from .descriptors import describe
 from .explain import explain
 from .plan import TableBatch
-from .record import grads_or_zeros
+from .record import entries_of_tables, grads_or_zeros
 from .request import Request
 from .table_ops import new_outs
 
@@ -89,6 +89,27 @@ class KeyClient:
         for begin, end in keys.ranges(parts.begins, columns):
             last = first + (end - begin) // 8
             words[begin // 8 : end // 8] = self._keys[first:last]
+            first = last
+
+    def write_occurrences(self, parts: Parts, keys: Layout, t: int, column: int) -> None:
+        """Write how often this rank has had each key of a table, in the order of `write_keys`.
+
+        Args:
+            parts: the parts to write to.
+            keys: layout of keys, and of these numbers, in the parts.
+            t: index of the table.
+            column: column of the layout for the numbers.
+        """
+        own = entries_of_tables(self._bags, self._features, len(self.batch.dims))[t]
+        numbers = self._inverse[own]
+        count = int(self._numbers[t])
+        occurrences = torch.empty(count, dtype=torch.int64, device=numbers.device)
+        places = self._places[own.start : own.start + count].to(torch.int64)
+        occurrences[places] = torch.bincount(numbers, minlength=count)
+        words, first = parts.data.view(torch.int64), 0
+        for begin, end in keys.ranges(parts.begins, slice(column, column + 1)):
+            last = first + (end - begin) // 8
+            words[begin // 8 : end // 8] = occurrences[first:last]
             first = last
 
     def pool(

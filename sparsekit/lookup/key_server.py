@@ -10,6 +10,7 @@ import torch
 
 from ..distributed.wire import Layout, Parts
 from ..ops._group import GROUP_COMBINERS, FeatureColumn
+from ..tables.embedding_table import EmbeddingTable
 from .descriptors import Descriptors, no_offsets
 from .plan import LookupPlan
 from .record import LookupResult
@@ -30,6 +31,7 @@ class KeyServer:
         vectors: layout of the vectors, and of their gradients, in the parts.
         places: for each table, the number of places for its keys in each part; each part then
             begins with the number of keys of each table. None if all places are in use.
+        counted: columns of the tables for which numbers follow the keys: how often each has come.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class KeyServer:
         keys: Layout,
         vectors: Layout,
         places: Sequence[int] | None,
+        counted: Sequence[int] = (),
     ) -> None:
         self._plan = plan
+        self._counted = counted
         self._vectors = vectors
         payloads, begins = keys.payloads(come)
         self._keys = [payload.view(torch.int64) for payload in payloads]
-        self._first = self._first_bags = begins // 8
+        self._first = self._first_bags = self._words = begins // 8
         self._offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
         if places is not None:
             # Treat each place as a bag, with one key if the place is in use, otherwise with none.
@@ -77,9 +81,37 @@ class KeyServer:
             self._features.append(features)
             counts = self._vectors.counts[:, columns].T.tolist()
             limits = [(t, rank, n) for t, own in enumerate(counts) for rank, n in enumerate(own)]
-            descriptors = Descriptors(self._keys, self._offsets, [], features, limits, [], 1)
+            descriptors = Descriptors(
+                *(self._keys, self._offsets, [], features, limits, [], 1),
+                self._occurrences(columns),
+            )
             asked.append((OnDemand(partial(self._requests, columns)), descriptors))
         return run_into(self._plan, asked, memory)
+
+    def _occurrences(self, columns: slice) -> torch.Tensor | None:
+        """Return how often each entry's key has come, int64; None if no table must know."""
+        own = range(self._vectors.counts.shape[1])[columns]
+        if not any(column in own for column in self._counted):
+            return None
+        behind_keys = self._vectors.counts.shape[1]
+        each = []
+        for column in own:
+            at = column
+            if column in self._counted:
+                at = behind_keys + self._counted.index(column)
+            firsts, counts = self._words[:, at].tolist(), self._vectors.counts[:, column].tolist()
+            for words, first, count in zip(self._keys, firsts, counts, strict=True):
+                each.append(words[first : first + count])
+        # As long as other tensors with an element per entry; the rest is not read.
+        each.append(each[0].new_empty(sum(map(len, self._keys)) - sum(map(len, each))))
+        return torch.cat(each)
+
+    def keys_of(self, table: EmbeddingTable) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the received keys of a table, and how often each has come, if it must know."""
+        tables = [one for batch in self._plan.batches for one in batch.tables]
+        own = slice(tables.index(table), tables.index(table) + 1)
+        occurrences, keys = self._occurrences(own), self._requests(own)[0].keys
+        return keys, None if occurrences is None else occurrences[: len(keys)]
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
         """Return the features that `answer` has used, adapted to parts at other byte offsets."""

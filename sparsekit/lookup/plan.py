@@ -19,6 +19,7 @@ from ..tables.embedding_table import EmbeddingTable, check_same_process, table_c
 from ..tables.kept_tensors import KeptTensors
 from ..tables.reports import Inserting, bounds_of
 from .request import check_weight
+from .scored import scored_of
 
 _changes = operator.attrgetter("changes")
 
@@ -45,8 +46,7 @@ class TableBatch:
 
     Tensors are read at each call, since loading a state may replace them; as long as none has been
     replaced, lists of several are passed to the ops as `KeptTensors`. The tables are held by weak
-    references, so that a layer that keeps this object is still freed as soon as nothing else uses
-    it.
+    references, so that a layer that keeps this object is freed once nothing else uses it.
 
     Attributes:
         positions: positions of the requests for these tables among all requests of a call.
@@ -67,7 +67,8 @@ class TableBatch:
         bounds: `bounds_of` these.
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the key of
             an entry has everything that they depend on.
-        max_norms: for each table with a limit, the largest norm of a row, and the p of that norm.
+        max_norms: for each table with a limit, the largest norm of a row, and that norm's p.
+        scored: the tables whose rows have scores; None if there are none.
         seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
     """
@@ -106,8 +107,9 @@ class TableBatch:
         self.max_norms = {
             t: (x.max_norm, x.norm_type) for t, x in enumerate(tables) if x.max_norm is not None
         }
-        initial = [table.initializer.numbers for table in tables]
+        initial = [(x.initializer if inserts else x.absent).numbers for x in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
+        self.scored = scored_of(tables, inserts)
         # Keep the dicts, since attribute access on a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
@@ -248,8 +250,7 @@ class LookupPlan:
     Attributes:
         batches: the tables, grouped into batches that one call of an op can handle.
         columns: for each batch, the range of its tables among all tables.
-        derived: values that a caller has derived from the tables for a form of input; see
-            `remember`.
+        derived: what a caller has derived from the tables for a form of input; see `remember`.
         strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
@@ -263,7 +264,7 @@ class LookupPlan:
         for i, table in enumerate(tables):
             key = (
                 *(table.weight.dtype, table.dtype_on_wire),
-                *(table.inserts, table.gradient_divisor),
+                *(table.inserts_all, table.gradient_divisor),
             )
             positions.setdefault(key, []).append(i)
         self.batches = [

@@ -12,6 +12,7 @@ from .. import ops
 from .._overrides import without_overrides
 from .._pybind import each_is
 from ..ops._group import FeatureColumn, split_by_table
+from ..tables.in_flight import InFlight
 from ..tables.weight import Update, deliver_gradients, key_changes, update_of_all
 from .numbered import numbered
 from .plan import TableBatch
@@ -88,6 +89,9 @@ class LookupRecord:
         self, of_gradients: Gradients, grads: Gradients, found: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the outputs' gradients; see `second.pooled_again`."""
+        for call in self.calls:
+            for lookup in call.in_flight:
+                lookup.check_again()
         return pooled_again(self.calls, of_gradients, grads, found)
 
     def _gradients(
@@ -98,11 +102,16 @@ class LookupRecord:
     ) -> list[torch.Tensor | None]:
         if self.key_changes != key_changes.count:
             self._check_keys()
+        in_flight = [rows for call in self.calls for rows in call.in_flight]
+        for rows in in_flight:
+            rows.check()
         gradients: list[torch.Tensor | None] = []
         each = len(found) // len(self.calls)
         for k, call in enumerate(self.calls):
-            own = found[k * each : (k + 1) * each]
+            own = call.current(found[k * each : (k + 1) * each])
             gradients += call.gradients(grads[k], own, features[k])
+        for rows in in_flight:
+            rows.done = True
         if not self.fused:
             return gradients
         # Gradients remain only if the optimizer has been detached since the lookup.
@@ -132,6 +141,13 @@ class CallRecord:
     sample_weights: list[torch.Tensor]
     features: torch.Tensor
     width: int | None
+    # The rows of tables with scores, which may get other numbers before the backward.
+    in_flight: tuple[InFlight, ...] = ()
+
+    def current(self, found: Sequence[Any]) -> Sequence[Any]:
+        """Return what the lookup has found, with the numbers that its rows have now."""
+        moved = next((lookup for lookup in self.in_flight if lookup.moved), None)
+        return found if moved is None else [*moved.found, *found[2:]]
 
     def gradients(
         self,

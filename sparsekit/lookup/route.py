@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from .._compiling import refuse_recording
-from ..distributed.exchange import Exchange, Proposal
+from ..distributed.exchange import Agreement, Exchange, Proposal
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.own_shard import warn_of_parts_not_saved
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
 from .local import Local
+from .make_room import Known, known_here, known_of, swept_columns, swept_tables
 from .plan import LookupPlan, PlanCache
 from .request import LazyRequests, Request
 
@@ -127,14 +128,15 @@ def _begin_on_ranks(
     agreed = exchange.agree("look up", _proposal(exchange, made, asked))
     by_key, requests = cast(ByKey, made), cast("Sequence[Request]", asked)
     exchange.parts_saved = 0
+    known = _take_known(by_key.plan, agreed)
     by_bag, sizes, saved = zip(*agreed.facts, strict=True)
     if any(saved):
         warn_of_parts_not_saved(saved)
     if all(by_bag):
-        route = ByBag(exchange, by_key.signature, by_key.plan, requests)
+        route = ByBag(exchange, by_key.signature, by_key.plan, requests, known)
         route.begin(sizes)
         return route
-    by_key.begin(agreed)
+    by_key.begin(agreed, known)
     return by_key
 
 
@@ -146,9 +148,29 @@ def _proposal(exchange: Exchange, made: ByKey | Exception, asked: Asked) -> Prop
     try:
         made.ask(asked)
         facts = *_compare(made, asked), exchange.parts_saved
-        return Proposal(made.signature, made.counts, facts)
+        return Proposal(made.signature, _with_known(made), facts)
     except Exception as error:
         return error
+
+
+def _with_known(made: ByKey) -> torch.Tensor:
+    """Return the counts of keys for each rank, and what all ranks must know to make room."""
+    columns, counts = swept_columns(made.plan), made.counts
+    if not columns:
+        return counts
+    known = known_here(swept_tables(made.plan), counts[:, columns].sum(0))
+    return torch.cat([counts, known.to(counts.device).expand(len(counts), -1)], 1)
+
+
+def _take_known(plan: LookupPlan, agreed: Agreement) -> list[Known]:
+    """Take the columns of `_with_known` out of the counts of all ranks."""
+    tables = swept_tables(plan)
+    if not tables:
+        return []
+    last = agreed.counts.shape[1] - 2 * len(tables)
+    known = known_of(tables, agreed.counts[:, last:])
+    agreed.counts, agreed.own = agreed.counts[:, :last], agreed.own[:, :last]
+    return known
 
 
 def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,17 +15,18 @@ from .. import ops
 from .._pybind import each_is
 from .._reports import DEFERRING_DEVICES, Reports, errors_are_deferred, reports_of
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.reports import (
-    Report,
-    entries_by_table,
-)
+from ..tables.in_flight import InFlight
+from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
+from .inputs import offsets_of
+from .make_room import inserted_keys, make_room_here, rows_at_most
 from .max_norm import limit_norms
 from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
+from .touch import hold_rows, touch
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
 # op refused its arguments.
@@ -117,7 +119,8 @@ def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupRes
 
 def insert(table: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     """Return the int64 rows of this rank's distinct keys; insert new keys, even in evaluation."""
-    call = TableOps(TableBatch([0], [table], inserts=True), [one_by_one(table, keys)], None)
+    batch = TableBatch([0], [table], inserts=True)
+    call = TableOps(batch, [one_by_one(table, keys)], None, ticks=False)
     call.find()
     return cast(torch.Tensor, call.rows).to(torch.int64)
 
@@ -134,10 +137,13 @@ class TableOps:
         requests: Sequence[Request],
         descriptors: Descriptors | None,
         agreed: bool = False,
+        ticks: bool = True,
     ) -> None:
         self._batch = batch
         self._agreed = agreed
+        self._ticks = ticks  # whether the lookup advances the clocks of tables with scores
         self._requests = requests
+        self._checked = False  # whether all requests have been checked
         # Tensors of the tables, and the arguments of ops for them.
         self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
@@ -154,8 +160,12 @@ class TableOps:
     def record(self) -> CallRecord:
         """Return everything that the backward needs besides `found`."""
         given = self._descriptors
+        in_flight: tuple[InFlight, ...] = ()
+        if self._batch.scored is not None:
+            in_flight = hold_rows(self._batch, self.weights, self.found()[:4], given.features)
         return CallRecord(
-            self._batch, self.weights, given.sample_weights, given.features, self.width
+            *(self._batch, self.weights, given.sample_weights, given.features, self.width),
+            in_flight,
         )
 
     def found(self) -> tuple[torch.Tensor | None, ...]:
@@ -172,7 +182,12 @@ class TableOps:
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         device = sources.keys[0].device
+        scored = tables.scored
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
+        if scored is not None and scored.swept and self._ticks and not self._agreed:
+            if reports is not None:
+                reports.poll()  # they tell how many rows are in use
+            self._make_room(scored.swept)
         report = None if reports is None else self._report(reports)
         words = () if report is None or report.words is None else (report.words,)
         # Compare sizes on the CPU only: on a device, the host does not know whether there are new
@@ -200,15 +215,56 @@ class TableOps:
             explain_refusal(refusal, self._requests, self._batch.tables)
         if tables.inserts and not tables.seen:
             tables.have_keys()
+        new: dict[int, int] = {}  # number of new rows, by table
         if counted and (now := self._sizes()) != before:
             # Increment the versions. Otherwise a backward that has saved a weight would silently
             # use the weight's new rows.
             each = zip(tables.hashed, before, now, strict=True)
-            changed = [self.weights[t] for t, then, size in each if size > then]
+            new = {t: size - then for t, then, size in each if size > then}
+            changed = [self.weights[t] for t in new]
             increment_version(changed)
             count_own_writes(changed)
+        if scored is not None and scored.touched:
+            found = self.found()[:4]
+            touch(self._batch, scored, found, self._descriptors, new if self._ticks else None)
         if late or tables.max_norms:
             self._prepare(late)
+
+    def _make_room(self, swept: Sequence[int]) -> None:
+        """Drop rows of tables that the keys might overfill, and rows that have expired."""
+        batch, sources = self._batch, self._descriptors
+        tables = [batch.tables[t] for t in swept]
+        entries = entries_by_table(sources.limits, sources.keys, len(batch.names))
+        most: Sequence[float]
+        if sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device):
+            sizes = dict(zip(batch.hashed, self._sizes(), strict=True))
+            most = [sizes[t] for t in swept]
+        else:
+            most = [rows_at_most(table) for table in tables]
+        asked = [entries[t] for t in swept]
+        make_room_here(tables, most, asked, self._keys_of, absent=partial(self._absent, swept))
+
+    def _absent(self, swept: Sequence[int]) -> list[int]:
+        """Return, for each of these tables, how many keys have no row, repeats counted."""
+        sources = self._descriptors
+        asked = sources.keys, sources.offsets, sources.features
+        buckets, hash_seeds = self._passed.buckets, self._passed.hash_seeds
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                index, bags, _ = _find(buckets, hash_seeds, self._batch.described, *asked)
+        except Exception as refusal:
+            explain_refusal(refusal, self._requests, self._batch.tables)
+        self._checked = True
+        own = entries_of_tables(bags, sources.features, len(self.weights))
+        before = offsets_of((index[: own[-1].stop] < 0).to(torch.int64)).tolist()
+        return [before[own[t].stop] - before[own[t].start] for t in swept]
+
+    def _keys_of(self, table: EmbeddingTable) -> tuple[torch.Tensor, None]:
+        if not self._checked:  # nothing may be dropped for a lookup that is refused
+            for request in self._requests:
+                request.check()
+            self._checked = True
+        return torch.cat([inserted_keys(r) for r in self._requests if r.table is table]), None
 
     def _sizes(self) -> Sequence[int]:
         """Return the numbers of rows in use, which are on the CPU."""

@@ -3,6 +3,7 @@
 from ..tables.initializers import Constant, Initializer, Normal, Uniform
 from ..tables.weight import EmbeddingWeight
 from . import wrappers  # noqa: F401 (it registers hooks with torch)
+from .clock import set_clock
 from .dropin_embedding import Embedding
 from .dropin_embedding_bag import EmbeddingBag
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding
@@ -27,4 +28,5 @@ __all__ = [
     "group_embedding_lookup_sparse",
     "load_torch_state_dict",
     "replace_embeddings",
+    "set_clock",
 ]

@@ -58,7 +58,26 @@ class DistributedEmbedding(EmbeddingLayer):
             for the whole table on the CPU, with torch's generator seeded by seed, and each rank
             keeps its own rows. None means ``Uniform(-0.05, 0.05)``.
         padding_key: entries with this key are left out, neither counted nor inserted.
-        on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged.
+        on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged. ``"evict"``
+            makes room: before a batch whose new keys would put more than max_rows rows in use, the
+            keys with the lowest scores lose their rows, until 95% of max_rows are left or the batch
+            fits. Keys of the batch stay, and so do those of a backward to come and of a gradient;
+            if there are only such keys, TableFullError is raised. A key that comes again is new.
+            The choice is exact, over all ranks, and the same on any number of them. See
+            docs/lifecycle.md.
+        max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
+            of all ranks' rows.
+        score: value of a row, which decides what goes first. ``"lru"``: the time of its last lookup
+            in training. ``"lfu"`` or `sparsekit.LFU`: the number of times that its key has come in
+            training, halved again and again. None means ``"lru"`` where scores are needed.
+        admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
+            keys get a row. The others are read as before_admission says, and have no gradient. None
+            admits all.
+        before_admission: vector of a key that has no row, in evaluation too: ``"initial"``, its
+            initial vector, or ``"zero"``.
+        ttl: units of the table's clock after which a row without a lookup in training expires; its
+            key then loses its row within another 1/16 of ttl. None means never. The clock counts
+            lookups in training, unless `sparsekit.set_clock` sets it.
         gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; both are the same on a single rank.
         seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
             from torch's default generator, which `torch.manual_seed` seeds; ranks that draw

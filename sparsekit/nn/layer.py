@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 
 from ..lookup import PlanCache
 from ..lookup.access import Items, assign, erase, items, vectors_of
+from ..lookup.by_hand import clear, evict, scored_life
 from ..lookup.request import Request
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.hash_table import HashTable
+from ..tables.life import Evicted, RowCounts
 from ..tables.options import TableOptions
 
 
@@ -91,7 +94,81 @@ class EmbeddingLayer(EmbeddingTable):
         """
         return erase(self, keys)
 
-    def items(self, chunk: int = 65536) -> Iterator[Items]:
+    def evict(self, *, fraction: float | None = None, keep: int | None = None) -> int:
+        """Remove the keys with the lowest scores, as `erase` does.
+
+        Keys with equal scores go in the order of a hash of the key. Keys whose rows
+        are still needed stay: those of a backward to come, and of a gradient. With several ranks
+        this is a collective, and the lowest of all ranks go: the same keys as on a single rank.
+
+        Args:
+            fraction: fraction of the rows in use to remove, in [0, 1].
+            keep: number of rows, over all ranks, to keep at most. Give one of the two.
+
+        Returns:
+            The number of keys that have been removed, on all ranks together.
+
+        Raises:
+            TypeError, ValueError: neither or both arguments, one out of range, or a layer without
+                scores or without the hash table; nothing has been changed.
+            RuntimeError: the layer is on meta; or ranks disagree.
+        """
+        return evict(self, fraction, keep)
+
+    def on_evict(self, callback: Callable[[Evicted], Any] | None) -> None:
+        """Call a function with the keys that leave the table, in batches; None ends that.
+
+        It is called after each sweep that has dropped rows of this rank: because the table was over
+        its budget, because rows were older than ttl, or because of `evict`; not for `erase` and
+        `clear`. It gets copies, so it may keep them, for example to write them to a larger store.
+        It runs within the lookup, before new keys are inserted. If it raises an error, the rows
+        have been dropped already, and the lookup raises the error. A copy of the layer has no
+        function to call.
+
+        Args:
+            callback: takes a `sparsekit.Evicted`; replaces the function of an earlier call.
+
+        Raises:
+            TypeError: callback cannot be called.
+            ValueError: rows of the layer have no scores, so none are dropped.
+
+        Example:
+            >>> layer.on_evict(lambda gone: print(gone.keys, gone.scores, gone.expired))
+        """
+        if callback is not None and not callable(callback):
+            raise TypeError(f"{self.name}: callback must be callable or None, got {callback!r}")
+        scored_life(self, "no keys leave the table by themselves").on_evict = callback
+
+    def row_counts(self) -> RowCounts:
+        """Return how many rows this rank has in use, and how many have come and gone; see there.
+
+        Reading them costs nothing; on CUDA it waits for the device. A copy of the layer goes on
+        from the counts of the original; they are not part of the state.
+
+        Raises:
+            ValueError: rows of the layer have no scores.
+            RuntimeError: the layer is on meta.
+        """
+        self.refuse_meta()
+        life = scored_life(self, "they are not counted")
+        return life.row_counts(len(cast(HashTable, self.table)), self.weight.is_cpu)
+
+    def clear(self) -> int:
+        """Remove all keys, and overwrite their vectors and states of optimizers.
+
+        With several ranks this is a collective. `reset_parameters` also draws a new seed.
+
+        Returns:
+            The number of keys that have been removed, on all ranks together.
+
+        Raises:
+            ValueError: a layer without the hash table.
+            RuntimeError: the weight has a gradient; the layer is on meta; or ranks disagree. A
+                backward whose forward was before raises RuntimeError.
+        """
+        return clear(self)
+
+    def items(self, chunk: int = 65536, *, min_score: int | None = None) -> Iterator[Items]:
         """Yield the keys of this rank's rows and their vectors, in chunks.
 
         This is not a collective: each rank yields its own keys, and all ranks together yield all
@@ -101,12 +178,15 @@ class EmbeddingLayer(EmbeddingTable):
 
         Args:
             chunk: largest number of rows in a chunk.
+            min_score: leave out rows with a lower score, as `Evicted.scores` has it: the clock of
+                the last lookup in training (LRU), or the aged count (LFU). None yields all rows.
 
         Yields:
             ``keys`` int64 ``[n]`` and ``vectors`` ``[n, dim]``, a copy in the dtype of weight.
 
         Raises:
-            TypeError, ValueError: chunk is not an int in [1, 2^31 - 1].
+            TypeError, ValueError: chunk is not an int in [1, 2^31 - 1], min_score is not an int in
+                [0, 2^63), or rows have no scores.
             RuntimeError: the layer is on meta.
         """
-        return items(self, chunk)
+        return items(self, chunk, min_score)

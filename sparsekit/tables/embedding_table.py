@@ -18,6 +18,8 @@ from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
 from .hash_table import HashTable, RowsOf
 from .init_function import resolve
+from .initializers import Constant, Initializer
+from .life import new_life
 from .options import TableOptions, drawn_seed
 from .owners import CodeOfMap, even_map
 from .state import TableTensors, refuse_lost_values
@@ -107,6 +109,7 @@ class EmbeddingTable(TableTensors):
         )
         self.padding_key = options.padding_key
         self.on_full = options.on_full
+        self.life = new_life(self.name, options, self.capacity * self.world_size)
         self.gradient_reduction = options.gradient_reduction
         # Seed of the initial vectors; if it is None, each reset of the vectors draws a new seed.
         self._given_seed = options.seed
@@ -117,6 +120,11 @@ class EmbeddingTable(TableTensors):
         placed = options.placement == "hash" and self.world_size > 1
         self.register_buffer("owners", even_map(self.world_size, device) if placed else None)
         self._code_of_map = CodeOfMap()
+        # Scores of rows, and the clock that lookups in training advance; see `tables.scores`.
+        scored = self.life is not None
+        for buffer, size in (("scores", self.capacity), ("clock", 1)):
+            new = torch.zeros(size, dtype=torch.int64, device=device) if scored else None
+            self.register_buffer(buffer, new)
         shape = (self.capacity, self.embedding_vec_size)
         weight = torch.empty(shape, dtype=options.dtype, device=device)
         self.weight = EmbeddingWeight(prefer_huge_pages(weight))
@@ -144,6 +152,8 @@ class EmbeddingTable(TableTensors):
         self.seed.fill_(seed)
         for place, value in enumerate((self.rank, self.world_size)):
             self.shard[place] = value
+        if self.life is not None:
+            self.life.forget_counts(weight.device)
         if self.table is not None:
             self.table.clear_()
         else:
@@ -167,7 +177,9 @@ class EmbeddingTable(TableTensors):
         table_changes.next()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"life": None, **state})
+        for name in ("scores", "clock"):  # an older version may have pickled the layer
+            self._buffers.setdefault(name, None)
         self._tie()
 
     def _tie(self) -> None:
@@ -240,6 +252,17 @@ class EmbeddingTable(TableTensors):
         """Return whether a lookup gives rows to new keys."""
         return self.training and self.insert
 
+    @property
+    def inserts_all(self) -> bool:
+        """Return whether a lookup gives rows to all new keys."""
+        return self.inserts and (self.life is None or self.life.admission is None)
+
+    @property
+    def absent(self) -> Initializer:
+        """The distribution of the vectors of keys without a row."""
+        zeros = self.life is not None and self.life.before_admission == "zero"
+        return Constant(0.0) if zeros else self.initializer
+
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the positions of the keys that this rank owns, in ascending order."""
         _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
@@ -277,7 +300,7 @@ class EmbeddingTable(TableTensors):
             f"placement {self._placed()}{', gradients' if gradients else ''}"
             f", {self.strategy}, {self.gradient_reduction}, {self.dtype_on_wire} between ranks, "
             f"seed {seed}{self._hint_at_seed()}, max_keys_per_rank {self.max_keys_per_rank}, "
-            f"{'inserting' if self.insert else 'insert=False'}, "
+            f"{'inserting' if self.insert else 'insert=False'}, {self.life or ''}"
             f"{self.initializer}, padding_key {self.padding_key}"
             f"{'' if self.max_norm is None else f', max_norm {self.max_norm} of {self.norm_type}'}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
@@ -311,6 +334,8 @@ class EmbeddingTable(TableTensors):
             self._buffers["owners"] = even_map(self.world_size, device)
         if was_meta:
             self.reset_parameters()
+        if self.life is not None:
+            self.life.move_to(device)
         self._count_change()  # tensors may have a new dtype or device
         return self
 

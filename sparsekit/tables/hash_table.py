@@ -58,6 +58,8 @@ class RowsOf:
         layer: Any = None if self._layer is None else self._layer()
         if layer is not None:
             layer.weight.detach()[row:].zero_()
+            if (scores := getattr(layer, "scores", None)) is not None:
+                scores[row:].zero_()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowsOf, ()

@@ -15,7 +15,9 @@ from .. import _pybind, hashing
 from ..distributed.world import WIRE_DTYPES, settings
 from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
+from .admission import MinCount, Probability
 from .initializers import Initializer
+from .scores import LFU, Score, score_of
 
 PLACEMENTS = ("hash", "modulo")
 
@@ -27,6 +29,11 @@ class TableKeywords(TypedDict, total=False):
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None
     padding_key: int | None
     on_full: str
+    max_rows: int | None
+    score: Score | str | None
+    ttl: int | None
+    admission: MinCount | Probability | None
+    before_admission: str
     gradient_reduction: str
     seed: int | None
     name: str | None
@@ -50,6 +57,11 @@ class TableOptions:
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None
     padding_key: int | None = None
     on_full: str = "error"
+    max_rows: int | None = None
+    score: Score | str | None = None
+    ttl: int | None = None
+    admission: MinCount | Probability | None = None
+    before_admission: str = "initial"
     gradient_reduction: str = "mean"
     seed: int | None = None
     name: str | None = None
@@ -75,7 +87,7 @@ class TableOptions:
         check_choice(name, "key_dtype", self.key_dtype, KEY_DTYPES)
         dtype = self.dtype or torch.get_default_dtype()
         check_choice(name, "dtype", dtype, ROW_DTYPES)
-        check_choice(name, "on_full", self.on_full, ("error",))
+        check_choice(name, "on_full", self.on_full, ("error", "evict"))
         check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
         wire_dtype = self.wire_dtype or settings.wire_dtype
         if self.wire_dtype is not None:
@@ -99,6 +111,7 @@ class TableOptions:
             padding_key = check_int(name, "padding_key", padding_key, -(2**63), 2**63 - 1)
         return replace(
             self,
+            **self._checked_life(name),
             max_vocabulary_size_per_gpu=capacity,
             embedding_vec_size=dim,
             placement=placement,
@@ -109,6 +122,47 @@ class TableOptions:
             seed=_checked_seed(name, self.name, self.seed),
             process_group=self.process_group or settings.process_group,
         )
+
+    def _checked_life(self, name: str) -> dict[str, Any]:
+        """Check the options about the life of rows, and return them with defaults filled in."""
+        given = {name: getattr(self, name) for name in ("max_rows", "score", "ttl", "admission")}
+        given = {option: value for option, value in given.items() if value is not None}
+        evicts = self.on_full == "evict"
+        if not self.use_hashtable and (given or evicts):
+            option, value = next(iter([*given.items(), ("on_full", self.on_full)]))
+            raise ValueError(
+                f"{name}: {option}={value!r} needs the hash table: with use_hashtable=False every "
+                f"key has a row for ever"
+            )
+        if self.max_rows is not None:
+            if not evicts:
+                raise ValueError(f"{name}: max_rows={self.max_rows} needs on_full='evict'")
+            check_count(name, "max_rows", self.max_rows)
+        if self.ttl is not None:
+            check_count(name, "ttl", self.ttl, 2**62)
+        if not isinstance(self.admission, (MinCount, Probability, type(None))):
+            raise TypeError(
+                f"{name}: admission must be sparsekit.MinCount(...), sparsekit.Probability(...) or "
+                f"None, got {self.admission!r}"
+            )
+        check_choice(name, "before_admission", self.before_admission, ("initial", "zero"))
+        if self.before_admission == "zero" and self.admission is None:
+            raise ValueError(f"{name}: before_admission='zero' needs admission")
+        scored = evicts or any(given.values())
+        score = score_of(name, "lru" if self.score is None else self.score) if scored else None
+        told = evicts or self.admission is not None or isinstance(score, LFU)
+        if self.max_keys_per_rank is not None and told:
+            option = "on_full='evict'" if evicts else f"score={self.score!r}"
+            option = option if self.admission is None else "admission"
+            raise ValueError(
+                f"{name}: {option} cannot have max_keys_per_rank, whose messages have room neither "
+                f"for the rows in use nor for how often keys come"
+            )
+        if self.max_keys_per_rank is not None and self.ttl is not None:
+            raise ValueError(
+                f"{name}: ttl={self.ttl} cannot have max_keys_per_rank, whose lookups drop no rows"
+            )
+        return {"score": score}
 
 
 def keyword_parameters() -> list[inspect.Parameter]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,16 +67,37 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     optimizer.state[weight] = {**rest, **found}
 
 
-def reset_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor, rows: torch.Tensor) -> None:
-    """Overwrite the states that an optimizer has of these rows, int64 ``[n]``, in place."""
-    state = optimizer.state.get(weight) or {}
-    initial = _initial_values(optimizer, weight) if state else {}
-    for name in _of_rows(state, weight):
-        if state[name].is_sparse:
-            own = torch.isin(state[name]._indices()[0], rows)
-            state[name]._values()[own] = 0
-        else:
-            state[name][rows] = initial.get(name, 0.0)
+def row_tensors(
+    optimizer: torch.optim.Optimizer, weight: torch.Tensor
+) -> list[tuple[str, torch.Tensor, float]]:
+    """Return the name, the tensor and the initial value of each state with a row per row."""
+    state = optimizer.state.get(weight)
+    if not state:
+        return []
+    if "keys" in state:  # the states have not followed the keys yet
+        follow_keys(optimizer, weight, weight.keys())  # type: ignore[attr-defined]
+        state = optimizer.state[weight]
+    initial = _initial_values(optimizer, weight)
+    return [(name, state[name], initial.get(name, 0.0)) for name in _of_rows(state, weight)]
+
+
+def sparse_writes(
+    optimizer: torch.optim.Optimizer, weight: torch.Tensor, new_rows: torch.Tensor
+) -> list[partial[Any]]:
+    """Return the calls that give sparse states, such as a momentum, other row numbers.
+
+    Args:
+        optimizer: any optimizer.
+        weight: ``[capacity, dim]``.
+        new_rows: int32 ``[rows in use]``, the new number of each row, or -1 for a removed row.
+    """
+    kept = (new_rows >= 0).nonzero().squeeze(1)
+    to = new_rows[kept].to(torch.int64)
+    return [
+        partial(dict.__setitem__, optimizer.state[weight], name, _moved_sparse(tensor, kept, to))
+        for name, tensor, _ in row_tensors(optimizer, weight)
+        if tensor.is_sparse
+    ]
 
 
 def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:

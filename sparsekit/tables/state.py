@@ -14,14 +14,18 @@ from ..distributed.sharded import Sharded
 from ..ops._checks import FLOATING, ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
 from . import saved_state as saved
+from .admission import ExactCounts, Sketch, counts_of
 from .hash_table import HashTable
 from .initializers import Constant, Initializer
 from .kept_tensors import release_kept
+from .life import RowLife
 from .own_shard import OwnShard, exchange_ref
 from .owners import check_ranks_of, shared
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
+# Name in a state of the counts of keys that have not been admitted.
+_COUNTS = "counts"
 
 
 class TableTensors(torch.nn.Module, Sharded):
@@ -39,6 +43,9 @@ class TableTensors(torch.nn.Module, Sharded):
         shard: int64 ``[2]``, rank and world size.
         owners: int16 ``[65536]``, the rank of each virtual shard; None if keys are placed without
             this map.
+        life: the life of the rows; None for a table without scores.
+        scores: int64 ``[capacity]``, the score of each row; None for a table without scores.
+        clock: int64 ``[1]``, the clock of the scores.
         checked_modes: modes (inserting or not) in which the weight has been checked.
     """
 
@@ -54,6 +61,9 @@ class TableTensors(torch.nn.Module, Sharded):
     seed: torch.Tensor
     shard: torch.Tensor
     owners: torch.Tensor | None
+    life: RowLife | None
+    scores: torch.Tensor | None
+    clock: torch.Tensor | None
     checked_modes: set[bool]
     initializer: Initializer
 
@@ -63,7 +73,7 @@ class TableTensors(torch.nn.Module, Sharded):
 
     def sharded_state(self) -> Iterable[str]:
         """Return the names of a table's tensors, without those that a subclass adds."""
-        return own_entries(self)
+        return [*own_entries(self), *_counts_of(self)]
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Apply the optimizer steps that these rows, or all rows, have missed."""
@@ -96,6 +106,10 @@ class TableTensors(torch.nn.Module, Sharded):
                 error_messages.append(str(error))
             # Leave nothing for torch to load into the layer or the hash table.
             state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
+            # Leave out what torch would not know.
+            unknown = (_COUNTS,) if self.scores is not None else (_COUNTS, "scores", "clock")
+            for name in unknown:
+                state_dict.pop(f"{prefix}{name}", None)
         with own_writes([self.weight]):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if entries and not isinstance(self.weight, EmbeddingWeight):
@@ -108,6 +122,8 @@ class TableTensors(torch.nn.Module, Sharded):
     ) -> None:
         self.catch_up()
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, counts in _counts_of(self).items():
+            destination[f"{prefix}{name}"] = counts
         if self.world_size > 1:
             name = f"{prefix}shard"
             exchange = exchange_ref(self.process_exchange())
@@ -116,7 +132,7 @@ class TableTensors(torch.nn.Module, Sharded):
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the entries of a layer and its table in a state, by the layer's names."""
-    own = ("weight", "seed", "shard", "owners")
+    own = ("weight", "seed", "shard", "owners", "scores", "clock", _COUNTS)
     names = (name.removeprefix(prefix) for name in state_dict)
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
 
@@ -124,11 +140,20 @@ def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
 def own_entries(layer: TableTensors) -> dict[str, torch.Tensor]:
     """Return the tensors of a layer and its table, by their names in a state."""
     own = {"weight": layer.weight, "seed": layer.seed, "shard": layer.shard}
-    if layer.owners is not None:
-        own["owners"] = layer.owners
+    for name in ("owners", "scores", "clock"):
+        if (buffer := getattr(layer, name)) is not None:
+            own[name] = buffer
     if layer.table is not None:
         own |= {f"table.{name}": buffer for name, buffer in layer.table.named_buffers()}
     return own
+
+
+def _counts_of(layer: TableTensors) -> dict[str, torch.Tensor]:
+    """Return the counts of keys that have not been admitted, by their name in a state."""
+    life = layer.life
+    if life is None or life.counts is None or layer.weight.is_meta:
+        return {}
+    return {_COUNTS: life.counts.state()}
 
 
 def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
@@ -182,14 +207,19 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
         )
     if table and layer.key_dtype == torch.int32:
         _refuse_wide_keys(layer.name, table)
+    life = _life(layer, entries, len(weight), device)
     # Apply missed optimizer steps, since they belong to the rows that are about to be replaced.
     layer.catch_up()
     layer.checked_modes = set()
+    counts = _loaded_counts(layer, entries, device)
     with layer.rows_changing():
         if assign:
-            _replace(layer, weight, seed, owners, table)
+            _replace(layer, weight, seed, owners, table, life)
         else:
-            _copy(layer, weight, seed, owners, table)
+            _copy(layer, weight, seed, owners, table, life)
+        if layer.life is not None:
+            layer.life.counts = counts
+            layer.life.forget_expiry()
 
 
 def _refuse_wide_keys(name: str, table: dict[str, torch.Tensor]) -> None:
@@ -201,6 +231,48 @@ def _refuse_wide_keys(name: str, table: dict[str, torch.Tensor]) -> None:
             f"{name}: key {int(keys[row])} of row {row} is no int32, which the layer takes; make "
             f"it with key_dtype=torch.int64"
         )
+
+
+def _life(
+    layer: TableTensors, entries: dict[str, Any], rows: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return new buffers ``scores`` and ``clock``; zeros for a state without them.
+
+    Raises:
+        TypeError, ValueError: the entries are damaged, or only one of them is there.
+    """
+    if layer.scores is None:
+        return {}
+    made = {
+        "scores": torch.zeros(layer.capacity, dtype=torch.int64, device=device),
+        "clock": torch.zeros(1, dtype=torch.int64, device=device),
+    }
+    if not entries.keys().isdisjoint(made):
+        scores = saved.entry(layer.name, entries, "scores", _INT64, (rows,))
+        clock = saved.entry(layer.name, entries, "clock", _INT64, (1,))
+        if int(clock) < 0:
+            raise ValueError(f"{layer.name}: the state is damaged: its clock is {int(clock)}")
+        count = min(rows, layer.capacity)
+        made["scores"][:count] = scores[:count]
+        made["clock"].copy_(clock)
+    return made
+
+
+def _loaded_counts(
+    layer: TableTensors, entries: dict[str, Any], device: torch.device
+) -> ExactCounts | Sketch | None:
+    """Return the counts of a state; none have been counted in a state without them.
+
+    Raises:
+        TypeError, ValueError: the entry is damaged, or of another kind of counts.
+    """
+    if layer.life is None or layer.life.counts is None:
+        return None
+    counts = counts_of(layer.life.admission, device)
+    if counts is not None and _COUNTS in entries:
+        dtype, shape = counts.form
+        counts.load(saved.entry(layer.name, entries, _COUNTS, (dtype,), shape).to(device))
+    return counts
 
 
 def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:
@@ -230,6 +302,7 @@ def _copy(
     seed: torch.Tensor,
     owners: torch.Tensor | None,
     table: dict[str, torch.Tensor],
+    life: dict[str, torch.Tensor],
 ) -> None:
     rows = min(len(weight), layer.capacity)
     unused = layer.weight[rows:].detach()
@@ -244,6 +317,7 @@ def _copy(
         # Other layers may share the map, so write to a copy.
         layer.owners = own.clone()
         pairs.append((layer.owners, owners))
+    pairs += [(layer.get_buffer(name), new) for name, new in life.items()]
     if layer.table is not None:
         pairs += [(layer.table.get_buffer(name), new) for name, new in table.items()]
     saved.copy_all(pairs)
@@ -255,6 +329,7 @@ def _replace(
     seed: torch.Tensor,
     owners: torch.Tensor | None,
     table: dict[str, torch.Tensor],
+    life: dict[str, torch.Tensor],
 ) -> None:
     if len(weight) != layer.capacity:
         rows = weight[: layer.capacity]
@@ -262,7 +337,7 @@ def _replace(
         weight[: len(rows)] = rows
     parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
     shard = torch.tensor([layer.rank, layer.world_size], device=weight.device)
-    buffers = {"seed": seed.to(weight.device), "shard": shard}
+    buffers = {"seed": seed.to(weight.device), "shard": shard, **life}
     if owners is not None:
         owners = owners.to(weight.device).contiguous()
         buffers["owners"] = shared(owners, layer.world_size)

@@ -11,7 +11,8 @@ import torch
 from .._pybind import count_up, each_is
 from ..distributed.shard_gradient import ShardGradient
 from .hash_table import HashTable
-from .row_states import follow_keys, reset_rows
+from .in_flight import InFlight
+from .row_states import follow_keys
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
@@ -57,6 +58,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     # Address and number of the row indices of a coalesced gradient that autograd will put in
     # ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
+    # The lookups whose backward may be to come, if rows may be removed before; see `InFlight`.
+    lookups: "weakref.WeakSet[InFlight] | None" = None
     # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
     # Value of `key_changes` after the last change of the keys of these rows.
@@ -118,6 +121,12 @@ class EmbeddingWeight(torch.nn.Parameter):
         table = None if self._table is None else self._table()
         return None if table is None else table.keys()
 
+    def is_looked_up_by(self, lookup: InFlight) -> None:
+        """Register a lookup whose rows must follow when rows get other numbers."""
+        if self.lookups is None:
+            self.lookups = weakref.WeakSet()
+        self.lookups.add(lookup)
+
     def note_change(self) -> None:
         """Record that rows get other keys, so that earlier lookups have no backward any more."""
         self.keys_changed_at = key_changes.next()
@@ -144,11 +153,6 @@ class EmbeddingWeight(torch.nn.Parameter):
         for optimizer in list(self._optimizers or ()):
             if "keys" in optimizer.state.get(self, ()):
                 self.settle(optimizer)
-
-    def forget(self, rows: torch.Tensor) -> None:
-        """Overwrite the states of these rows, int64 ``[n]``, as if the rows were new."""
-        for optimizer in list(self._optimizers or ()):
-            reset_rows(optimizer, self, rows)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the states of one optimizer to the rows that their keys have now."""
@@ -243,6 +247,10 @@ def deliver_gradients(
 def _sparse(
     weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, shard_of: str | None
 ) -> torch.Tensor:
+    if not len(rows):
+        # Memory of its own: torch adds to an empty gradient by resizing it in place, and behind it
+        # is the next table's gradient.
+        rows, grad = torch.empty_like(rows), torch.empty_like(grad)
     _watch_gradient(weight)
     if isinstance(weight, EmbeddingWeight):
         weight._on_its_way = rows.data_ptr(), rows.shape[0]

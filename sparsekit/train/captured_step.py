@@ -79,10 +79,10 @@ class CapturedStep:
 
     Raises:
         TypeError: warm_ups is not an int.
-        ValueError: the model is not on one CUDA device, its tables are sharded over ranks, or
-            warm_ups is less than 1; (in a call) a table is not updated in backward, or not by one
-            of the optimizers; or inputs differ in structure, shape, dtype or value (of what is not
-            a tensor) from those of the first call.
+        ValueError: the model is not on one CUDA device, its tables are sharded over ranks or have
+            scores, or warm_ups is less than 1; (in a call) a table is not updated in backward, or
+            not by one of the optimizers; or inputs differ in structure, shape, dtype or value (of
+            what is not a tensor) from those of the first call.
         RuntimeError: (in a call) the step cannot be captured; or something that is part of the
             capture has changed since: a parameter, buffer or state is another tensor, a layer or
             the model is in another mode or has other options, a setting of an optimizer has
@@ -129,6 +129,12 @@ class CapturedStep:
                 raise ValueError(
                     f"CapturedStep: {table.name} is sharded over {table.world_size} ranks, whose "
                     f"messages have other lengths in each step; capture steps of one rank only"
+                )
+            if table.life is not None:
+                raise ValueError(
+                    f"CapturedStep: {table.name} has scores, and the host decides before each step "
+                    f"whether rows must be dropped, which a graph cannot do; make it with "
+                    f"on_full='error' and without score, ttl and admission"
                 )
         self._graph = Graph(self._device)
         self._inputs: list[Any] = []  # copies of the inputs' leaves; the graph reads them

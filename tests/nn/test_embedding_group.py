@@ -312,3 +312,21 @@ def test_layers_on_two_devices():
 def test_layers_that_are_no_mapping():
     with pytest.raises(TypeError, match=r"^EmbeddingGroup: layers must be a mapping, got list$"):
         sparsekit.EmbeddingGroup([sparsekit.DistributedEmbedding("sum", 9, 4, 1, 2)])
+
+
+@pytest.mark.parametrize("empty", ["sum", "any"])
+def test_a_gradient_added_to_an_empty_one_leaves_those_of_other_tables(empty, device):
+    """torch adds to an empty gradient in place, which must not run into the next table's."""
+    keys = torch.tensor([1, 2, 3], device=device)
+    some, none = (keys, torch.arange(4, device=device)), (keys[:0], torch.zeros_like(keys[:1]))
+    made = {
+        "sum": sparsekit.DistributedEmbedding("sum", 80, 3, 1, name="sum"),
+        "any": sparsekit.DistributedEmbedding("sum", 80, 4, 1, name="any"),
+    }
+    group = sparsekit.EmbeddingGroup(torch.nn.ModuleDict(made).to(device))
+    inputs = {name: none if name == empty else some for name in made}
+    sum(out.sum() for out in group(inputs).values()).backward()
+    (7 * made[empty](some)).sum().backward()
+    for name, layer in made.items():
+        expected = torch.full((3, layer.embedding_vec_size), 7.0 if name == empty else 1.0)
+        assert torch.equal(layer.weight.grad.coalesce().values().cpu(), expected)

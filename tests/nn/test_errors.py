@@ -95,7 +95,7 @@ ONES = torch.ones(4)
 CONSTRUCTION = {
     "combiner": (lambda: pooled("min"), ValueError, ["combiner", "'min'", "sqrtn"]),
     "combiner no str": (lambda: pooled(["sum"]), ValueError, ["combiner", "['sum']"]),
-    "on_full": (lambda: pooled(on_full="evict"), ValueError, ["on_full", "'evict'"]),
+    "on_full": (lambda: pooled(on_full="grow"), ValueError, ["on_full", "'grow'"]),
     "gradient_reduction": (
         lambda: dense(gradient_reduction="max"),
         ValueError,

@@ -1,6 +1,5 @@
 """Tests of a table's options: bounds, defaults that depend on other settings, and messages."""
 
-import dataclasses
 import re
 
 import numpy as np
@@ -11,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sparsekit import hashing
 from sparsekit.distributed.world import settings
 from sparsekit.tables import options as module
+from sparsekit.tables.admission import MinCount, Probability
 from sparsekit.tables.options import TableOptions, check_count, drawn_seed, keyword_parameters
+from sparsekit.tables.scores import LFU, LRU
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,8 @@ CHECKED = {
     "dtype": torch.float32, "device": CPU, "key_dtype": torch.int64, "embedding_initializer": None,
     "padding_key": None, "on_full": "error", "gradient_reduction": "mean", "seed": None,
     "name": None, "process_group": None, "placement": "hash", "wire_dtype": None,
-    "max_keys_per_rank": None, "insert": True,
+    "max_keys_per_rank": None, "insert": True, "max_rows": None, "score": None, "ttl": None,
+    "admission": None, "before_admission": "initial",
 }  # fmt: skip
 
 
@@ -58,6 +60,15 @@ CHECKED = {
         ),
         ({"max_keys_per_rank": 1}, None),
         ({"insert": False}, None),
+        ({"on_full": "evict"}, {"on_full": "evict", "score": LRU()}),
+        (
+            {"on_full": "evict", "max_rows": 5, "score": "lfu"},
+            {"on_full": "evict", "max_rows": 5, "score": LFU()},
+        ),
+        ({"ttl": 3}, {"ttl": 3, "score": LRU()}),
+        ({"score": LFU(7)}, None),
+        ({"admission": MinCount(2)}, {"admission": MinCount(2), "score": LRU()}),
+        ({"admission": Probability(0.5), "before_admission": "zero", "score": LRU()}, None),
         ({"device": "cpu"}, {}),
         ({"device": "meta"}, {"device": torch.device("meta")}),
         *(({"padding_key": key}, None) for key in (-(2**63), 2**63 - 1, 0)),
@@ -72,7 +83,7 @@ CHECKED = {
     ids=str,
 )
 def test_options_that_are_taken(changes, differs):
-    checked = dataclasses.asdict(options(**changes).checked("layer"))
+    checked = vars(options(**changes).checked("layer"))
     assert checked == {**CHECKED, **(changes if differs is None else differs)}
     for name in ("max_vocabulary_size_per_gpu", "embedding_vec_size"):
         assert type(checked[name]) is int
@@ -97,7 +108,34 @@ def test_options_that_are_taken(changes, differs):
          "key_dtype must be one of torch.int64, torch.int32; got torch.int16"),
         ({"dtype": torch.float16}, ValueError,
          "dtype must be one of torch.float32, torch.float64, torch.bfloat16; got torch.float16"),
-        ({"on_full": "evict"}, ValueError, "on_full must be one of error; got 'evict'"),
+        ({"on_full": "grow"}, ValueError, "on_full must be one of error, evict; got 'grow'"),
+        ({"max_rows": 5}, ValueError, "max_rows=5 needs on_full='evict'"),
+        ({"max_rows": 0, "on_full": "evict"}, ValueError,
+         "max_rows must be in [1, 9223372036854775807], got 0"),
+        ({"ttl": 0}, ValueError, "ttl must be in [1, 4611686018427387904], got 0"),
+        ({"score": "old"}, ValueError,
+         "score must be 'lru', 'lfu', sparsekit.LRU() or sparsekit.LFU(...), got 'old'"),
+        ({"score": "lfu", "max_keys_per_rank": 1}, ValueError,
+         "score='lfu' cannot have max_keys_per_rank, whose messages have room neither for the rows "
+         "in use nor for how often keys come"),
+        ({"ttl": 3, "max_keys_per_rank": 1}, ValueError,
+         "ttl=3 cannot have max_keys_per_rank, whose lookups drop no rows"),
+        ({"on_full": "evict", "max_keys_per_rank": 1}, ValueError,
+         "on_full='evict' cannot have max_keys_per_rank, whose messages have room neither for the "
+         "rows in use nor for how often keys come"),
+        ({"admission": 2}, TypeError,
+         "admission must be sparsekit.MinCount(...), sparsekit.Probability(...) or None, got 2"),
+        ({"admission": MinCount(2), "max_keys_per_rank": 1}, ValueError,
+         "admission cannot have max_keys_per_rank, whose messages have room neither for the rows "
+         "in use nor for how often keys come"),
+        ({"before_admission": "zero"}, ValueError, "before_admission='zero' needs admission"),
+        ({"before_admission": "none"}, ValueError,
+         "before_admission must be one of initial, zero; got 'none'"),
+        ({"on_full": "evict", "use_hashtable": False}, ValueError,
+         "on_full='evict' needs the hash table: with use_hashtable=False every key has a row for "
+         "ever"),
+        ({"ttl": 3, "use_hashtable": False}, ValueError,
+         "ttl=3 needs the hash table: with use_hashtable=False every key has a row for ever"),
         ({"gradient_reduction": "max"}, ValueError,
          "gradient_reduction must be one of mean, sum; got 'max'"),
         ({"wire_dtype": torch.float64}, ValueError,
@@ -192,8 +230,9 @@ def test_counts():
 def test_keywords_as_parameters():
     parameters = keyword_parameters()
     assert [each.name for each in parameters] == [
-        "key_dtype", "embedding_initializer", "padding_key", "on_full", "gradient_reduction",
-        "seed", "name", "process_group", "placement", "wire_dtype", "max_keys_per_rank", "insert",
+        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_rows", "score", "ttl",
+        "admission", "before_admission", "gradient_reduction", "seed", "name", "process_group",
+        "placement", "wire_dtype", "max_keys_per_rank", "insert",
     ]  # fmt: skip
     for each in parameters:
         assert each.kind == each.KEYWORD_ONLY

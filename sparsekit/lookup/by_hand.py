@@ -1,0 +1,121 @@
+"""Removes keys of a layer by hand: those with the lowest scores, or all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from .._compiling import uncompiled
+from ..distributed.exchange import Exchange, Proposal, attempt
+from ..errors import check_int, check_number
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.life import RowLife
+from ..tables.removal import remove_rows
+from .make_room import Sweep
+
+
+@uncompiled
+@torch.no_grad()
+def evict(layer: EmbeddingTable, fraction: float | None, keep: int | None) -> int:
+    """Drop the rows with the lowest scores; see `EmbeddingLayer.evict`."""
+
+    def check() -> None:
+        _check_hashed(layer, "evict")
+        scored_life(layer, "there is nothing to choose by")
+        if (fraction is None) == (keep is None):
+            raise ValueError(
+                f"{layer.name}: evict takes either fraction or keep, got fraction={fraction!r} and "
+                f"keep={keep!r}"
+            )
+        if keep is not None:
+            check_int(layer.name, "keep", keep, 0, 2**63 - 1)
+        elif not 0 <= check_number(layer.name, "fraction", fraction) <= 1:
+            raise ValueError(f"{layer.name}: fraction must be in [0, 1], got {fraction!r}")
+
+    def drop(exchange: Exchange | None, what: str) -> int:
+        sweep = Sweep(layer, exchange, what)
+        in_use = sweep.in_use()
+        count = in_use - keep if keep is not None else round(float(fraction or 0) * in_use)
+        if count <= 0:
+            return 0
+        return sweep.drop_lowest(count, torch.empty(0, dtype=torch.int64, device=layer.seed.device))
+
+    return _together(layer, f"evict (fraction {fraction}, keep {keep})", check, drop)
+
+
+@uncompiled
+@torch.no_grad()
+def clear(layer: EmbeddingTable) -> int:
+    """Remove all keys; see `EmbeddingLayer.clear`."""
+
+    def check() -> None:
+        _check_hashed(layer, "clear")
+        if layer.weight.grad is not None:
+            raise RuntimeError(
+                f"{layer.name}: weight has a gradient, whose rows are about to lose their keys; "
+                f"call optimizer.step() or zero_grad() before clear"
+            )
+
+    def drop(exchange: Exchange | None, what: str) -> int:
+        rows = torch.arange(len(layer.table or ()), device=layer.seed.device)
+        layer.weight.note_change()
+        remove_rows(layer, rows)
+        if layer.life is not None:
+            layer.life.forget_counts(layer.weight.device)
+            layer.life.erased += len(rows)
+        return len(rows)
+
+    return _together(layer, "clear", check, drop)
+
+
+def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
+    """Return the life of a layer's rows, or raise a ValueError that says so."""
+    if layer.life is None:
+        raise ValueError(
+            f"{layer.name}: rows have no scores, so {so}; make the layer with score='lru' or "
+            f"'lfu', or with on_full='evict'"
+        )
+    return layer.life
+
+
+def _check_hashed(layer: EmbeddingTable, what: str) -> None:
+    layer.refuse_meta()
+    if layer.table is None:
+        raise ValueError(
+            f"{layer.name}: without the hash table every key has a row of its own, so there is "
+            f"nothing to {what}"
+        )
+    layer.table.refuse_sharing()
+
+
+def _together(
+    layer: EmbeddingTable,
+    what: str,
+    check: Callable[[], None],
+    drop: Callable[[Exchange | None, str], int],
+) -> int:
+    """Drop rows on all ranks after checks on all of them; return how many all have dropped."""
+    exchange = layer.process_exchange()
+    if exchange is None:
+        layer.check_ranks(None)
+        check()
+        return drop(None, what)
+    with exchange.lock:
+        exchange.lookups += 1
+        nothing = torch.empty(exchange.world_size, 0, dtype=torch.int64, device=exchange.device)
+
+        def propose() -> Proposal:
+            layer.check_ranks(exchange)
+            check()
+            seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
+            signature = layer.signature(seed, shard, False)
+            return Proposal(f"{what} of {signature}, lookup number {exchange.lookups}", nothing)
+
+        proposal = attempt(propose)
+        exchange.agree(what, proposal)
+        signature = cast(Proposal, proposal).what
+        done = f"{what}: done, {signature}"
+        dropped = attempt(lambda: Proposal(done, nothing, (drop(exchange, signature), 0, 0)))
+        return sum(count for count, *_ in exchange.agree(done, dropped).facts)

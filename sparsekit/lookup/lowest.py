@@ -1,0 +1,55 @@
+"""Finds the rows with the lowest scores of a table over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..tables.key_hash import mixed
+
+# Rounds count candidates by digits of this size, so that the counts of a round fit in a handshake.
+_DIGIT_BITS = 8
+_DIGITS = 1 << _DIGIT_BITS
+
+# Adds up an int64 tensor ``[256]`` on the CPU over all ranks.
+Sum = Callable[[torch.Tensor], torch.Tensor]
+
+
+def lowest(
+    order: torch.Tensor, keys: torch.Tensor, count: int, bits: int, sum_up: Sum
+) -> torch.Tensor:
+    """Return this rank's rows among the `count` lowest of all ranks; ties go by hash of the key.
+
+    A radix selection: each round counts the candidates by one digit, adds up the counts of all
+    ranks, and keeps only the candidates with the digit at which `count` is reached. The result does
+    not depend on how keys are spread over ranks, since no two keys have the same hash.
+
+    Args:
+        order: int64 ``[n]`` in [0, 2^bits), for each row of this rank that may be taken.
+        keys: int64 ``[n]``, the key of each of these rows.
+        count: number of rows to take from all ranks together, at least 1; if there are fewer, all
+            are taken.
+        bits: the same on all ranks.
+        sum_up: adds up numbers of all ranks.
+
+    Returns:
+        Indices into `order`, int64 ``[k]``, in ascending order.
+    """
+    taken: list[torch.Tensor] = []
+    left = torch.arange(len(order), device=order.device)
+    values = order
+    for stage_bits in (bits, 64):
+        for end in range(stage_bits, 0, -_DIGIT_BITS):
+            shift = max(0, end - _DIGIT_BITS)
+            digits = (values >> shift) & ((1 << (end - shift)) - 1)
+            ends = sum_up(torch.bincount(digits, minlength=_DIGITS).cpu()).cumsum(0).tolist()
+            at = next((digit for digit, sum_ in enumerate(ends) if sum_ >= count), _DIGITS)
+            taken.append(left[digits < at])
+            here = digits == at
+            left, values = left[here], values[here]
+            if at == _DIGITS or ends[at] == count:
+                return torch.cat([*taken, left]).sort().values
+            count -= ends[at - 1] if at else 0
+        values = mixed(keys[left])
+    raise RuntimeError("two rows have the same key")

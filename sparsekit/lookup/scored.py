@@ -1,0 +1,91 @@
+"""Finds the tables of a lookup whose rows have scores, and in which room may have to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.life import RowLife
+
+
+class Scored:
+    """The tables with scores among those of one call of an op.
+
+    Attributes:
+        lives: index of each of these tables, and its `RowLife`.
+        touched: those of them whose scores the lookup writes, in training.
+        counted: indices of the tables whose scores count how often a key comes.
+        swept: indices of the tables in which room may have to be made before keys are inserted.
+        policies: int64 ``[T, 2]``, the argument ``policies`` of `group_touch_`.
+    """
+
+    def __init__(self, lives: Sequence[tuple[int, RowLife]], inserts: Sequence[bool]) -> None:
+        self.lives = lives
+        self.touched = [(t, life) for t, life in lives if inserts[t]]
+        self.swept = [t for t, life in self.touched if life.sweeps]
+        self.counted = [t for t, life in self.touched if life.counts_touches]
+        self.policies = torch.zeros(len(inserts), 2, dtype=torch.int64, device="cpu")
+        for t, life in self.touched:
+            self.policies[t] = torch.tensor([life.score.kind, life.score.halve_every])
+
+    def count(self, looked_up: Sequence[int], new: Mapping[int, int]) -> None:
+        """Count what a lookup has found.
+
+        Args:
+            looked_up: for each table of the call, the number of distinct keys that have rows.
+            new: how many of them got their rows in this lookup, by table; 0 where it is left out.
+        """
+        for t, life in self.touched:
+            life.looked_up += looked_up[t]
+            life.new += new.get(t, 0)
+
+    def clocks(self, buffers: Sequence[Any]) -> list[tuple[RowLife, torch.Tensor]]:
+        """Return the life and the clock of each touched table; `buffers` are all tables'."""
+        return [(life, buffers[t]["clock"]) for t, life in self.touched]
+
+    def of_all(self, numbers: Sequence[int]) -> list[int]:
+        """Return the numbers of the touched tables among zeros for the other tables."""
+        every = [0] * len(self.policies)
+        for (t, _), number in zip(self.touched, numbers, strict=True):
+            every[t] = number
+        return every
+
+    def lists(self, buffers: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the arguments ``scores`` and ``clocks`` of `group_touch_`."""
+        pairs = [_no_words(buffers[0]["seed"].device)] * len(buffers)
+        for t, _ in self.touched:
+            pairs[t] = buffers[t]["scores"], buffers[t]["clock"]
+        return [scores for scores, _ in pairs], [clock for _, clock in pairs]
+
+
+def counted_columns(batches: Sequence[Any], columns: Sequence[slice]) -> list[int]:
+    """Return the columns of the tables whose owners must know how often a key has come.
+
+    Args:
+        batches: `LookupPlan.batches`.
+        columns: `LookupPlan.columns`.
+    """
+    each = zip(batches, columns, strict=True)
+    return [own.start + t for batch, own in each if batch.scored for t in batch.scored.counted]
+
+
+def scored_of(tables: Sequence[EmbeddingTable], inserts: bool) -> Scored | None:
+    """Return the tables with scores among these; None if there are none.
+
+    Args:
+        tables: the tables of a call.
+        inserts: whether it gives rows to all new keys, even in evaluation.
+    """
+    lives = [(t, table.life) for t, table in enumerate(tables) if table.life is not None]
+    return Scored(lives, [inserts or table.inserts for table in tables]) if lives else None
+
+
+@lru_cache(maxsize=64)
+def _no_words(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what stands for the scores and the clock of a table without scores."""
+    words = torch.zeros(1, dtype=torch.int64, device=device)
+    return words[:0], words

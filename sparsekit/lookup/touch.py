@@ -1,0 +1,90 @@
+"""Writes the scores of the rows that a lookup has found, and lets these rows be renumbered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._reports import errors_are_deferred
+from ..tables.in_flight import InFlight
+from ..tables.life import ticked, ticks_of
+from ..tables.weight import EmbeddingWeight
+from .descriptors import Descriptors
+from .numbered import numbered
+from .plan import TableBatch
+from .record import entries_of_tables
+from .scored import Scored
+
+_touch = torch.ops.sparsekit.group_touch_.default
+
+# Results of a lookup: index, rows, counts and bags; rows and counts may be None.
+Found = Sequence[Any]
+
+
+def touch(
+    batch: TableBatch,
+    scored: Scored,
+    found: Found,
+    given: Descriptors,
+    new: Mapping[int, int] | None,
+) -> None:
+    """Write the scores of the rows that a lookup has found, advance clocks, and count the keys.
+
+    Args:
+        batch: the tables of the lookup.
+        scored: those with scores.
+        found: results of the lookup.
+        given: the lookup's keys.
+        new: number of new rows, by table; 0 for other tables. None if clocks are not advanced and
+            keys not counted.
+    """
+    lives = scored.clocks(batch.buffers)
+    ticks = [0] * len(lives) if new is None else ticks_of(lives)
+    scores, clocks = scored.lists(batch.buffers)
+    index, rows, counts, bags = found
+    if rows is None:  # the keys had been inserted before, as far as they were admitted
+        index, rows, counts = numbered(
+            index, entries_of_tables(bags, given.features, len(batch.dims))
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        _touch(
+            *(scores, index, rows, counts, bags, given.features, scored.policies, clocks),
+            given.occurrences,
+            scored.of_all(ticks),
+        )
+    ticked(lives, ticks)
+    if new is not None and not errors_are_deferred(counts.device):
+        scored.count(counts.tolist(), new)
+
+
+def hold_rows(
+    batch: TableBatch, weights: Sequence[torch.Tensor], found: Found, features: torch.Tensor
+) -> tuple[InFlight, ...]:
+    """Register a lookup with the weights of its tables, so that its rows can be renumbered."""
+    held = []
+    for t, _ in batch.scored.lives if batch.scored is not None else ():
+        weight = weights[t]
+        if isinstance(weight, EmbeddingWeight):
+            rows = partial(_rows_in, t, len(weights), features, *found)
+            held.append(InFlight(batch.names[t], rows, (found[0], found[1])))
+            weight.is_looked_up_by(held[-1])
+    return tuple(held)
+
+
+def _rows_in(
+    t: int,
+    tables: int,
+    features: torch.Tensor,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+) -> torch.Tensor:
+    """Return the rows that a lookup in `tables` tables has found in table t, as in `InFlight`."""
+    own = entries_of_tables(bags, features, tables)[t]
+    if rows is None or counts is None:
+        return index[own]
+    return rows[own.start : own.start + int(counts[t])]

@@ -1,0 +1,197 @@
+"""Decides which new keys of a table get a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import check_int, check_number
+from .hash_table import HashTable
+from .key_hash import mixed
+
+# Rows of a count-min sketch: an estimate is too high by more than e / width of all counts with a
+# probability of at most e^-4 (Cormode and Muthukrishnan 2005).
+_DEPTH = 4
+_INT64 = torch.int64
+# Smallest capacity of exact counts.
+_LEAST_COUNTS = 1024
+
+
+@dataclass(frozen=True)
+class MinCount:
+    """Admits a key once it has come `count` times in training, all positions of a batch counted.
+
+    Args:
+        count: number of times, at least 1. The batch in which it is reached counts as a whole, on
+            all ranks, and its key is admitted.
+        sketch_bytes: size on each rank of a count-min sketch, which counts approximately; at least
+            64, rounded down to a power of two. An estimate is never too low; it is too high by more
+            than ``44 / sketch_bytes`` of all counts with a probability of at most 2%. None counts
+            exactly, in some 60 to 120 bytes for each key that has not been admitted.
+        expire_after: units of the table's clock after which an exact count that has not grown is
+            dropped; None for never.
+
+    Raises:
+        TypeError, ValueError: an argument is not an int or out of range, or a sketch is to expire.
+    """
+
+    count: int
+    sketch_bytes: int | None = None
+    expire_after: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("MinCount", "count", self.count, 1, 2**31 - 1)
+        if self.sketch_bytes is not None:
+            check_int("MinCount", "sketch_bytes", self.sketch_bytes, 64, 2**40)
+            if self.expire_after is not None:
+                raise ValueError(
+                    f"MinCount: expire_after={self.expire_after} needs exact counts, and a sketch "
+                    f"does not know its keys"
+                )
+        elif self.expire_after is not None:
+            check_int("MinCount", "expire_after", self.expire_after, 1, 2**62)
+
+
+@dataclass(frozen=True)
+class Probability:
+    """Admits a key with a given probability each time a batch has it.
+
+    A hash of the key, the seed and the table's clock decides, so the choice does not depend on the
+    number of ranks.
+
+    Args:
+        p: the probability, in (0, 1].
+        seed: another seed gives other choices; in [0, 2^63).
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or is out of range.
+    """
+
+    p: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < check_number("Probability", "p", self.p) <= 1:
+            raise ValueError(f"Probability: p must be in (0, 1], got {self.p}")
+        check_int("Probability", "seed", self.seed, 0, 2**63 - 1)
+
+    def admits(self, keys: torch.Tensor, now: int) -> torch.Tensor:
+        """Return a mask of the int64 keys ``[n]`` that are admitted at a time."""
+        salt = mixed(torch.tensor([self.seed ^ (now << 1)], dtype=_INT64, device=keys.device))
+        # The upper 53 bits, which a float64 holds exactly.
+        draws = (mixed(keys ^ salt) >> 11) & (2**53 - 1)
+        return draws.to(torch.float64) < self.p * 2**53
+
+
+class ExactCounts:
+    """Numbers of times that keys without a row have come.
+
+    A count of 0 means the same as no count. Such rows, and those that have expired, are removed
+    when the index is full.
+
+    Args:
+        device: device of the counts.
+        expire_after: see `MinCount`.
+
+    Attributes:
+        index: rows of `words` by key; it grows.
+        words: int64 ``[capacity, 2]``: the count of each row, and the clock of its last growth.
+    """
+
+    def __init__(self, device: torch.device, expire_after: int | None) -> None:
+        self._expire_after = expire_after
+        self._make(_LEAST_COUNTS, device)
+
+    def add(self, keys: torch.Tensor, counts: torch.Tensor, now: int) -> torch.Tensor:
+        """Add to the counts of distinct int64 keys ``[n]``; return the sums."""
+        if len(self.index) + len(keys) > self.index.capacity:
+            self._reserve(len(keys), now)
+        rows = self.index.find_or_insert(keys)
+        words = self.words[rows]
+        sums = words[:, 0] * self._alive(words, now) + counts
+        self.words[rows] = torch.stack([sums, torch.full_like(sums, now)], 1)
+        return sums
+
+    def remove(self, gone: torch.Tensor) -> None:
+        """Remove the counts of these int64 keys ``[n]``, of which some may have none."""
+        rows = self.index.find(gone)
+        self.words[rows[rows >= 0]] = 0
+
+    @property
+    def form(self) -> tuple[torch.dtype, tuple[int | None, ...]]:
+        """The dtype and the shape of a `state`; None stands for any size."""
+        return _INT64, (None, 3)
+
+    def state(self) -> torch.Tensor:
+        """Return keys, counts and clocks, int64 ``[n, 3]``."""
+        words = self.words[: len(self.index)]
+        return torch.cat([self.index.keys().unsqueeze(1), words], 1)[words[:, 0] > 0]
+
+    def load(self, state: torch.Tensor) -> None:
+        """Replace all counts by those of a `state`."""
+        self._make(max(_LEAST_COUNTS, 2 * len(state)), self.words.device)
+        self.words[self.index.find_or_insert(state[:, 0].contiguous())] = state[:, 1:]
+
+    def _make(self, capacity: int, device: torch.device) -> None:
+        self.index = HashTable(capacity, device=device, name="counts of keys")
+        self.words = torch.zeros(capacity, 2, dtype=_INT64, device=device)
+
+    def _alive(self, words: torch.Tensor, now: int) -> torch.Tensor:
+        """Return whether counts have not expired."""
+        if self._expire_after is None:
+            return torch.ones_like(words[:, 1], dtype=torch.bool)
+        return words[:, 1] >= now - self._expire_after
+
+    def _reserve(self, new: int, now: int) -> None:
+        """Make room for new keys: remove what is dead, and leave half of the capacity free."""
+        state = self.state()
+        state = state[self._alive(state[:, 1:], now)]
+        self._make(max(self.index.capacity, 2 * (len(state) + new)), self.words.device)
+        self.words[self.index.find_or_insert(state[:, 0].contiguous())] = state[:, 1:]
+
+
+class Sketch:
+    """A count-min sketch of how often keys without a row have come."""
+
+    def __init__(self, sketch_bytes: int, device: torch.device) -> None:
+        width = 1 << ((sketch_bytes // (4 * _DEPTH)).bit_length() - 1)
+        self.words = torch.zeros(_DEPTH, width, dtype=torch.int32, device=device)
+
+    def add(self, keys: torch.Tensor, counts: torch.Tensor, now: int) -> torch.Tensor:
+        """Add to the counts of distinct int64 keys ``[n]``; return estimates of the sums."""
+        sums = []
+        for row, words in enumerate(self.words):
+            places = mixed(keys ^ mixed(torch.full_like(keys, row + 1))) & (len(words) - 1)
+            # Counts stop growing long before they could overflow.
+            words.index_add_(0, places, counts.clamp(max=2**20).to(torch.int32))
+            words.clamp_(max=2**30)
+            sums.append(words[places])
+        return torch.stack(sums).amin(0).to(_INT64)
+
+    def remove(self, gone: torch.Tensor) -> None:
+        """Do nothing: a sketch does not know its keys."""
+
+    @property
+    def form(self) -> tuple[torch.dtype, tuple[int | None, ...]]:
+        """The dtype and the shape of a `state`."""
+        return torch.int32, tuple(self.words.shape)
+
+    def state(self) -> torch.Tensor:
+        """Return the counts, int32 ``[4, width]``."""
+        return self.words.clone()
+
+    def load(self, state: torch.Tensor) -> None:
+        """Replace all counts by those of `state`."""
+        self.words.copy_(state)
+
+
+def counts_of(
+    policy: MinCount | Probability | None, device: torch.device
+) -> ExactCounts | Sketch | None:
+    """Return the counts that a policy needs, with no key counted yet; None if it needs none."""
+    if not isinstance(policy, MinCount):
+        return None
+    if policy.sketch_bytes is None:
+        return ExactCounts(device, policy.expire_after)
+    return Sketch(policy.sketch_bytes, device)

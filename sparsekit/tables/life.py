@@ -1,0 +1,275 @@
+"""The life of a table's rows: their scores, the table's clock, its budget, and what has left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ..errors import check_int
+from .admission import ExactCounts, MinCount, Probability, Sketch, counts_of
+from .options import TableOptions
+from .scores import LFU, Score
+
+# Fraction of the budget that a sweep leaves in use. The next sweep comes when the difference has
+# been used up, so a sweep, which reads all scores, pays for many new keys.
+LOW_WATERMARK = 0.95
+
+# Fraction of all ranks' rows that is the default of max_rows. The rest is for the differences
+# between ranks, since a hash of the key decides which rank gets a new key.
+_BUDGET = 0.9
+
+# A sweep for expired rows runs whenever the clock has advanced by this fraction of ttl.
+_SWEEPS_PER_TTL = 16
+
+
+class Evicted(NamedTuple):
+    """Keys that have left a table, with all that belonged to them.
+
+    Attributes:
+        keys: int64 ``[n]``.
+        vectors: ``[n, dim]`` in the dtype of the weight.
+        states: states of optimizers, by the optimizer's class and the state's name, such as
+            ``"LazyAdam.exp_avg"``; each ``[n, ...]``.
+        scores: int64 ``[n]``, in the units of the table's score: the clock for LRU, aged counts for
+            LFU.
+        expired: whether the rows were older than ttl; otherwise the table was over its budget.
+    """
+
+    keys: torch.Tensor
+    vectors: torch.Tensor
+    states: dict[str, torch.Tensor]
+    scores: torch.Tensor
+    expired: bool
+
+
+class RowCounts(NamedTuple):
+    """Counts of a rank's rows since the layer was made; see `EmbeddingLayer.row_counts`.
+
+    Attributes:
+        rows: rows in use now.
+        inserted: keys that have got a row, by a lookup, `assign` or a load: the rows in use, and
+            all that have been dropped.
+        admitted: those to which `admission` has given a row.
+        refused: keys of lookups in training that got no row, a key once for each lookup.
+        evicted: rows dropped for want of room, and by `evict`.
+        expired: rows dropped because they were older than ttl.
+        erased: rows dropped by `erase` and `clear`.
+        asked: keys of lookups in training; a key counts once for each lookup of the table, also if
+            several ranks have it. 0 on CUDA, where the host does not learn it.
+        found: those that had a row before their lookup, so found / asked is the hit rate.
+    """
+
+    rows: int
+    inserted: int
+    admitted: int
+    refused: int
+    evicted: int
+    expired: int
+    erased: int
+    asked: int
+    found: int
+
+
+class RowLife:
+    """Settings and counts of the life of a table's rows.
+
+    Attributes:
+        score: how rows are valued.
+        max_rows: budget of rows over all ranks; None if a full table is an error.
+        admission: decides which new keys get a row; None for all.
+        before_admission: value of a key that has not been admitted: "initial" or "zero".
+        counts: how often keys that have not been admitted have come, if admission counts them.
+        ttl: units of the clock after which a row without a lookup expires; None for never.
+        set_by_user: whether the clock is set by `sparsekit.set_clock`, and lookups do not advance
+            it.
+        evicted, expired: number of this rank's rows that sweeps have dropped.
+        erased: number of this rank's rows that the user has dropped.
+        admitted, refused: number of this rank's keys that got a row, and how often a batch had a
+            key that got none.
+        looked_up: number of this rank's keys with rows in lookups in training, on the CPU.
+        new: number of them that got their rows there, other than by admission.
+        on_evict: called with the rows that a sweep drops.
+        keys_finished: sum of the distinct keys that all ranks have asked for in finished lookups.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        max_rows: int | None,
+        ttl: int | None,
+        admission: MinCount | Probability | None,
+        before_admission: str,
+        counts: ExactCounts | Sketch | None,
+    ) -> None:
+        self.score = score
+        self.max_rows = max_rows
+        self.ttl = ttl
+        self.admission = admission
+        self.before_admission = before_admission
+        self.counts = counts
+        self.set_by_user = False
+        self.evicted = self.expired = self.erased = self.admitted = self.refused = 0
+        self.looked_up = self.new = 0
+        self.on_evict: Callable[[Evicted], Any] | None = None
+        self.keys_finished = 0
+        # The clock as it was last read or written, the tensor, and the tensor's version then.
+        self._now = 0
+        self._known: tuple[torch.Tensor | None, int | None] = None, None
+        # Period of the clock in which rows were last expired.
+        self._expired_in: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"max_rows {self.max_rows}, {self.score}, ttl {self.ttl}, {self.admission} "
+            f"({self.before_admission} before), "
+        )
+
+    @property
+    def sweeps(self) -> bool:
+        """Return whether lookups drop rows by themselves, or refuse keys."""
+        return self.max_rows is not None or self.sweeps_always
+
+    @property
+    def sweeps_always(self) -> bool:
+        """Return whether each lookup may drop rows, or refuse keys, within the budget, too."""
+        return self.ttl is not None or self.admission is not None
+
+    @property
+    def counts_touches(self) -> bool:
+        """Return whether the number of times that a key comes matters."""
+        return self.score.kind == LFU.kind or self.counts is not None
+
+    def row_counts(self, rows: int, on_cpu: bool) -> RowCounts:
+        """Return the counts of a rank with this number of rows in use."""
+        return RowCounts(
+            rows=rows,
+            inserted=rows + self.evicted + self.expired + self.erased,
+            admitted=self.admitted,
+            refused=self.refused,
+            evicted=self.evicted,
+            expired=self.expired,
+            erased=self.erased,
+            asked=self.looked_up + self.refused if on_cpu else 0,
+            found=self.looked_up - self.new - self.admitted if on_cpu else 0,
+        )
+
+    def now(self, clock: torch.Tensor) -> int:
+        """Return the value of a table's clock, waiting for its device only if it was replaced."""
+        known = clock, _version(clock)
+        if self._known[0] is not clock or known[1] is None or self._known[1] != known[1]:
+            self._now, self._known = int(clock), known
+        return self._now
+
+    def wrote(self, clock: torch.Tensor, now: int) -> None:
+        """Record that the library has set a table's clock."""
+        self._now, self._known = now, (clock, _version(clock))
+
+    def restore(self, clock: torch.Tensor, now: int, set_by_user: bool) -> None:
+        """Set a table's clock, and who moves it, to what they were when the table was saved."""
+        clock.fill_(now)
+        self.wrote(clock, now)
+        self.set_by_user = set_by_user
+        self.forget_expiry()
+
+    def forget_expiry(self) -> None:
+        """Have the next lookup sweep for expired rows, since the rows have been replaced."""
+        self._expired_in = None
+
+    def expiry_is_due(self, now: int) -> bool:
+        """Return whether it is time to sweep for expired rows; if so, count the sweep as made."""
+        if self.ttl is None:
+            return False
+        due = self._expired_in != now // self._every
+        self._expired_in = now // self._every
+        return due
+
+    def admit(
+        self, keys: torch.Tensor, counts: torch.Tensor, now: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys that get a row, and how often each had come before this batch.
+
+        Args:
+            keys: int64 ``[n]``, distinct keys without a row.
+            counts: int64 ``[n]``, how often each has come in this batch on all ranks.
+            now: the table's clock.
+        """
+        if isinstance(self.admission, Probability):
+            before, admitted = torch.zeros_like(counts), self.admission.admits(keys, now)
+        else:
+            sums = cast(ExactCounts, self.counts).add(keys, counts, now)
+            before, admitted = sums - counts, sums >= cast(MinCount, self.admission).count
+        taken = keys[admitted]
+        if self.counts is not None and len(taken):
+            self.counts.remove(taken)
+        self.admitted += len(taken)
+        self.refused += len(keys) - len(taken)
+        return taken, before[admitted]
+
+    def oldest(self, now: int) -> int:
+        """Return the clock of the last lookup before which rows have expired.
+
+        It depends on the period alone, so that a program that resumes within a period, and sweeps
+        once more, drops nothing that the program before it would have kept.
+        """
+        return now - now % self._every - cast(int, self.ttl)
+
+    @property
+    def _every(self) -> int:
+        return max(1, cast(int, self.ttl) // _SWEEPS_PER_TTL)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the counts of keys that have not been admitted to another device."""
+        if self.counts is None or device.type == "meta":
+            return
+        state = self.counts.state().to(device)
+        self.forget_counts(device)
+        self.counts.load(state)
+
+    def forget_counts(self, device: torch.device) -> None:
+        """Count all keys that have not been admitted from 0 again, on a device."""
+        self.counts = counts_of(self.admission, device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the table has a clock of its own, and no listeners.
+        return {**self.__dict__, "_known": (None, None), "on_evict": None}
+
+
+def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None:
+    """Return the life of a table's rows; None if they have no scores.
+
+    Args:
+        name: name of the table.
+        options: checked options.
+        most_rows: rows of all ranks.
+
+    Raises:
+        ValueError: max_rows is more than there are.
+    """
+    if options.score is None:
+        return None
+    max_rows = None
+    if options.on_full == "evict":
+        max_rows = options.max_rows or max(1, int(_BUDGET * most_rows))
+        check_int(name, "max_rows", max_rows, 1, most_rows)
+    counts = counts_of(options.admission, cast(torch.device, options.device))
+    policy = options.admission, options.before_admission
+    return RowLife(cast(Score, options.score), max_rows, options.ttl, *policy, counts)
+
+
+def ticks_of(lives: Sequence[tuple[RowLife, torch.Tensor]]) -> list[int]:
+    """Return by how much a lookup advances each table's clock; wait for a clock never read."""
+    for life, clock in lives:
+        life.now(clock)
+    return [int(not life.set_by_user) for life, _ in lives]
+
+
+def ticked(lives: Sequence[tuple[RowLife, torch.Tensor]], ticks: Sequence[int]) -> None:
+    """Record that clocks have been advanced by these numbers; see `ticks_of`."""
+    for (life, clock), by in zip(lives, ticks, strict=True):
+        life.wrote(clock, life.now(clock) + by)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -1,0 +1,122 @@
+"""Removes rows from a table in place: its last rows move into the places that become free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..distributed.shard_gradient import ShardGradient
+from . import saved_state as saved
+from .hash_table import HashTable
+from .in_flight import InFlight
+from .row_states import row_tensors, sparse_writes
+from .weight import EmbeddingWeight, own_writes
+
+if TYPE_CHECKING:
+    from .embedding_table import EmbeddingTable
+
+_renumber = torch.ops.sparsekit.hash_table_renumber_.default
+_move = torch.ops.sparsekit.move_rows_.default
+
+
+def states_of(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Yield the name, the tensor and the initial value of each state that has a row per row."""
+    for optimizer in _optimizers(weight):
+        for name, tensor, initial in row_tensors(optimizer, weight):
+            yield f"{type(optimizer).__name__}.{name}", tensor, initial
+
+
+def _optimizers(weight: torch.Tensor) -> list[torch.optim.Optimizer]:
+    return list(getattr(weight, "_optimizers", None) or ())
+
+
+@torch.no_grad()
+def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> None:
+    """Remove the keys of rows, and overwrite all that belongs to them.
+
+    The last rows in use move to the rows that become free, with their vectors, scores and states;
+    lookups whose backward is to come follow them, and so does a gradient. Every row that is free
+    afterwards is as it was before its first key.
+
+    Args:
+        table: a table with a hash table.
+        gone: int64 ``[k]``, distinct rows in use, in ascending order.
+    """
+    index = cast(HashTable, table.table)
+    weight = table.weight
+    before = len(index)
+    left = before - len(gone)
+    new_rows = torch.arange(before, dtype=torch.int32, device=gone.device)
+    new_rows.index_fill_(0, gone, -1)
+    last_rows = new_rows[left:]
+    sources = (last_rows >= 0).nonzero().squeeze(1)
+    last_rows.index_copy_(0, sources, gone[: len(sources)].to(torch.int32))
+    table.catch_up(sources + left)
+    buckets, hash_seed, size = index.tensors()
+    grad = weight.grad
+    if grad is not None and not grad.is_sparse and not grad.is_contiguous():
+        weight.grad = grad = grad.contiguous()  # rows that can be moved
+    of_rows: list[tuple[torch.Tensor, float]] = [(weight, 0.0)]
+    of_rows += [(tensor, initial) for _, tensor, initial in states_of(weight)]
+    of_rows += [(tensor, 0.0) for tensor in (table.scores, grad) if tensor is not None]
+    dense = [(tensor.detach(), initial) for tensor, initial in of_rows if not tensor.is_sparse]
+    tensors = [tensor for tensor, _ in dense]
+    initials = [_element(initial, tensor.dtype) for tensor, initial in dense]
+    calls: list[partial[Any]] = [
+        partial(_renumber, buckets, hash_seed, new_rows),
+        partial(_move, tensors, new_rows, left, initials),
+    ]
+    if len(dense) < len(of_rows):
+        for optimizer in _optimizers(weight):
+            calls += sparse_writes(optimizer, weight, new_rows)
+    for lookup in in_flight(weight):
+        calls += lookup.renumbering(new_rows)
+    if grad is not None and grad.is_sparse:
+        calls.append(partial(setattr, weight, "grad", _renumbered_gradient(grad, new_rows)))
+    calls.append(partial(torch.Tensor.fill_, size, left))
+    with own_writes([weight]):
+        increment_version(tensors)
+        # The index and all that belongs to rows must change together, even if the program is
+        # interrupted.
+        saved.run_all(calls)
+
+
+@lru_cache(maxsize=64)
+def _element(value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def in_flight(weight: torch.Tensor) -> Iterator[InFlight]:
+    """Yield the lookups in a weight whose backward may be to come."""
+    if isinstance(weight, EmbeddingWeight) and weight.lookups is not None:
+        yield from list(weight.lookups)
+
+
+def pinned_rows(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows that a sweep must not take: those of backwards to come and of a gradient."""
+    rows = [lookup.rows() for lookup in in_flight(weight) if not lookup.done]
+    grad = weight.grad
+    if grad is not None and grad.is_sparse:
+        rows.append(grad._indices()[0])
+    return rows
+
+
+def _renumbered_gradient(grad: torch.Tensor, new_rows: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient with other row numbers, in ascending order."""
+    numbers, order = new_rows[grad._indices()[0]].to(torch.int64).sort()
+    moved = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        grad.dense_dim(),
+        grad.shape,
+        numbers.unsqueeze(0),
+        grad._values()[order],
+        dtype=grad.dtype,
+        layout=torch.sparse_coo,
+        device=grad.device,
+        is_coalesced=grad.is_coalesced(),
+    )
+    return ShardGradient.of(moved, grad.layer) if isinstance(grad, ShardGradient) else moved

@@ -1,0 +1,202 @@
+"""N ranks drop the same keys as one rank with the same budget, and train to its weights."""
+
+import functools
+import random
+from itertools import chain
+
+import pytest
+import torch
+
+import sparsekit
+
+from .pool import Ranks
+from .test_faults import raised
+
+BUDGET, CAPACITY, STEPS, DIM = 40, 120, 40, 4
+POLICIES = {
+    "lru": {"score": "lru"},
+    "lfu": {"score": sparsekit.LFU(0)},
+    "aged lfu": {"score": sparsekit.LFU(6)},
+    "ttl": {"score": "lru", "ttl": 8},
+    "lfu and ttl": {"score": "lfu", "ttl": 8},
+}
+STRATEGIES = ["all_to_all", "reduce_scatter"]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request):
+    pool = Ranks(request.param)
+    yield pool
+    pool.close()
+
+
+def batches():
+    """Return the bags of each step: drifting keys that repeat within and over the ranks."""
+    draw = random.Random(5)
+
+    def key(step):
+        return int(90 * draw.random() ** 3) + step // 3
+
+    return [
+        [[key(step) for _ in range(draw.randint(0, 5))] for _ in range(draw.choice([1, 2, 9]))]
+        for step in range(STEPS)
+    ]
+
+
+def part(bags, rank, world_size):
+    """Return a rank's bags: as many as come, which may be none."""
+    own = bags[rank::world_size]
+    keys = torch.tensor([key for bag in own for key in bag], dtype=torch.int64)
+    return keys, torch.tensor([0, *map(len, own)]).cumsum(0)
+
+
+def trained(rank, world_size, policy, strategy, dtype, grouped=False):
+    """Train; return what each step dropped, and keys, vectors, scores and states in the end."""
+    layer = sparsekit.DistributedEmbedding(
+        *("sum", CAPACITY, DIM, 1),
+        seed=3,
+        name="a",
+        dtype=dtype,
+        strategy=strategy,
+        on_full="evict",
+        max_rows=BUDGET,
+        **POLICIES[policy],
+    )
+    group = sparsekit.EmbeddingGroup({"a": layer})
+    optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.01)
+    dropped, told = [], []
+    layer.life.on_evict = lambda evicted: told.extend(evicted.keys.tolist())
+    steps = batches()
+    inputs = [{"a": part(bags, rank, world_size)} for bags in steps]
+    for number, bags in enumerate(steps):
+        out = group(inputs[number])["a"] if grouped else layer(inputs[number]["a"])
+        if grouped and number + 1 < STEPS:
+            group.prefetch(inputs[number + 1])
+        upstream = torch.arange(len(bags) * DIM).view(-1, 1, DIM)[rank::world_size] % 7 - 3.0
+        # The gradient is the mean over ranks.
+        (out.view(-1, 1, DIM) * upstream * world_size).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dropped.append(sorted(told))
+        told.clear()
+    size, states = len(layer.table), optimizer.state[layer.weight]
+    tensors = layer.table.keys(), layer.weight.detach(), layer.scores
+    return dropped, [t[:size].clone() for t in (*tensors, states["exp_avg"], states["exp_avg_sq"])]
+
+
+@functools.cache
+def alone(policy, dtype):
+    return trained(0, 1, policy, "all_to_all", dtype)
+
+
+def compare(of_ranks, of_one, tolerance):
+    dropped = [sorted(chain(*keys)) for keys in zip(*(each[0] for each in of_ranks), strict=True)]
+    assert dropped == of_one[0]
+    assert sum(map(len, dropped)) > BUDGET
+    parts = [torch.cat(each) for each in zip(*(each[1] for each in of_ranks), strict=True)]
+    (keys, *ours), (expected, *theirs) = parts, of_one[1]
+    order, of_one_rank = keys.argsort(), expected.argsort()
+    assert torch.equal(keys[order], expected[of_one_rank])
+    assert torch.equal(ours[1][order], theirs[1][of_one_rank])  # the scores
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[order], other[of_one_rank], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_drop_what_one_rank_drops_and_train_to_its_weights(ranks, policy, strategy):
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-10)):
+        given = policy, strategy, dtype
+        compare(ranks(trained, ranks.world_size, *given), alone(policy, dtype), tolerance)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "ttl"])
+def test_prefetched_keys_are_counted_once_and_hold_no_rows(ranks, policy):
+    given = policy, "all_to_all", torch.float64
+    compare(ranks(trained, ranks.world_size, *given, True), alone(policy, torch.float64), 1e-10)
+
+
+def counted(rank, world_size, strategy):
+    """Look up keys that come often, within a bag, over bags, over features and over ranks."""
+    options = {"score": sparsekit.LFU(0), "strategy": strategy}
+    layers = {
+        name: sparsekit.DistributedEmbedding("sum", 40, 4, 1, name=name, **own)
+        for name, own in (("plain", {"strategy": strategy}), ("a", options), ("b", options))
+    }
+    features = {"x": "a", "y": "plain", "z": "a", "w": "b"}
+    group = sparsekit.EmbeddingGroup(layers, features)
+    bags = torch.tensor([5, 5, 6]), torch.tensor([0, 2, 3])
+    none = torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0])
+    last = rank == world_size - 1
+    inputs = {"x": bags, "y": bags, "z": none if last else bags, "w": bags if last else none}
+    group.prefetch(inputs)
+    group(inputs)
+    layers["a"]((torch.tensor([7] * 100), torch.tensor([0, 100])))
+    found = {}
+    for name in "ab":
+        keys = layers[name].table.keys().tolist()
+        words = layers[name].scores[: len(keys)].tolist()
+        found[name] = dict(zip(keys, (word >> 32 for word in words), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_occurrence_counts(ranks, strategy):
+    n = ranks.world_size
+    found = ranks(counted, n, strategy)
+    of_all = {name: {k: c for each in found for k, c in each[name].items()} for name in "ab"}
+    assert of_all["a"] == {5: 2 * (2 * n - 1), 6: 2 * n - 1, 7: 100 * n}
+    assert of_all["b"] == {5: 2, 6: 1}
+
+
+def small(rank, world_size, **options):
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 12, 2, 1, name="a", on_full="evict", max_rows=8 * world_size, **options
+    )
+    keys = torch.arange(100)
+    own = keys[layer.owned(keys)].tolist()
+    # Each rank asks for keys of its own.
+    return layer, lambda keys: layer((torch.tensor(keys), torch.tensor([0, len(keys)]))), own
+
+
+def too_many_rows_stay(rank, world_size):
+    layer, look, own = small(rank, world_size)
+    look(own[:2])
+    held = look(own[2:6])
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    try:
+        # Rank 0 can free rows for these, rank 1 cannot.
+        look(own[6:8] if rank != 1 else own[6:15])
+    finally:
+        left = set(layer.table.keys().tolist())
+        assert left >= set(own[:6])
+        assert layer.life.evicted == 0
+        if rank == 1:
+            assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+        held.sum().backward()
+        layer.weight.grad = None
+        look(own[20:22])  # the ranks are not out of step
+
+
+def test_no_rank_drops_rows_for_a_lookup_that_fails(ranks):
+    outcomes = ranks.outcomes(too_many_rows_stay, ranks.world_size)
+    raised(outcomes, "TableFullError", "a: the table on rank 1 is full")
+
+
+def a_listener_raises_on_one(rank, world_size):
+    layer, look, own = small(rank, world_size, seed=1)
+    look(own[:8])
+    if rank == 1:
+        layer.life.on_evict = lambda evicted: int("no number")
+    try:
+        look(own[10:15])
+    finally:
+        layer.life.on_evict = None
+        assert set(layer.table.keys().tolist()) <= set(own)
+        look(own[10:15])
+        assert set(layer.table.keys().tolist()) >= set(own[10:15])
+
+
+def test_an_error_of_a_listener_is_raised_on_all_ranks(ranks):
+    outcomes = ranks.outcomes(a_listener_raises_on_one, ranks.world_size)
+    raised(outcomes, "ValueError", "no number")
