@@ -6,6 +6,7 @@ from .convert import export, import_tables, sources_of
 from .dcp import DcpState
 from .diff import diff
 from .folder import latest
+from .forget import forget
 from .load import Loaded, load
 from .manager import Checkpoints
 from .reshard import reshard, verify
@@ -20,6 +21,7 @@ __all__ = [
     "async_save",
     "diff",
     "export",
+    "forget",
     "import_tables",
     "latest",
     "load",

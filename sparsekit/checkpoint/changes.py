@@ -2,8 +2,8 @@
 
 Optimizers, `assign` and user code all write to rows, so we compare contents instead of tracking
 writes. A change of a single 8-byte word is always detected. Any other change is missed with a
-probability of 2^-31. Fingerprints are valid only while each row belongs to the same key; a checksum
-of the keys verifies this.
+probability of 2^-31. The key of each row is kept too: a row with another key counts as changed, and
+a key without a row as removed.
 """
 
 from __future__ import annotations
@@ -11,22 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..ops.hash_table import SLOTS_PER_BUCKET
 from .manifest import Base
 from .snapshot import TableShard
-from .tensor_file import carried
+from .tensor_file import Column, carried, column_of
 
 # Size in bytes of a block of rows. It is small, so that intermediate results stay in the cache.
 _BLOCK = 1 << 18
-# Number of the hash table's 64-byte buckets to scan at a time.
-_BUCKETS = 1 << 15
-# Multipliers of the hash; they must be odd.
-_FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)
 
 
 class Fingerprints:
@@ -34,17 +29,19 @@ class Fingerprints:
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
-        self.count = 0  # number of rows that have a fingerprint
 
-    def update(self, tensors: Sequence[torch.Tensor], rows: int) -> np.ndarray:
+    def update(
+        self, tensors: Sequence[torch.Tensor], rows: int, of_other_keys: np.ndarray
+    ) -> np.ndarray:
         """Compute the fingerprints of rows ``[0, rows)``, and find the rows that have changed.
 
         Args:
             tensors: on any device, each with at least as many rows as the table's capacity.
             rows: number of rows in use.
+            of_other_keys: rows that are to count as changed: int64, in ascending order.
 
         Returns:
-            Indices of the rows that are new or have changed: int64, in ascending order.
+            Indices of the rows that have changed: int64, in ascending order.
         """
         widths = [math.prod(t.shape[1:]) * t.dtype.itemsize for t in tensors]
         words = [-(-width // 8) for width in widths]
@@ -70,32 +67,51 @@ class Fingerprints:
             new = mixed.sum(axis=1, dtype=np.uint64)
             old = self.of_rows[begin : begin + count]
             differs = new != old
-            # Rows beyond the known ones are new.
-            known = max(0, self.count - begin)
-            differs[known:] = True
+            first, last = np.searchsorted(of_other_keys, (begin, begin + count))
+            differs[of_other_keys[first:last] - begin] = True
             changed.append(np.flatnonzero(differs) + begin)
             old[:] = new
-        self.count = rows
         return np.concatenate(changed) if changed else np.empty(0, dtype=np.int64)
 
 
-def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
-    """Return, for each size, a checksum of the keys of rows ``[0, size)`` and their row indices."""
-    sums = [0] * len(sizes)
+class Changes(NamedTuple):
+    """Differences between a rank's part of a table and the same part in the base.
+
+    Attributes:
+        rows: rows that are new or have changed, or whose keys had other rows in the base: int64,
+            in ascending order.
+        removed: keys that the base has and the table has no more, int64 ``[n]``.
+        moved: whether rows of the base have other keys now, or none.
+    """
+
+    rows: np.ndarray
+    removed: np.ndarray
+    moved: bool
+
+    @staticmethod
+    def between(before: np.ndarray, now: np.ndarray) -> Changes:
+        """Compare the keys of rows, int64 ``[rows in use]``; values of rows are not known here."""
+        shared = min(len(before), len(now))
+        differ = np.flatnonzero(before[:shared] != now[:shared])
+        left = np.concatenate([before[differ], before[shared:]])
+        rows = np.concatenate([differ, np.arange(shared, len(now))])
+        removed = np.setdiff1d(left, now[rows], assume_unique=True)
+        return Changes(rows, removed, moved=len(left) > 0)
+
+    def columns(self) -> list[Column]:
+        """Return the columns that a file has besides those of all files."""
+        columns = []
+        if self.moved:
+            columns.append(column_of("rows", torch.from_numpy(self.rows.astype(np.int32))))
+        if len(self.removed):
+            columns.append(column_of("removed", torch.from_numpy(self.removed)))
+        return columns
+
+
+def keys_of(shard: TableShard) -> np.ndarray:
+    """Return the key of each row in use, int64; nothing for a table whose rows keep their keys."""
     table = shard.layer.table
-    if table is None:
-        return sums
-    for first in range(0, len(table.buckets), _BUCKETS):
-        part = table.buckets[first : first + _BUCKETS]
-        rows = part[:, SLOTS_PER_BUCKET:].contiguous().view(torch.int32)[:, :SLOTS_PER_BUCKET]
-        mixed = part[:, :SLOTS_PER_BUCKET] * _FACTORS[0] + rows.long() * _FACTORS[1]
-        mixed ^= mixed >> 29
-        mixed *= _FACTORS[2]
-        mixed ^= mixed >> 32
-        for number, size in enumerate(sizes):
-            here = (rows >= 0) & (rows < size)
-            sums[number] += int((mixed * here).sum())
-    return [each % 2**64 for each in sums]
+    return np.empty(0, dtype=np.int64) if table is None else table.keys().cpu().numpy()
 
 
 @dataclass
@@ -104,14 +120,12 @@ class MarkedTable:
 
     Attributes:
         identity: result of `TableShard.identity` at the time of the save.
-        size: number of rows in use.
-        keys: checksum of the keys, from `sums_of_keys`.
+        keys: key of each row, from `keys_of`.
         prints: fingerprints of the rows.
     """
 
     identity: tuple[Any, ...]
-    size: int
-    keys: int
+    keys: np.ndarray
     prints: Fingerprints
 
 
@@ -130,6 +144,8 @@ class Marks:
     base: Base
     links: int = 0
     tables: dict[str, MarkedTable] = field(default_factory=dict)
+    # Changes of the tables' keys since the previous checkpoint, for `changed`.
+    _of_keys: dict[str, Changes] = field(default_factory=dict)
 
     def follow(self, shards: Sequence[TableShard], before: Mapping[str, MarkedTable]) -> set[str]:
         """Start the marks of a new checkpoint, and find the tables that must be written in full.
@@ -140,22 +156,24 @@ class Marks:
 
         Returns:
             Names of the tables that must be written in full: they are new or have been replaced, or
-            some of their rows have been removed or now belong to other keys.
+            have lost at least as many keys as are left.
         """
         complete = set()
         for shard in shards:
             identity, known = shard.identity(), before.get(shard.name)
-            size_before = 0 if known is None else known.size
-            keys_before, keys = sums_of_keys(shard, [size_before, shard.size])
-            if known is None or (known.identity, known.keys) != (identity, keys_before):
+            keys = keys_of(shard)
+            if known is None or known.identity != identity:
+                known = MarkedTable(identity, keys, Fingerprints(shard.layer.capacity))
                 complete.add(shard.name)
-                prints = Fingerprints(shard.layer.capacity)
-            else:
-                prints = known.prints
-            self.tables[shard.name] = MarkedTable(identity, shard.size, keys, prints)
+            changes = Changes.between(known.keys, keys)
+            if 0 < len(changes.removed) >= shard.size:
+                complete.add(shard.name)
+            self.tables[shard.name] = MarkedTable(identity, keys, known.prints)
+            self._of_keys[shard.name] = changes
         return complete
 
-    def changed(self, shard: TableShard) -> np.ndarray:
-        """Return the indices of the rows changed since the last save, and update the marks."""
-        prints = self.tables[shard.name].prints
-        return prints.update(list(shard.columns.values()), shard.size)
+    def changed(self, shard: TableShard) -> Changes:
+        """Find what has changed since the last save, and update the marks."""
+        prints, changes = self.tables[shard.name].prints, self._of_keys.pop(shard.name)
+        rows = prints.update(list(shard.columns.values()), shard.size, changes.rows)
+        return changes._replace(rows=rows)

@@ -23,12 +23,12 @@ from ..tables.hash_table import HashTable
 from .draft import published
 from .files import FileRecord, naming
 from .folder import chain, resolved
-from .load_table import columns_of, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .npz_source import name_note, npz
 from .reshard import ColumnWriter, OnProgress, live_pieces, verify
 from .sources import ForeignTable, Pieces, sok1, sok2, torchrec
+from .table_files import columns_of, parts_of
 from .tensor_file import carried, dtype_name, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")

@@ -15,9 +15,9 @@ import torch
 from ..tables.hash_table import HashTable
 from .files import naming
 from .folder import chain, resolved
-from .load_table import Chain, columns_of, parts_of
 from .manifest import DENSE, Table
 from .reshard import OnProgress, live_pieces, verify
+from .table_files import Chain, columns_of, parts_of
 from .tensor_file import Place, TensorFile, carried
 
 # A row's location is one integer: the low bits hold the row's index, the others the file's index.
@@ -31,11 +31,12 @@ class TableDifference:
     """Differences between a table in checkpoint A and the same table in checkpoint B.
 
     Attributes:
-        same: number of keys in both A and B whose vectors and states are equal, bit for bit.
+        same: number of keys in both A and B whose vectors, scores and states are equal, bit for
+            bit.
         only_a: number of keys that B lacks.
         only_b: number of keys that A lacks.
-        changed: for each column (``vectors`` or a state): the number of rows that differ in it,
-            and the largest absolute difference (nan if any difference is nan).
+        changed: for each column (``vectors``, ``scores`` or a state): the number of rows that
+            differ in it, and the largest absolute difference (nan if any difference is nan).
         shape: a difference that makes the rows incomparable, such as "dim 8 and 16"; empty if there
             is none.
     """
@@ -111,7 +112,7 @@ def _equal(one: TensorFile, other: TensorFile, name: str) -> bool:
 
 def _table(ours: Chain, theirs: Chain, name: str) -> TableDifference:
     a, b = (links[-1][1].tables[name] for links in (ours, theirs))
-    for what in ("dim", "dtype", "states"):
+    for what in ("dim", "dtype", "states", "score_kind"):
         if getattr(a, what) != getattr(b, what):
             return TableDifference(shape=f"{what} {getattr(a, what)} and {getattr(b, what)}")
     found = TableDifference()

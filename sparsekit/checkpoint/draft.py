@@ -150,13 +150,13 @@ class Draft:
 
 
 @contextlib.contextmanager
-def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
+def published(target: str | os.PathLike[str], replace: bool = False) -> Iterator[Draft]:
     """Yield a draft to write to; publish it at target at the end, or remove it on an error.
 
     Raises:
-        CheckpointError: target already exists, or cannot be created.
+        CheckpointError: target already exists and is not to be replaced, or cannot be created.
     """
-    draft = Draft(Path(target).absolute(), new_id())
+    draft = Draft(Path(target).absolute(), new_id(), replace)
     try:
         draft.begin()
         yield draft
@@ -242,6 +242,14 @@ def remove_abandoned(folder: Path) -> None:
             _remove_if_abandoned(path)
         elif _GONE.match(path.name) or _OLD.match(path.name):
             discard(path)
+
+
+def refuse_writers(folder: Path) -> None:
+    """Remove abandoned drafts from a folder; raise CheckpointError if one is being written."""
+    remove_abandoned(folder)
+    for path in entries(folder):
+        if _DRAFT.match(path.name):
+            raise CheckpointError(f"{path}: is being written; wait until the save has ended")
 
 
 def _remove_if_abandoned(draft: Path) -> None:

@@ -17,7 +17,7 @@ from .encoding import decoded
 from .files import check_sum
 from .folder import chain, check_sizes, resolved
 from .load_optimizer import OptimizerPlan
-from .load_table import Links, TablePlan, file_in
+from .load_table import TablePlan
 from .manifest import DENSE, rank_file
 from .snapshot import (
     Optimizers,
@@ -29,6 +29,7 @@ from .snapshot import (
     restore_random_state,
     unwrapped,
 )
+from .table_files import Links, file_in
 from .together import Together
 
 

@@ -13,8 +13,9 @@ from ..errors import CheckpointError
 from ..optim.load_state import loaded_states
 from ..optim.row_optimizer import RowOptimizer
 from .encoding import decoded
-from .load_table import Folder, TablePlan
+from .load_table import TablePlan
 from .snapshot import parameter_names
+from .table_files import Folder
 
 
 class OptimizerPlan:

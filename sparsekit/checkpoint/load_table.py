@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 
@@ -14,26 +13,21 @@ from ..optim.row_optimizer import RowOptimizer
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.saved_state import copy_all
+from ..tables.scores import score_of
 from ..tables.weight import EmbeddingWeight
 from .encoding import decoded
-from .files import PIECE
-from .manifest import Manifest, Table
+from .manifest import Table
 from .snapshot import owners_crc
-from .tensor_file import Column, TensorFile, dtype_name
-
-Chain = Sequence[tuple[Path, Manifest]]
-
-
-class TensorStore(Protocol):
-    """Provides a checkpoint's tensors if they are not stored in a folder."""
-
-    def file(self, name: str) -> TensorFile:
-        """Open the file with this name in the manifest."""
-
-
-Folder = Path | TensorStore
-Links = Sequence[tuple[Folder, Manifest]]
-AnyFolder = TypeVar("AnyFolder", bound=Folder)
+from .table_files import (
+    Folder,
+    Links,
+    columns_of,
+    key_pieces,
+    keys_left_out,
+    opened,
+    parts_of,
+)
+from .tensor_file import TensorFile, dtype_name
 
 
 class TablePlan:
@@ -55,6 +49,8 @@ class TablePlan:
         self._parts = parts_of(links, name)
         self._same_place = self._is_same_place()
         self._check(links[-1][0], cast)
+        rank = layer.rank if self._same_place else None
+        self._left_out = keys_left_out(self._parts, rank)
         self._new_table: HashTable | None = None
         if layer.table is not None:
             self._new_table = HashTable(
@@ -77,6 +73,12 @@ class TablePlan:
             raise CheckpointError(
                 f"{folder}: table {self.name} is {table.dtype}, and {dtype} in the module; pass "
                 f"cast=True to round it"
+            )
+        scores, life = table.scores, layer.life
+        if scores is not None and life is not None and scores.clock > life.score.most_clock:
+            raise CheckpointError(
+                f"{folder}: table {self.name} has the clock {scores.clock}, and {life.score} in "
+                f"the module counts to {life.score.most_clock}"
             )
         rooms = layer.capacity * layer.world_size
         if table.size > rooms and layer.table is not None:
@@ -116,7 +118,9 @@ class TablePlan:
             count = 0
             for file, begin, keys in self._own_keys(at, part, 8):
                 self._check_keys(file, begin, keys)
-                own = keys if self._same_place else keys[self.layer.owned(keys)]
+                self._check_scores(file, begin, len(keys))
+                mine = self._own(keys)
+                own = keys if mine is None else keys[mine]
                 count += len(own)
                 if self._new_table is None:
                     numbers[own.cpu()] = True
@@ -135,6 +139,55 @@ class TablePlan:
             if found < size:
                 why += ", or one is there twice"
             raise self._wrong_count(folder, size, found, why)
+        if self._new_table is not None and self._same_place and self._has_rows():
+            self._move_keys(self._new_table)
+
+    def _has_rows(self) -> bool:
+        """Return whether the chain tells the rows of all keys that have moved."""
+        known = False
+        for at, part in self._parts[1:]:
+            shard = part.shards[self.layer.rank]
+            with opened(at, part, shard) as file:
+                if "rows" in file.places:
+                    known = True
+                elif shard.removed:  # a checkpoint that `forget` has rewritten
+                    return False
+        return known
+
+    def _move_keys(self, table: HashTable) -> None:
+        """Give all keys the rows that they had when they were saved."""
+        rank, before = self.layer.rank, 0
+        size = max(part.shards[rank].size for _, part in self._parts)
+        keys_of_rows = torch.zeros(size, dtype=torch.int64, device=table.buckets.device)
+        for at, part in self._parts:
+            shard = part.shards[rank]
+            with opened(at, part, shard) as file:
+                for begin, keys in key_pieces(file, shard.rows, 8):
+                    if "rows" in file.places:
+                        rows = file.read("rows", begin, len(keys)).to(torch.int64)
+                    else:  # only the table's last rows have new keys
+                        first = begin + shard.size - shard.rows
+                        rows = torch.arange(first, first + len(keys))
+                        keys, rows = keys[rows >= before], rows[rows >= before]
+                    if bool(((rows < 0) | (rows >= shard.size)).any()):
+                        raise CheckpointError(f"{file.path}: is damaged: a row is out of range")
+                    keys_of_rows[rows.to(keys_of_rows.device)] = keys.to(keys_of_rows.device)
+            before = shard.size
+        moved = keys_of_rows[:before]
+        known = bool((table.find(moved) >= 0).all())
+        table.clear_()
+        table.find_or_insert(moved)
+        if not known or len(table) != before:
+            raise CheckpointError(f"{at}: table {self.name} is damaged: not every row has a key")
+
+    def _own(self, keys: torch.Tensor) -> torch.Tensor | None:
+        """Return the positions of the keys of a piece that this rank loads; None for all."""
+        mine = None if self._same_place else self.layer.owned(keys)
+        if self._left_out is None:
+            return mine
+        chosen = keys if mine is None else keys[mine]
+        stay = (self._left_out.find(chosen.cpu()) < 0).nonzero().squeeze(1).to(keys.device)
+        return stay if mine is None else mine[stay]
 
     def _wrong_count(self, folder: Folder, rows: int, keys: int, why: str) -> CheckpointError:
         return CheckpointError(
@@ -149,7 +202,7 @@ class TablePlan:
         Each piece consists of a file, the index of the piece's first row, and the piece's keys.
         """
         for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
-            with opened(at, part, shard.file, shard.rows) as file:
+            with opened(at, part, shard) as file:
                 for begin, keys in key_pieces(file, shard.rows, row_bytes):
                     yield file, begin, keys.to(self.layer.weight.device)
 
@@ -179,6 +232,20 @@ class TablePlan:
                 f"{what}"
             )
 
+    def _check_scores(self, file: TensorFile, begin: int, count: int) -> None:
+        """Raise CheckpointError if a score is none of its kind."""
+        if self.table.scores is None:
+            return
+        clocks = score_of(self.name, self.table.scores.kind).touched(
+            file.read("scores", begin, count)
+        )
+        bad = (clocks < 0).nonzero()
+        if len(bad):
+            raise CheckpointError(
+                f"{file.path}: table {self.name}: the score of row {begin + int(bad[0, 0])} is "
+                f"{int(clocks[bad[0, 0]])}"
+            )
+
     def check_states(self, settings: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless the optimizer, with these settings, has the saved states."""
         optimizer, saved = self.optimizer, self.table.states
@@ -206,9 +273,12 @@ class TablePlan:
         """Replace the layer's rows, and the optimizer's states for them."""
         layer, table = self.layer, self.table
         with layer.rows_changing():
-            columns: dict[str, torch.Tensor] = {"vectors": layer.weight.detach()}
-            if self.optimizer is not None:
-                columns |= self._fresh_states(self.optimizer)
+            states = {} if self.optimizer is None else self._fresh_states(self.optimizer)
+            columns = {"vectors": layer.weight.detach(), **states}
+            if layer.scores is not None:
+                layer.scores.zero_()
+                if table.scores is not None:
+                    columns["scores"] = layer.scores
             if isinstance(layer.weight, EmbeddingWeight):
                 layer.weight.moved = False
             layer.checked_modes = set()
@@ -226,11 +296,22 @@ class TablePlan:
                     self._take(file, begin, keys, columns, first=number == 0)
             if layer.table is not None:
                 layer.weight.detach()[len(layer.table) :].zero_()
+            self._restore_life()
             if self.optimizer is not None:
-                kept = {name: value for name, value in columns.items() if name != "vectors"}
-                self.optimizer.state[layer.weight] = kept | self._settings()
+                self.optimizer.state[layer.weight] = states | self._settings()
                 if isinstance(layer.weight, EmbeddingWeight):
                     layer.weight.is_stepped_by(self.optimizer)
+
+    def _restore_life(self) -> None:
+        """Set the clock, and convert scores of another kind."""
+        layer, saved = self.layer, self.table.scores
+        if layer.life is None or layer.scores is None or layer.clock is None or saved is None:
+            return
+        if saved.kind != layer.life.score.name:
+            own = layer.scores[: len(cast(HashTable, layer.table))]
+            then = score_of(layer.name, saved.kind).touched(own)
+            own.copy_(layer.life.score.words_of(torch.ones_like(then), then))
+        layer.life.restore(layer.clock, saved.clock, saved.set_by_user)
 
     def _settings(self) -> dict[str, Any]:
         settings = cast(dict[str, Any], decoded(self.table.settings, {}))
@@ -265,13 +346,14 @@ class TablePlan:
     ) -> None:
         """Load the rows of a piece; ``first`` is true if it is from the complete checkpoint."""
         layer = self.layer
-        mine = None if self._same_place else layer.owned(keys)
+        mine = self._own(keys)
         own = keys if mine is None else keys[mine]
         if not len(own):
             return
         if layer.table is None:
             into = own // layer.world_size
         elif first and mine is None:
+            # Rows that have other keys by now are in a later file.
             into = torch.arange(begin, begin + len(own), device=keys.device)
         else:
             into = layer.table.find(own)
@@ -287,51 +369,3 @@ class TablePlan:
                 column[start : start + len(into)].copy_(values)
             else:
                 column[into] = values.to(column.dtype)
-
-
-def parts_of(
-    links: Sequence[tuple[AnyFolder, Manifest]], name: str
-) -> list[tuple[AnyFolder, Table]]:
-    """Return a table's manifest entries in a chain, from its last complete entry on."""
-    parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
-    complete = [i for i, (_, table) in enumerate(parts) if table.complete]
-    return parts[complete[-1] :]
-
-
-def file_in(folder: Folder, name: str) -> TensorFile:
-    """Open a file of a checkpoint by its name in the manifest."""
-    return TensorFile(folder / name) if isinstance(folder, Path) else folder.file(name)
-
-
-def columns_of(table: Table, rows: int) -> list[Column]:
-    """Describe the columns of a table's file."""
-    return [
-        Column("keys", torch.int64, (rows,)),
-        Column("vectors", getattr(torch, table.dtype), (rows, table.dim)),
-        *(
-            Column(name, getattr(torch, state.dtype), (rows, *state.shape))
-            for name, state in table.states.items()
-        ),
-    ]
-
-
-def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
-    """Open a shard's file; raise CheckpointError unless its columns match the manifest."""
-    file = file_in(folder, name)
-    for column in columns_of(table, rows):
-        place = file.places.get(column.name)
-        found = place and (dtype_name(place.dtype), place.shape)
-        if found != (dtype_name(column.dtype), column.shape):
-            file.close()
-            raise CheckpointError(
-                f"{file.path}: is damaged: {column.name} should be {dtype_name(column.dtype)} "
-                f"{list(column.shape)}, and is {found}"
-            )
-    return file
-
-
-def key_pieces(file: TensorFile, rows: int, row_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield a file's keys in pieces, each with the index of its first row."""
-    step = max(1, PIECE // row_bytes)
-    for begin in range(0, rows, step):
-        yield begin, file.read("keys", begin, min(step, rows - begin))

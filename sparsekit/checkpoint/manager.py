@@ -197,6 +197,8 @@ class Checkpoints:
                 return ""
             if links[-1][1].id != marks.base.id or target in [folder for folder, _ in links]:
                 return ""
+            if any(manifest.forgotten for _, manifest in links):
+                return ""  # the marks are of rows that are gone
             return marks.base.id
 
         if self.complete_every == 1:

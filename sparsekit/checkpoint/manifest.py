@@ -9,7 +9,9 @@ from typing import Any
 from .files import FileRecord
 
 FORMAT = "sparsekit checkpoint"
-VERSION = 1
+VERSION = 2
+# Version of checkpoints in which no key has been removed since the base.
+WITHOUT_REMOVALS = 1
 MANIFEST = "manifest.json"
 # Name of the file with the manifest's CRC-32 in hexadecimal, used to detect a damaged manifest.
 CHECKSUM = "manifest.crc32"
@@ -23,16 +25,35 @@ class Shard:
     Attributes:
         rank: the rank that wrote the part.
         file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors``
-            [rows, dim], each state, and maybe ``removed`` int64 [n]: keys removed since the base.
+            [rows, dim], ``scores`` int64 [rows] if the table has scores, and each state. If keys
+            have been removed or have other rows than in the base, also ``removed`` int64 [removed],
+            and perhaps ``rows`` int32 [rows], the row of each key.
         rows: number of rows in this file.
         size: number of rows in the rank's table when it was saved. The file of an incremental
             checkpoint may have fewer rows.
+        removed: number of keys in the file that the base has and this checkpoint has no more.
     """
 
     rank: int
     file: str
     rows: int
     size: int
+    removed: int = 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a table's rows.
+
+    Attributes:
+        kind: what a score means: ``"lru"`` or ``"lfu"``.
+        clock: the table's clock.
+        set_by_user: whether only `sparsekit.set_clock` moves the clock.
+    """
+
+    kind: str
+    clock: int
+    set_by_user: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,7 @@ class Table:
         settings: numbers that the optimizer keeps for the whole table, such as ``step``, by name.
         complete: true if the shards have all rows, false if only those changed since the base.
         shards: the parts of all ranks, in rank order.
+        scores: description of the rows' scores; None for a table without scores.
     """
 
     layer: str
@@ -85,11 +107,17 @@ class Table:
     settings: dict[str, Any]
     complete: bool
     shards: tuple[Shard, ...]
+    scores: Scores | None = None
 
     @property
     def size(self) -> int:
         """Return the total number of rows on all ranks."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def score_kind(self) -> str | None:
+        """Return the kind of the rows' scores, or None."""
+        return None if self.scores is None else self.scores.kind
 
 
 @dataclass(frozen=True)
@@ -114,6 +142,7 @@ class Manifest:
         optimizers: class, settings of groups and dense states of each optimizer.
         ranks: the states of each rank: random generators, and the objects passed as ``state``.
         version: version of sparsekit that wrote the checkpoint.
+        forgotten: whether rows have been removed since, by `sparsekit.checkpoint.forget`.
     """
 
     id: str
@@ -125,6 +154,7 @@ class Manifest:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     version: str = ""
+    forgotten: bool = False
 
 
 def new_id() -> str:

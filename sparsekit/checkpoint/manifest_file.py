@@ -22,8 +22,10 @@ from .manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
+    WITHOUT_REMOVALS,
     Base,
     Manifest,
+    Scores,
     Shard,
     State,
     Table,
@@ -35,7 +37,9 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_ROWS = 2**40
 ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
 # Reserved names of columns, which no state may have; see docs/checkpoint_format.md.
-_OWN_COLUMNS = {"keys", "vectors", "scores", "removed"}
+_OWN_COLUMNS = {"keys", "vectors", "scores", "removed", "rows"}
+# Largest clock of each kind of score.
+_CLOCKS = {"lru": 2**63 - 1, "lfu": 2**32 - 1}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -59,7 +63,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _values_of(manifest: Manifest) -> dict[str, Any]:
-    values = {"format": FORMAT, "format_version": VERSION, **dataclasses.asdict(manifest)}
+    removals = any(shard.removed for table in manifest.tables.values() for shard in table.shards)
+    # A version that knows no removals would bring back keys, so it must refuse these.
+    version = VERSION if removals else WITHOUT_REMOVALS
+    values = {"format": FORMAT, "format_version": version, **dataclasses.asdict(manifest)}
     values["files"] = {
         name: {"bytes": file.bytes, "crc32": f"{file.crc32:08x}"}
         for name, file in manifest.files.items()
@@ -251,6 +258,7 @@ class _Reader:
             optimizers=self._optimizers,
             ranks=[each.state() for each in ranks.entries()],
             version=root["version"].text(100),
+            forgotten=root["forgotten"].value is not None and root["forgotten"].flag(),
         )
 
     def _table(self, table: _Value) -> Table:
@@ -293,6 +301,7 @@ class _Reader:
             settings=table["settings"].state(),
             complete=complete,
             shards=shards,
+            scores=None if table["scores"].value is None else _scores(table["scores"]),
         )
 
     def _shard(self, shard: _Value, rank: int, complete: bool, row_bytes: int) -> Shard:
@@ -302,11 +311,24 @@ class _Reader:
         shard["file"].must(file not in self._of_tables, "a file of its own")
         self._of_tables.add(file)
         rows, size = shard["rows"].whole(0, _MOST_ROWS), shard["size"].whole(0, _MOST_ROWS)
+        removed = 0
+        if shard["removed"].value is not None:  # older versions have no such number
+            removed = shard["removed"].whole(0, 0 if complete else _MOST_ROWS)
         if complete:
             shard["rows"].must(rows == size, f"its size {size}")
-        if self._has_files and self._files[file].bytes < rows * row_bytes:
+        if self._has_files and self._files[file].bytes < rows * row_bytes + 8 * removed:
             raise shard["rows"].refusal(f"as many as {file} has room for")
-        return Shard(rank=shard["rank"].whole(rank, rank), file=file, rows=rows, size=size)
+        rank = shard["rank"].whole(rank, rank)
+        return Shard(rank=rank, file=file, rows=rows, size=size, removed=removed)
+
+
+def _scores(scores: _Value) -> Scores:
+    kind = scores["kind"].choice(tuple(_CLOCKS))
+    return Scores(
+        kind=kind,
+        clock=scores["clock"].whole(0, _CLOCKS[kind]),
+        set_by_user=scores["set_by_user"].flag(),
+    )
 
 
 def _state(state: _Value, dim: int) -> State:

@@ -20,10 +20,10 @@ from ..tables.owners import even_map
 from .draft import published
 from .files import FileRecord, check_sum, naming, plain_file, record_of, write_small
 from .folder import chain, check_sizes, resolved
-from .load_table import columns_of, key_pieces, opened, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .snapshot import owners_crc
+from .table_files import columns_of, key_pieces, opened, parts_of, removed_keys
 from .tensor_file import Column, TensorFile, header_of
 
 # A callback that receives the size in bytes of each file or piece after it has been read.
@@ -45,15 +45,22 @@ def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: Non
     """
     links = chain(resolved(path))
     for folder, manifest in links:
-        check_sizes(folder, manifest)
-        for name, written in manifest.files.items():
-            check_sum(folder / name, written)
-            on_progress(written.bytes)
-        for table in manifest.tables.values():
-            for shard in table.shards:
-                with opened(folder, table, shard.file, shard.rows):
-                    pass
+        verify_files(folder, manifest, on_progress)
     return [folder for folder, _ in links]
+
+
+def verify_files(
+    folder: Path, manifest: Manifest, on_progress: OnProgress = lambda _: None
+) -> None:
+    """Verify the files of one checkpoint, as `verify` does."""
+    check_sizes(folder, manifest)
+    for name, written in manifest.files.items():
+        check_sum(folder / name, written)
+        on_progress(written.bytes)
+    for table in manifest.tables.values():
+        for shard in table.shards:
+            with opened(folder, table, shard):
+                pass
 
 
 def reshard(
@@ -151,21 +158,21 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
     """Yield pieces of a table: file, index of the first row, keys, and indices of live keys.
 
-    A key is live if no newer checkpoint has it. The newest checkpoint comes first. The keys of
-    incremental checkpoints are kept in memory; those of the complete one are not. Use the result in
-    a ``with`` statement: otherwise, after an error in the caller, the file stays open as long as
-    the traceback exists.
+    A key is live if no newer checkpoint has it or has removed it. The newest checkpoint comes
+    first. The keys of incremental checkpoints are kept in memory; those of the complete one are
+    not. Use the result in a ``with`` statement: otherwise, after an error in the caller, the file
+    stays open as long as the traceback exists.
     """
     return contextlib.closing(_live_pieces(parts))
 
 
 def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
-    changes = sum(shard.rows for _, table in parts[1:] for shard in table.shards)
+    changes = sum(s.rows + s.removed for _, table in parts[1:] for s in table.shards)
     newer = HashTable(max(1, changes)) if changes else None
     for place, (folder, table) in reversed(list(enumerate(parts))):
         row_bytes = table.dim * getattr(torch, table.dtype).itemsize
         for shard in table.shards:
-            with opened(folder, table, shard.file, shard.rows) as file:
+            with opened(folder, table, shard) as file:
                 for begin, keys in key_pieces(file, shard.rows, row_bytes):
                     kept = torch.arange(len(keys))
                     if newer is not None:
@@ -173,6 +180,9 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
                     yield file, begin, keys, kept
                     if newer is not None and place:
                         newer.find_or_insert(keys)
+        if newer is not None:
+            # Not before, since a checkpoint's removals come before its rows.
+            newer.find_or_insert(removed_keys(folder, table, table.shards))
 
 
 class ColumnWriter:

@@ -18,7 +18,18 @@ from .changes import Marks
 from .draft import Draft
 from .files import FileRecord, naming, write_small
 from .folder import retain, whole_chain
-from .manifest import DENSE, Base, Manifest, Shard, State, Table, new_id, rank_file, table_file
+from .manifest import (
+    DENSE,
+    Base,
+    Manifest,
+    Scores,
+    Shard,
+    State,
+    Table,
+    new_id,
+    rank_file,
+    table_file,
+)
 from .manifest_file import write_manifest
 from .snapshot import Optimizers, Snapshot, Stateful, listed, unwrapped
 from .tensor_file import column_of, write
@@ -113,13 +124,20 @@ class CheckpointWriter:
         for number, shard in enumerate(self.snapshot.shards):
             # Update the marks before writing the rows. A row that changes in between then differs
             # from its mark, so the next save writes it again.
-            changed = None if self.marks is None else self.marks.changed(shard)
-            complete = shard.name in self._complete
-            rows = None if complete else changed
+            changes = None if self.marks is None else self.marks.changed(shard)
+            if shard.name in self._complete:
+                changes = None
+            rows = None if changes is None else changes.rows
             file = table_file(number, rank)
             columns = shard.columns_to_write(rows)
+            removed = 0
+            if changes is not None:
+                columns += changes.columns()
+                removed = len(changes.removed)
             files[file] = write(folder / file, columns, {"table": shard.name[:500]})
-            tables[shard.name] = shard.note(rank, file, columns[0].shape[0], complete)
+            tables[shard.name] = shard.note(
+                rank, file, columns[0].shape[0], changes is None, removed
+            )
         others = {rank_file(rank): self.snapshot.own}
         if rank == 0:
             others[DENSE] = self.snapshot.dense
@@ -203,7 +221,9 @@ def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
     states = {
         key: State(each["dtype"], tuple(each["shape"])) for key, each in first.pop("states").items()
     }
-    return Table(states=states, shards=shards, **first)
+    scores = first.pop("scores")
+    scores = None if scores is None else Scores(**scores)
+    return Table(states=states, shards=shards, scores=scores, **first)
 
 
 def save(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.reports import raise_errors
 from .encoding import encoded, scalar
+from .manifest import Scores
 from .manifest_file import ROW_DTYPES
 from .tensor_file import Column, carried, check_storable, column_of, dtype_name
 
@@ -127,7 +128,8 @@ class TableShard:
         """Return a value that changes when the rows are no longer comparable with earlier ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
-        return layer.table is None, layer.rank, layer.world_size, tuple(shapes)
+        kind = None if self.facts["scores"] is None else self.facts["scores"]["kind"]
+        return layer.table is None, layer.rank, layer.world_size, tuple(shapes), kind
 
     def copy_to(self, copies: Copies) -> None:
         """Copy the columns, and replace them by the copies."""
@@ -153,13 +155,15 @@ class TableShard:
 
     _buckets: torch.Tensor | None = None
 
-    def note(self, rank: int, file: str, rows: int, complete: bool) -> dict[str, Any]:
+    def note(
+        self, rank: int, file: str, rows: int, complete: bool, removed: int = 0
+    ) -> dict[str, Any]:
         """Describe this rank's part for `manifest_of`."""
-        part = {"rank": rank, "file": file, "rows": rows, "size": self.size}
+        part = {"rank": rank, "file": file, "rows": rows, "size": self.size, "removed": removed}
         return {**self.facts, "complete": complete, "shard": part}
 
     def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
-        """Return the columns to write: keys, vectors and states of the given rows, or of all."""
+        """Return the columns to write of the given rows, or of all: keys, and what rows have."""
         count = self.size if rows is None else len(rows)
         keys = Column("keys", torch.int64, (count,), lambda: self._keys(rows))
         others = [
@@ -310,6 +314,8 @@ def _shard(
     name: str, layer: EmbeddingTable, optimizer: int | None, kept: Mapping[str, Any]
 ) -> TableShard:
     columns = {"vectors": layer.weight.detach()}
+    if layer.scores is not None:
+        columns["scores"] = layer.scores
     settings: dict[str, Any] = {}
     for key, value in kept.items():
         where = f"{name}.{key}, which the optimizer keeps"
@@ -331,7 +337,7 @@ def _shard(
     states = {
         key: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape[1:])}
         for key, tensor in columns.items()
-        if key != "vectors"
+        if key in kept
     }
     facts = {
         "layer": layer.name,
@@ -347,9 +353,19 @@ def _shard(
         "optimizer": optimizer,
         "states": states,
         "settings": settings,
+        "scores": _scores(layer),
     }
     size = layer.capacity if layer.table is None else len(layer.table)
     return TableShard(name, layer, columns, size, facts)
+
+
+def _scores(layer: EmbeddingTable) -> dict[str, Any] | None:
+    """Describe the scores of a table for the manifest."""
+    life = layer.life
+    if life is None or layer.clock is None:
+        return None
+    scores = Scores(life.score.name, life.now(layer.clock), life.set_by_user)
+    return asdict(scores)
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -96,11 +96,15 @@ def _inspect(args: argparse.Namespace) -> int:
         rows = " + ".join(f"{shard.rows:,}" for shard in table.shards)
         kind = "hash table" if table.hash_table else "row numbers"
         part = "rows" if table.complete else f"changed rows of {table.size:,}"
+        if removed := sum(shard.removed for shard in table.shards):
+            part += f", {removed:,} keys removed"
         print(f"  {name}: {rows} {part}, dim {table.dim}, {table.dtype}, {kind}, "
               f"placement {table.placement}, capacity {table.capacity:,}")  # fmt: skip
         if table.optimizer is not None:
             kept = ", ".join(table.states) or "nothing for each row"
             print(f"    {manifest.optimizers[table.optimizer].get('kind')}: {kept}")
+        if table.scores is not None:
+            print(f"    scores: {table.scores.kind}, clock {table.scores.clock:,}")
     return 0
 
 

@@ -16,7 +16,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "plot",
         help="draw loss, metrics, speed and tables of a run",
         description="Draw what `sparsekit train … --log-to RUN` has logged: loss, metrics, samples "
-        "a second, and rows, load and skew of the tables.",
+        "a second, rows, load and skew of the tables, and which rows come and go.",
     )
     plot.set_defaults(run=_plot)
     plot.add_argument("folder", metavar="RUN", help="folder that was given to --log-to")

@@ -33,7 +33,7 @@ def read_manifest(folder):
     if zlib.crc32(content) != int((folder / "manifest.crc32").read_text(), 16):
         raise ValueError(f"{folder} has a damaged manifest")
     manifest = json.loads(content)
-    if manifest["format"] != "sparsekit checkpoint" or manifest["format_version"] != 1:
+    if manifest["format"] != "sparsekit checkpoint" or manifest["format_version"] > 2:
         raise ValueError(f"{folder} is of another format")
     return manifest
 
@@ -48,11 +48,12 @@ def read_table(folder, name):
         if read_manifest(folder.parent / base["folder"])["id"] != base["id"]:
             raise ValueError(f"{folder} follows another checkpoint")
         rows = read_table(folder.parent / base["folder"], name)
-    for shard in table["shards"]:
-        written = manifest["files"][shard["file"]]
-        tensors = read_file(folder / shard["file"], written["crc32"])
-        for key in tensors.pop("removed", []):
-            rows.pop(int(key), None)
+    names = [shard["file"] for shard in table["shards"]]
+    parts = [read_file(folder / name, manifest["files"][name]["crc32"]) for name in names]
+    for key in (key for tensors in parts for key in tensors.pop("removed", [])):
+        rows.pop(int(key), None)
+    for tensors in parts:
+        tensors.pop("rows", None)
         keys = tensors.pop("keys")
         for number, key in enumerate(keys):
             rows[int(key)] = {name: tensor[number] for name, tensor in tensors.items()}

@@ -50,8 +50,7 @@ def complete(path):
 def test_back_to_an_earlier_state(tmp_path, monkeypatch):
     """Saves are right after a restore, when rows get other keys. Small limits force many pieces."""
     for module, name, value in (
-        (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
-        (tensor_file, "PIECE", 500),
+        (changes, "_BLOCK", 2000), (snapshot, "_KEYS", 50), (tensor_file, "PIECE", 500),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     model, optimizers = made()

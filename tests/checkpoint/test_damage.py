@@ -160,7 +160,7 @@ MALICIOUS = {
     "a state": (put("optimizers", 0, "state", {"out.bias": 5}), "state must be an object of obj"),
     "optimizer": (put("tables", "users", "optimizer", 7), "optimizer must be a whole number"),
     "id": (put("id", "x"), "id must be 32 hexadecimal digits"),
-    "version": (put("format_version", 2), "format_version 2 is newer than 1"),
+    "version": (put("format_version", 3), "format_version 3 is newer than 2"),
     "format": (put("format", "pickle"), "format must be"),
     "bytes": (put("files", "dense.safetensors", "bytes", 10**17), "dense.safetensors"),
     "crc": (put("files", "dense.safetensors", "crc32", 5), "crc32 must be 8 hexadecimal"),

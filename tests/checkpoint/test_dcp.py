@@ -405,7 +405,7 @@ def test_parts_that_are_not_as_their_note_says(tmp_path):
 
 def test_keys_and_rows_in_many_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("sparsekit.checkpoint.snapshot._KEYS", 7)
-    monkeypatch.setattr("sparsekit.checkpoint.load_table.PIECE", 100)
+    monkeypatch.setattr("sparsekit.checkpoint.table_files.PIECE", 100)
     model, optimizers = made()
     train(model, optimizers, 0, 5)
     save(tmp_path, model, optimizers)

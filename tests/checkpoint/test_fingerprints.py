@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import sparsekit
 from sparsekit.checkpoint import CheckpointError, changes, snapshot
-from sparsekit.checkpoint.changes import Fingerprints
+from sparsekit.checkpoint.changes import Changes, Fingerprints
 from sparsekit.checkpoint.snapshot import Snapshot
 
 
@@ -20,11 +21,12 @@ def test_the_highest_bits_of_any_words(monkeypatch, block):
     choices += [{i, j} for i in range(words) for j in range(i)]
     rows = torch.ones(len(choices), words, dtype=torch.float64)
     prints = Fingerprints(len(rows) + 1)
-    assert prints.update([rows], len(rows)).tolist() == list(range(len(rows)))
-    assert prints.update([rows], len(rows)).tolist() == []
+    none = np.empty(0, dtype=np.int64)
+    assert prints.update([rows], len(rows), none).tolist() == list(range(len(rows)))
+    assert prints.update([rows], len(rows), none).tolist() == []
     for row, chosen in enumerate(choices):
         rows[row, sorted(chosen)] *= -1
-    assert prints.update([rows], len(rows)).tolist() == list(range(len(rows)))
+    assert prints.update([rows], len(rows), none).tolist() == list(range(len(rows)))
 
 
 def test_new_rows_of_zeros_in_any_block(monkeypatch):
@@ -33,7 +35,9 @@ def test_new_rows_of_zeros_in_any_block(monkeypatch):
     rows = torch.zeros(9, 1, dtype=torch.float64)
     prints = Fingerprints(len(rows))
     for known, now in ((0, 1), (1, 4), (4, 4), (4, 9)):
-        assert prints.update([rows], now).tolist() == list(range(known, now))
+        keys = np.arange(now)
+        of_other_keys = Changes.between(keys[:known], keys).rows
+        assert prints.update([rows], now, of_other_keys).tolist() == list(range(known, now))
 
 
 def shard_of(layer):

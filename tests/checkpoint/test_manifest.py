@@ -35,11 +35,14 @@ FILES = [5, "", ".a", "a/b", "a\n", "a" * 101, ["a"]], []
 BOOLS = [0, 1, "true", []], []
 OBJECTS, LISTS = ([[], "x", 5], []), ([{}, "x", 5], [])
 # Paths of the values that may be missing or None. No other value may be None.
-OPTIONAL = {("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer")}
+OPTIONAL = {
+    ("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer"), (*TABLE, "scores"),
+    (*SHARD, "removed"),
+}  # fmt: skip
 # For each path: invalid values and valid values.
 PLACES = {
     ("format",): ([5, "sparsekit checkpoints"], []),
-    ("format_version",): wholes(1, 1),
+    ("format_version",): wholes(1, 2, 1, 2),
     ("version",): texts(100),
     ("id",): hexadecimal(32),
     ("step",): wholes(0, 2**63 - 1, 0, 2**63 - 1),
@@ -76,6 +79,11 @@ PLACES = {
     (*SHARD, "file"): FILES,
     (*SHARD, "rows"): wholes(0, 2**40),
     (*SHARD, "size"): wholes(0, 2**40, 0, 2**40),
+    (*SHARD, "removed"): wholes(0, 2**40),
+    (*TABLE, "scores"): OBJECTS,
+    (*TABLE, "scores", "kind"): (["x", 5, ["lru"]], ["lru"]),
+    (*TABLE, "scores", "clock"): wholes(0, 2**32 - 1, 0, 2**32 - 1),
+    (*TABLE, "scores", "set_by_user"): (BOOLS[0], [True, False]),
     ("optimizers",): LISTS,
     ("optimizers", 0): OBJECTS,
     ("ranks",): LISTS,
@@ -115,6 +123,8 @@ def test_values_of_a_manifest(folder, tmp_path, place):
             shutil.copy(folder / name, tmp_path)
 
         def change(values):
+            scores = {"kind": "lfu", "clock": 5, "set_by_user": False}
+            values["tables"]["users"]["scores"] = scores
             # A checkpoint without a base needs complete tables.
             if place == ("base",) and value is None:
                 for table in values["tables"].values():
@@ -140,7 +150,7 @@ def test_values_of_a_manifest(folder, tmp_path, place):
         read_with(value)
 
 
-@pytest.mark.parametrize("name", ["keys", "vectors", "scores", "removed"])
+@pytest.mark.parametrize("name", ["keys", "vectors", "scores", "removed", "rows"])
 def test_names_of_columns_that_no_state_can_have(folder, tmp_path, name):
     for file in ("manifest.json", "manifest.crc32"):
         shutil.copy(folder / file, tmp_path)

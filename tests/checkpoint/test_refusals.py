@@ -170,7 +170,7 @@ class OfInt32(torch.nn.Module):
 
 @pytest.mark.parametrize("key", [2**31, -(2**31) - 1])
 def test_keys_that_an_int32_layer_cannot_be_asked_for(tmp_path, monkeypatch, key):
-    monkeypatch.setattr("sparsekit.checkpoint.load_table.PIECE", 16)  # two keys
+    monkeypatch.setattr("sparsekit.checkpoint.table_files.PIECE", 16)  # two keys
     wide, narrow = OfInt32(torch.int64), OfInt32(torch.int32)
     keys = torch.tensor([2**31 - 1, -(2**31), 7])
     wide.ids.assign(keys, torch.rand(3, 2))

@@ -274,7 +274,7 @@ def test_a_layer_alone(tmp_path):
 def test_keys_and_rows_in_many_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.snapshot, "_KEYS", 7)
     monkeypatch.setattr(checkpoint.snapshot, "_BUCKETS", 16)
-    for module in ("tensor_file", "load_table"):
+    for module in ("tensor_file", "table_files"):
         monkeypatch.setattr(f"sparsekit.checkpoint.{module}.PIECE", 100)
     model, optimizers = made()
     train(model, optimizers, 0, 5)

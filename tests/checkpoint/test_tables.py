@@ -135,7 +135,7 @@ FACTS = {
     "layer": "ids", "dim": 2, "dtype": "bfloat16", "key_dtype": "int32", "capacity": 9,
     "hash_table": True, "placement": "modulo", "owners": None, "seed": 5,
     "initializer": str(Constant(7.0)), "optimizer": None, "states": {}, "settings": {},
-    "complete": True,
+    "complete": True, "scores": None,
 }  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_a_manifest_tells_of_a_table(tmp_path):
     (table,) = manifest.tables.values()
     assert {name: getattr(table, name) for name in FACTS} == FACTS
     assert [vars(shard) for shard in table.shards] == [
-        {"rank": 0, "file": "table-0000-rank-0000.safetensors", "rows": 3, "size": 3}
+        {"rank": 0, "file": "table-0000-rank-0000.safetensors", "rows": 3, "size": 3, "removed": 0}
     ]
     assert (manifest.step, manifest.version) == (4, sparsekit.build_info()["version"])
 

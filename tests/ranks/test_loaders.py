@@ -220,6 +220,27 @@ def test_figures_are_of_all_ranks(two_ranks):
         assert found["new_rows_per_step"] == 5
 
 
+def telemetry_of_life(rank):
+    options = {"on_full": "evict", "max_rows": 5, "score": "lfu", "placement": "modulo"}
+    layer = sparsekit.DistributedEmbedding("sum", 40, 2, 1, 1, name="t", **options)
+    with torch.no_grad():
+        for keys in ([[0, 2, 4, 1], [0]], [[0], [0, 1]], [[8], [10]]):
+            layer(torch.tensor(keys[rank]).view(-1, 1, 1))
+    exchange = sparsekit.distributed.exchange_of(None, torch.device("cpu"))
+    return Telemetry(layer).read(1, exchange, epoch_ends=True)["t"]
+
+
+def test_counts_and_deciles_are_of_all_ranks(two_ranks):
+    for found in two_ranks(telemetry_of_life):
+        # Of 0 (4 times), 1 (twice), 2 and 4 (once each), one of the last goes for 8 and 10.
+        assert found["rows"] == 5
+        assert found["inserted"] == 6
+        assert found["evicted"] == 1
+        assert found["hit_rate"] == 2 / 8  # a key once in a lookup, whichever ranks have it
+        assert found["score_deciles"] == [1] * 7 + [2] * 2 + [4] * 2
+        assert found["age_deciles"] == [0] * 5 + [1] * 4 + [2] * 2
+
+
 def measure(rank):
     return samples_per_second(Case(tables=2, rows=50, dim=4, batch=30, epochs=1))
 

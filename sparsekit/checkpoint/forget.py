@@ -1,0 +1,241 @@
+"""Rewrites checkpoints without some keys, so that no file has anything of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..ops._checks import KEY_DTYPES
+from ..tables.hash_table import HashTable
+from .draft import entries, published, recover, refuse_writers
+from .files import naming
+from .folder import chain, steps_in
+from .lock import lock_folder
+from .manifest import MANIFEST, Manifest, Shard, Table
+from .manifest_file import write_manifest
+from .reshard import ColumnWriter, verify_files
+from .table_files import (
+    Chain,
+    columns_of,
+    columns_of_moves,
+    key_pieces,
+    opened,
+    parts_of,
+    removed_keys,
+)
+
+
+def forget(
+    path: str | os.PathLike[str],
+    keys: torch.Tensor | Iterable[int],
+    table: str | None = None,
+) -> int:
+    """Rewrite checkpoints without some keys: no file has their vectors, states or scores any more.
+
+    Checkpoints that need not change are left alone; each other one is replaced in one step, and
+    all of them can be loaded at any time. After an error or a crash, call the function again. It
+    checks all files before it changes anything, and once more at its end. Keys themselves may stay,
+    in lists of removed keys. The file system may keep blocks of deleted files until it needs them.
+    Call `layer.erase` first if a program trains the table, and save only after this call.
+
+    Args:
+        path: a checkpoint, together with those that it follows and all others that follow these; or
+            a folder, all of whose checkpoints are rewritten. Not those of `DcpState`.
+        keys: int64 or int32, any shape.
+        table: name of the only table to change; None for all tables with a hash table.
+
+    Returns:
+        The number of rows that have been removed, from all files together.
+
+    Raises:
+        CheckpointError: a file is damaged, there is no checkpoint, a save is being written there,
+            another job saves into the folder, or a file cannot be written.
+        TypeError: keys are no integers.
+        ValueError: there is no such table, or it has no hash table.
+    """
+    keys = torch.as_tensor(keys if isinstance(keys, torch.Tensor) else list(keys)).reshape(-1)
+    if keys.dtype not in KEY_DTYPES and len(keys):
+        raise TypeError(f"forget: keys must be int64 or int32, got {keys.dtype}")
+    wanted = HashTable(max(1, len(keys)), device="cpu")
+    wanted.find_or_insert(keys.to("cpu", torch.int64))
+    path = Path(path).absolute()
+    one = (path / MANIFEST).exists()
+    folder = path.parent if one else path
+    recover(folder)
+    # Other jobs must not save meanwhile. The lock lasts as long as the variable.
+    _lock = lock_folder(folder) if steps_in(folder) else None
+    refuse_writers(folder)
+    chains = _chains_with(path) if one else [chain(each) for each in steps_in(folder).values()]
+    if not chains:
+        raise CheckpointError(f"{folder}: has no checkpoints")
+    names = _tables(chains, table)
+    _verify(chains)
+    removed = 0
+    for related in _related(chains):
+        files = _Files(related, names, wanted)
+        # Newest first: a checkpoint that lists keys as removed fits a base with and without them.
+        removed += sum(map(files.rewrite, sorted(related, key=len, reverse=True)))
+    _verify([chain(links[-1][0]) for links in chains])
+    return removed
+
+
+def _verify(chains: Iterable[Chain]) -> None:
+    for folder, manifest in dict(links[-1] for links in chains).items():
+        verify_files(folder, manifest)
+
+
+def _related(chains: Iterable[Chain]) -> list[list[Chain]]:
+    """Group the chains by their first checkpoint."""
+    groups: dict[Path, list[Chain]] = {}
+    for links in chains:
+        groups.setdefault(links[0][0], []).append(links)
+    return list(groups.values())
+
+
+def _chains_with(path: Path) -> list[Chain]:
+    """Return the chains of all checkpoints beside `path` that share a checkpoint with its chain."""
+    first = chain(path)[0][0]
+    chains: list[Chain] = []
+    for each in entries(path.parent):
+        if (each / MANIFEST).exists() and not each.name.startswith("."):
+            with contextlib.suppress(CheckpointError):
+                chains.append(chain(each))
+    return [links for links in chains if links[0][0] == first]
+
+
+def _tables(chains: Iterable[Chain], table: str | None) -> list[str]:
+    """Return the names of the tables to change."""
+    tables = {name: each for links in chains for name, each in links[-1][1].tables.items()}
+    if table is None:
+        return [name for name, each in tables.items() if each.hash_table]
+    if table not in tables:
+        raise ValueError(f"forget: no table named {table}; tables: {', '.join(tables)}")
+    if not tables[table].hash_table:
+        raise ValueError(f"forget: table {table} has no hash table, so each key has a row for ever")
+    return [table]
+
+
+class _Files:
+    """The wanted keys in the files of checkpoints that follow the same one.
+
+    Args:
+        chains: the chain of each checkpoint.
+        names: names of the tables to change.
+        wanted: the keys.
+    """
+
+    def __init__(self, chains: Iterable[Chain], names: Sequence[str], wanted: HashTable) -> None:
+        self._names = names
+        self._wanted = wanted
+        # For each checkpoint, table and rank: the wanted keys that have a row in the rank's file.
+        self._rows: dict[tuple[Path, str, int], set[int]] = {}
+        # For each checkpoint and table: the wanted keys that it removes.
+        self._removed: dict[tuple[Path, str], set[int]] = {}
+        # For each table and rank: the wanted keys that have a row in any file.
+        self._anywhere: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+        for links in chains:
+            folder, manifest = links[-1]
+            for name in self._tables_of(manifest):
+                self._look(folder, name, manifest.tables[name])
+
+    def _tables_of(self, manifest: Manifest) -> list[str]:
+        return [name for name in self._names if name in manifest.tables]
+
+    def _look(self, folder: Path, name: str, table: Table) -> None:
+        for shard in table.shards:
+            rows = self._rows[folder, name, shard.rank] = set()
+            with opened(folder, table, shard) as file:
+                for _, keys in key_pieces(file, shard.rows, 8):
+                    rows.update(keys[self._wanted.find(keys) >= 0].tolist())
+            self._anywhere[name, shard.rank] |= rows
+        removed = removed_keys(folder, table, table.shards)
+        self._removed[folder, name] = set(removed[self._wanted.find(removed) >= 0].tolist())
+
+    def _rows_in_use(self, links: Chain, name: str) -> Counter[int]:
+        """Return for each rank the number of wanted keys that its table has at the chain's end."""
+        ranks: dict[int, int] = {}
+        for folder, table in parts_of(links, name):
+            for key in self._removed[folder, name]:
+                ranks.pop(key, None)
+            for shard in table.shards:
+                ranks |= dict.fromkeys(self._rows[folder, name, shard.rank], shard.rank)
+        return Counter(ranks.values())
+
+    def rewrite(self, links: Chain) -> int:
+        """Rewrite the last checkpoint of a chain; return the number of rows that are gone."""
+        folder, manifest = links[-1]
+        todo = [
+            (name, shard)
+            for name in self._tables_of(manifest)
+            for shard in manifest.tables[name].shards
+            if self._concerns(folder, manifest, name, shard)
+        ]
+        if not todo:
+            return 0
+        files, tables, gone = dict(manifest.files), dict(manifest.tables), 0
+        with published(folder, replace=True) as draft:
+            for name, shard in todo:
+                table, rows = tables[name], self._rows[folder, name, shard.rank]
+                listed = torch.empty(0, dtype=torch.int64)
+                if not table.complete:
+                    added = torch.tensor(sorted(self._anywhere[name, shard.rank]))
+                    listed = torch.cat([removed_keys(folder, table, [shard]), added]).unique()
+                new = replace(
+                    shard,
+                    rows=shard.rows - len(rows),
+                    size=shard.size - self._rows_in_use(links, name)[shard.rank],
+                    removed=len(listed),
+                )
+                gone += len(rows)
+                path = draft.folder / shard.file
+                writer = ColumnWriter(
+                    path,
+                    [*columns_of(table, new.rows), *columns_of_moves(new, with_rows=False)],
+                    {"table": name[:500]},
+                )
+                self._copy_rows(folder, table, shard, writer)
+                if len(listed):
+                    writer.append({"removed": listed})
+                files[shard.file] = writer.finish()
+                shards = tuple(new if each is shard else each for each in table.shards)
+                tables[name] = replace(table, shards=shards)
+            for file in files.keys() - {shard.file for _, shard in todo}:
+                _keep(folder / file, draft.folder / file)
+            write_manifest(
+                draft.folder, replace(manifest, tables=tables, files=files, forgotten=True)
+            )
+        return gone
+
+    def _concerns(self, folder: Path, manifest: Manifest, name: str, shard: Shard) -> bool:
+        """Return whether a shard's file must be rewritten."""
+        if manifest.tables[name].complete:
+            return bool(self._rows[folder, name, shard.rank])
+        return bool(self._anywhere[name, shard.rank])
+
+    def _copy_rows(self, folder: Path, table: Table, shard: Shard, writer: ColumnWriter) -> None:
+        """Copy the rows of all but the wanted keys."""
+        columns = columns_of(table, 1)
+        row_bytes = sum(column.nbytes for column in columns)
+        with opened(folder, table, shard) as file:
+            for begin, keys in key_pieces(file, shard.rows, row_bytes):
+                stay = (self._wanted.find(keys) < 0).nonzero().squeeze(1)
+                writer.append({c.name: file.read(c.name, begin, len(keys))[stay] for c in columns})
+
+
+def _keep(source: Path, target: Path) -> None:
+    """Have a file in another folder too, without a copy if the file system can do that."""
+    with naming(target, "cannot be written"):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+            with open(target, "rb+") as file:
+                os.fsync(file)
