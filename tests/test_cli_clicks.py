@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+import sparsekit
 from sparsekit import cli, split_embedding_variable_from_others
 from sparsekit.cli import scaling
 from sparsekit.data import Batch, write_criteo_sample
@@ -18,6 +19,7 @@ from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.recipes.clicks import command as train_clicks
 from sparsekit.recipes.clicks import trained
+from sparsekit.recipes.clicks.config import TableConfig
 from sparsekit.train import scaling as train_scaling
 from sparsekit.train.plots import read_run
 from sparsekit.train.scaling import Case, _batch, predicted
@@ -115,6 +117,38 @@ def test_all_other_settings_do_something(clicks, capsys):
     assert "C26 " in run(capsys, *command)
 
 
+@pytest.mark.parametrize("model", ["dlrm", "deepfm"])
+def test_tables_of_fixed_size_train_on_a_longer_stream(tmp_path, capsys, model):
+    sample, folder = tmp_path / "day.tsv", tmp_path / "run"
+    write_criteo_sample(sample, 1000)
+    options = ["on_full=evict", "max_rows=150", "score=lfu", "ttl=12", "admission=2"]
+    settings = ["data.format=criteo", "model.rows=160", "model.dim=4", "trainer.batch_size=50"]
+    settings += [f"table.{option}" for option in options]
+    command = ["train", model, "--data", str(sample), "--ranks", "1", "--epochs", "2"]
+    command += ["--log-to", str(folder), "--save", str(tmp_path / "model")]
+    run(capsys, *command, *(word for each in settings for word in ("--set", each)))
+    *_, last = records = read_run(folder)
+    assert all(
+        0 < table["rows"] <= 150 for record in records for table in record["tables"].values()
+    )
+    for flow in ("admitted", "refused", "evicted", "expired"):
+        assert sum(record["tables"]["C1"][flow] for record in records) > 0
+    assert 0 < last["tables"]["C1"]["hit_rate"] < 1
+    assert last["tables"]["C1"]["age_deciles"][-1] <= 12 + 1
+    assert (folder / "config.yaml").read_text().count("on_full: evict") == 1
+    out = tmp_path / "predictions.txt"
+    predict = ["predict", str(tmp_path / "model"), "--data", str(sample), "--ranks", "1"]
+    run(capsys, *predict, "--out", str(out))
+    assert len(out.read_text().splitlines()) == 1000
+
+
+def test_numbers_for_admission_are_counts_or_probabilities():
+    assert TableConfig().options() == {}
+    assert TableConfig(admission=3.0).options() == {"admission": sparsekit.MinCount(3)}
+    given = TableConfig(on_full="evict", admission=0.5).options()
+    assert given == {"on_full": "evict", "admission": sparsekit.Probability(0.5)}
+
+
 def test_early_stopping_by_the_validation_file(clicks, capsys):
     never = ["--set", "optimizer.lr=1e-12", "--set", "optimizer.dense_lr=1e-12"]
     patience = ["--set", "trainer.patience=2", "--set", f"data.validation={clicks}"]
@@ -146,6 +180,11 @@ def test_early_stopping_by_the_validation_file(clicks, capsys):
         (["data.sparse=user,item,user"], "name the column 'user' twice"),
         (["trainer.clip_norm=-1"], "clip_norm must be > 0, got -1"),
         (["trainer.patience=0", "data.validation=README.md"], r"trainer\.patience must be >= 1"),
+        (["table.on_full=grow"], "user: on_full must be "),
+        (["table.max_rows=5"], "max_rows=5 needs on_full='evict'"),
+        (["table.score=mru"], "score must be 'lru', 'lfu'"),
+        (["table.admission=0"], r"Probability: p must be in \(0, 1\], got 0"),
+        (["table.admission=1.5"], r"Probability: p must be in \(0, 1\], got 1\.5"),
         (["optimizer.warmup_steps=-1"], "warmup_steps must be in"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ OF_TABLES = {
     "load": "load: rows / capacity",
     "new_rows_per_step": "new rows in a step",
     "skew": "skew: rows of the fullest rank / mean",
+}
+SHARE = "% of the rows"
+# Counts of `Telemetry` to plot, for tables whose rows have scores.
+FLOWS = ("inserted", "evicted", "expired", "refused")
+OF_ROWS = {
+    "age_deciles": "ages of rows, latest epoch",
+    "score_deciles": "scores of rows, latest epoch",
 }
 
 
@@ -48,6 +56,8 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Plot the loss, metrics, speed and table statistics of a run in one picture.
 
+    A third line of plots shows what becomes of rows, if a table has scores.
+
     Raises:
         ImportError: matplotlib is missing.
         OSError, ValueError: as for `read_run`; or the run has no records.
@@ -58,9 +68,11 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     if not records:
         raise ValueError(f"{os.fspath(folder)}: no record of training yet")
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
+    living = _largest_tables(records, "inserted")
+    lines = 3 if living else 2
+    figure, axes = pyplot.subplots(lines, 4, figsize=(18, 4 * lines), layout="constrained")
     figure.suptitle(f"{Path(folder).resolve().name}, {records[-1]['step']:,} steps")
-    (loss, metrics, speed, sent), of_tables = axes
+    (loss, metrics, speed, sent), of_tables, *of_life = axes
 
     _line(loss, steps, "loss", "between two records")
     _line(loss, epochs, "loss", "of an epoch", marker="o")
@@ -75,7 +87,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         each.set_ylim(0, 1.1 * max((max(line.get_ydata()) for line in each.lines), default=0) or 1)
     if not steps:
         _say(sent, "no record between epochs: log every fewer steps")
-    names = _largest_tables(records)
+    names = _largest_tables(records, "rows")
     if not names:
         for each in of_tables:
             _say(each, "no hash table")
@@ -84,13 +96,19 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
             points = [{"step": r["step"], key: r["tables"][name][key]} for r in records]
             _line(each, points, key, name, marker=".")
         each.set(title=title, xlabel="step")
+    if living:
+        _coming_and_going(of_life[0][0], records)
+        _hit_rates(of_life[0][1], records, living)
+        _deciles(of_life[0][2:], epochs, living)
     for each in axes.flat:
         each.grid(alpha=0.3)
+        if each.get_legend_handles_labels()[0]:
+            each.legend(fontsize=8)
+        if each.get_xlabel() == SHARE:
+            continue
         # Begin at 0; by default, matplotlib centers the axis on a single record.
         each.set_xlim(0, 1.05 * max(records[-1]["step"], 1))
         each.locator_params(axis="x", integer=True)
-        if each.get_legend_handles_labels()[0]:
-            each.legend(fontsize=8)
     figure.savefig(out, dpi=110, format="png")
     pyplot.close(figure)
 
@@ -106,6 +124,52 @@ def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
     if not names:
         _say(axes, "nothing was evaluated")
     axes.set(title="metrics")
+
+
+def _coming_and_going(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    """Plot how many rows come and go in a step, and on the right how many there are."""
+    points = []
+    for before, record in pairwise([{"step": 0}, *records]):
+        steps = record["step"] - before["step"]
+        if steps > 0:  # a record of the same step has the same counts
+            living = [figures for figures in record["tables"].values() if "inserted" in figures]
+            point = {name: sum(figures[name] for figures in living) / steps for name in FLOWS}
+            rows = sum(figures["rows"] for figures in living)
+            points.append({"step": record["step"], "rows": rows, **point})
+    for name in FLOWS:
+        _line(axes, points, name, name, marker=".")
+    right = axes.twinx()
+    _line(right, points, "rows", None, color="gray", linestyle="--")
+    right.set_ylabel("rows (dashed)", color="gray")
+    right.set_ylim(bottom=0)
+    axes.set(title="rows that come and go in a step, all tables", xlabel="step")
+
+
+def _hit_rates(axes: Any, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    for name in names:
+        points = [
+            {"step": r["step"], "hit_rate": r["tables"][name].get("hit_rate")} for r in records
+        ]
+        _line(axes, points, "hit_rate", name, marker=".")
+    if not axes.lines:
+        _say(axes, "not known on CUDA")
+    axes.set(title="hit rate: keys that had a row / keys", xlabel="step")
+
+
+def _deciles(
+    axes: Sequence[Any], epochs: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> None:
+    """Plot the distributions of ages and scores at the end of the latest epoch."""
+    for each, (key, title) in zip(axes, OF_ROWS.items(), strict=True):
+        for name in names:
+            deciles = epochs[-1]["tables"][name].get(key) if epochs else None
+            if deciles:
+                each.plot(range(0, 101, 10), deciles, label=name, marker=".", markersize=4)
+        if not each.lines:
+            _say(each, "no epoch has ended")
+        each.set(title=title, xlabel=SHARE)
+        each.set_yscale("symlog")
+        each.set_ylim(bottom=0)
 
 
 def plot_scaling(
@@ -144,10 +208,11 @@ def plot_scaling(
     pyplot.close(figure)
 
 
-def _largest_tables(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _largest_tables(records: Sequence[Mapping[str, Any]], having: str) -> list[str]:
+    """Return the names of the largest tables that have a figure."""
     tables = records[-1]["tables"]
-    hashed = [name for name, figures in tables.items() if "rows" in figures]
-    return sorted(hashed, key=lambda name: -tables[name]["rows"])[:MOST_TABLES]
+    known = [name for name, figures in tables.items() if having in figures]
+    return sorted(known, key=lambda name: -tables[name]["rows"])[:MOST_TABLES]
 
 
 def _say(axes: Any, text: str) -> None:

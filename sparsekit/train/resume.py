@@ -35,7 +35,7 @@ class Epoch:
     seconds: float
     samples_per_second: float
     metrics: dict[str, float] = field(default_factory=dict)
-    tables: dict[str, dict[str, float]] = field(default_factory=dict)
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass

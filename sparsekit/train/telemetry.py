@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from ..distributed import Exchange
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.life import RowCounts
 
 # Maximum number of buckets to inspect, since a table may have millions of them.
 SAMPLED_LINES = 4096
+# Maximum number of rows whose ages and scores to look at, for the same reason.
+SAMPLED_ROWS = 4096
+# Counts of `RowCounts` to report, as differences.
+FLOWS = ("inserted", "admitted", "refused", "evicted", "expired")
 
 
 class Telemetry:
@@ -22,7 +29,16 @@ class Telemetry:
       each rank. A bucket has space for 5 keys. A lookup that does not find its key in a full bucket
       continues in the next bucket.
 
-    Without a hash table, only the capacity is reported.
+    Without a hash table, only the capacity is reported. Of a table whose rows have scores, also:
+
+    - ``inserted``, ``admitted``, ``refused``, ``evicted``, ``expired``: counts since the last call
+      of `read`; see `RowCounts`.
+    - ``hit_rate``: fraction of the keys of lookups in training that had a row before their lookup,
+      since the last call. A key counts once for each lookup of the table, also if several positions
+      or ranks have it. None if there was no lookup. Not reported on CUDA.
+    - ``age_deciles``, ``score_deciles``, at the end of an epoch: the lowest, each tenth and the
+      highest of the ages of rows (units of the table's clock since their last lookup in training)
+      and of their scores (as in `Evicted`), estimated from at most 4,096 rows of each rank.
 
     Args:
         model: a model that contains sparsekit layers.
@@ -32,32 +48,41 @@ class Telemetry:
         layers = [layer for layer in model.modules() if isinstance(layer, EmbeddingTable)]
         self._layers = {layer.name: layer for layer in layers}
         self._rows = dict.fromkeys(self._layers, 0)
+        self._counts = dict.fromkeys(self._layers, [0.0] * len(RowCounts._fields))
         self._steps = self._bytes_sent = 0
-        self._last: dict[str, dict[str, float]] = {}
+        self._last: dict[str, dict[str, Any]] = {}
 
-    def read(self, steps: int, exchange: Exchange | None) -> dict[str, dict[str, float]]:
+    def read(
+        self, steps: int, exchange: Exchange | None, epoch_ends: bool = False
+    ) -> dict[str, dict[str, Any]]:
         """Return the statistics of each table, by layer name. A collective on several ranks.
+
+        Without a step since the last call they are those of the last call.
 
         Args:
             steps: number of updates so far.
             exchange: connection to the other ranks; None for a single rank.
+            epoch_ends: whether to add the deciles of ages and scores.
         """
         if not self._layers:
             return {}
-        if (since := steps - self._steps) == 0 and self._last:
-            return self._last
-        self._steps = steps
-        # [tables, 3]: rows (-1 without a hash table), capacity, and full buckets per million.
+        since = steps - self._steps
+        if since or not self._last:
+            self._steps = steps
+            self._last = self._read(since, exchange)
+        if epoch_ends:
+            deciles = self._deciles(exchange)
+            return {name: {**self._last[name], **deciles.get(name, {})} for name in self._last}
+        return self._last
+
+    def _read(self, since: int, exchange: Exchange | None) -> dict[str, dict[str, Any]]:
+        # [tables, 12]: rows (-1 without a hash table), capacity, full buckets per million, and
+        # `RowCounts`.
         here = torch.tensor([_here(layer) for layer in self._layers.values()], dtype=torch.int64)
-        parts = [here]
-        if exchange is not None:
-            here = here.to(exchange.device)
-            parts = [torch.empty_like(here) for _ in range(exchange.world_size)]
-            dist.all_gather(parts, here, group=exchange.group)
-        of_ranks = torch.stack(parts).cpu().double()
-        figures = {}
-        for i, name in enumerate(self._layers):
-            rows, capacity, full = of_ranks[:, i].T
+        of_ranks = _of_ranks(here, exchange).double()
+        figures: dict[str, dict[str, Any]] = {}
+        for i, (name, layer) in enumerate(self._layers.items()):
+            rows, capacity, full, *counts = of_ranks[:, i].T
             figures[name] = {"capacity": capacity.sum().item()}
             if rows[0] >= 0:
                 total = rows.sum().item()
@@ -69,8 +94,42 @@ class Telemetry:
                     "full_lines": full.mean().item() / 1e6,
                 }
                 self._rows[name] = int(total)
-        self._last = figures
+            if layer.life is not None:
+                figures[name] |= self._of_life(layer, [count.sum().item() for count in counts])
         return figures
+
+    def _of_life(self, layer: EmbeddingTable, counts: list[float]) -> dict[str, float | None]:
+        """Return how the counts of a table have grown; the counts are those of all ranks."""
+        before, self._counts[layer.name] = self._counts[layer.name], counts
+        grown = [now - then for now, then in zip(counts, before, strict=True)]
+        since = dict(zip(RowCounts._fields, grown, strict=True))
+        figures: dict[str, float | None] = {name: since[name] for name in FLOWS}
+        if layer.weight.is_cpu:
+            figures["hit_rate"] = since["found"] / since["asked"] if since["asked"] else None
+        return figures
+
+    def _deciles(self, exchange: Exchange | None) -> dict[str, dict[str, list[int]]]:
+        """Return the deciles of ages and scores of each table whose rows have scores."""
+        living = [layer for layer in self._layers.values() if layer.life is not None]
+        if not living:
+            return {}
+        of_ranks = _of_ranks(torch.stack([_sample(layer) for layer in living]), exchange)
+        found = {}
+        for i, layer in enumerate(living):
+            rows, sampled = of_ranks[:, i, :2].T.tolist()
+            values = [
+                part[i, 2 : 2 + 2 * n].view(2, n) for part, n in zip(of_ranks, sampled, strict=True)
+            ]
+            weights = [
+                torch.full((n,), total / max(n, 1), dtype=torch.float64)
+                for total, n in zip(rows, sampled, strict=True)
+            ]
+            ages, scores = torch.cat(values, 1)
+            found[layer.name] = {
+                "age_deciles": _weighted_deciles(ages, torch.cat(weights)),
+                "score_deciles": _weighted_deciles(scores, torch.cat(weights)),
+            }
+        return found
 
     def bytes_sent(self, exchange: Exchange | None) -> int:
         """Return the number of bytes this rank has sent for lookups since the last call."""
@@ -79,11 +138,56 @@ class Telemetry:
         return since
 
 
-def _here(layer: EmbeddingTable) -> tuple[int, int, int]:
+def _of_ranks(here: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
+    """Return the tensors of all ranks, ``[world_size, *shape]`` on the CPU."""
+    if exchange is None:
+        return here.unsqueeze(0)
+    here = here.to(exchange.device)
+    parts = [torch.empty_like(here) for _ in range(exchange.world_size)]
+    dist.all_gather(parts, here, group=exchange.group)
+    return torch.stack(parts).cpu()
+
+
+def _sample(layer: EmbeddingTable) -> torch.Tensor:
+    """Return the numbers of rows and of sampled rows, and their ages and scores, in one tensor."""
+    sample = torch.zeros(2 + 2 * SAMPLED_ROWS, dtype=torch.int64)
+    life, scores, clock, table = layer.life, layer.scores, layer.clock, layer.table
+    if life is None or scores is None or clock is None or table is None:
+        return sample
+    rows, now = len(table), life.now(clock)
+    # Row numbers tell when keys came, so take rows at equal distances.
+    places = (
+        torch.arange(SAMPLED_ROWS) * rows // SAMPLED_ROWS
+        if rows > SAMPLED_ROWS
+        else torch.arange(rows)
+    )
+    words, count = scores[places.to(scores.device)].cpu(), len(places)
+    ages = now - life.score.touched(words)
+    sample[:2] = torch.tensor([rows, count])
+    sample[2 : 2 + 2 * count] = torch.cat([ages, life.score.order(words, now)])
+    return sample
+
+
+def _weighted_deciles(values: torch.Tensor, weights: torch.Tensor) -> list[int]:
+    """Return the lowest value, each tenth, and the highest; empty if there are no values."""
+    if len(values) == 0:
+        return []
+    ordered, order = values.sort()
+    sums = weights[order].cumsum(0)
+    tenths = sums[-1] * torch.arange(11, dtype=torch.float64) / 10
+    places = torch.searchsorted(sums, tenths).clamp(max=len(values) - 1)
+    found: list[int] = ordered[places].tolist()
+    return found
+
+
+def _here(layer: EmbeddingTable) -> tuple[int, ...]:
+    counts = (0,) * len(RowCounts._fields)
     if layer.table is None:
-        return -1, layer.capacity, 0
+        return -1, layer.capacity, 0, *counts
+    if layer.life is not None:
+        counts = layer.life.row_counts(len(layer.table), layer.weight.is_cpu)
     buckets, _, _ = layer.table.tensors()
     # A bucket has 5 int64 keys and 5 int32 rows; row -1 marks a free place. See ops.hash_table.
     rows = buckets[:SAMPLED_LINES, 5:].contiguous().view(torch.int32)[:, :5]
     full = (rows >= 0).all(1).double().mean()
-    return len(layer.table), layer.capacity, int(full * 1_000_000)
+    return len(layer.table), layer.capacity, int(full * 1_000_000), *counts

@@ -346,7 +346,7 @@ class Trainer:
             seconds = progress.seconds
             metrics = {} if evaluate is None else evaluated(self.model, evaluate)
             self._step.raise_errors(self._exchange)
-            tables = self._telemetry.read(self.steps, self._exchange)
+            tables = self._telemetry.read(self.steps, self._exchange, epoch_ends=True)
             rate = progress.done / seconds
             epoch = Epoch(len(self.history) + 1, mean, seconds, rate, metrics, tables)
             self.history.append(epoch)

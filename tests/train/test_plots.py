@@ -62,6 +62,36 @@ def test_each_figure_of_a_run_is_where_its_title_says(tmp_path, axes):
     assert pyplot.gcf().get_suptitle() == f"{tmp_path.name}, 5 steps"
 
 
+def test_what_becomes_of_rows_is_shown_where_a_table_has_scores(tmp_path, axes):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    own = {"loss": 1.0, "samples_per_second": 1.0}
+    figures = {"rows": 8.0, "load": 0.5, "new_rows_per_step": 1.0, "skew": 1.0}
+    names = ("inserted", "evicted", "expired", "refused")
+    for step in (2, 6):
+        life = {name: 10.0 * step + i for i, name in enumerate(names)}
+        tables = {"a": {**figures, **life, "hit_rate": step / 10}, "b": figures}
+        tables["c"] = {**tables["a"], "hit_rate": None}
+        record = {"step": step, **own, "tables": tables}
+        log.write({"kind": "step", "bytes_sent_per_step": 1.0, **record})
+    deciles = {"age_deciles": [*range(11)], "score_deciles": [*range(100, 111)]}
+    tables = {name: {**each, **deciles} for name, each in tables.items() if name != "b"}
+    log.write({"kind": "epoch", "metrics": {}, **record, "tables": tables | {"b": figures}})
+    plot_run(tmp_path, tmp_path / "run.png")
+    shown = axes()
+    flows = lines_of(shown["rows that come and go in a step, all tables"])
+    # Two tables with scores; the epoch's record repeats that of its last step.
+    assert flows == {
+        name: [(2, (20 + i) * 2 / 2), (6, (60 + i) * 2 / 4)] for i, name in enumerate(names)
+    }
+    (right,) = [each for each in pyplot.gcf().axes if each.get_ylabel() == "rows (dashed)"]
+    assert [points(line) for line in right.lines] == [[(2, 16), (6, 16)]]
+    hits = lines_of(shown["hit rate: keys that had a row / keys"])
+    assert hits == {"a": [(2, 0.2), (6, 0.6), (6, 0.6)]}
+    for title, first in (("ages", 0), ("scores", 100)):
+        spread = lines_of(shown[f"{title} of rows, latest epoch"])
+        assert spread["a"] == spread["c"] == [(10 * i, first + i) for i in range(11)]
+
+
 @pytest.mark.parametrize("forecast", [{}, {8: (4.0, 6.0), 64: (5.0, 30.0)}])
 def test_speed_up_is_over_one_rank(tmp_path, axes, forecast):
     plot_scaling({1: 10.0, 2: 18.0, 4: 30.0}, forecast, tmp_path / "scaling.png")

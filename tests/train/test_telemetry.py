@@ -64,3 +64,61 @@ def test_full_lines_are_those_whose_five_places_have_keys(monkeypatch, sampled):
 
 def test_one_rank_sends_nothing():
     assert Telemetry(layer_of()).bytes_sent(None) == 0
+
+
+def test_rows_that_come_and_go_are_counted_since_the_last_call():
+    layer = layer_of(on_full="evict", max_rows=4, ttl=100)
+    figures = Telemetry(layer)
+
+    def read(steps):
+        found = figures.read(steps, None)["ids"]
+        return [found[name] for name in (*telemetry.FLOWS, "hit_rate")]
+
+    layer(torch.tensor([1, 2, 3, 3]))
+    layer(torch.tensor([3, 4]))
+    assert read(2) == [4, 0, 0, 0, 0, 1 / 5]  # inserted, admitted, refused, evicted, expired
+    layer(torch.tensor([3, 4, 5]))
+    assert read(3) == [1, 0, 0, layer.row_counts().evicted, 0, 2 / 3]
+    layer.eval()
+    layer(torch.tensor([3, 9]))
+    assert read(4) == [0, 0, 0, 0, 0, None]
+    layer.train()
+    sparsekit.set_clock(layer, 1000)
+    layer(torch.tensor([6]))
+    assert read(5)[4] == layer.row_counts().expired > 0
+
+
+def test_keys_that_admission_refuses_are_misses():
+    layer = layer_of(admission=sparsekit.MinCount(2))
+    figures = Telemetry(layer)
+    for _ in range(3):
+        layer(torch.tensor([1, 2, 2]))
+    found = figures.read(3, None)["ids"]
+    assert [found[name] for name in telemetry.FLOWS] == [2, 2, 1, 0, 0]
+    # 1 is refused, admitted, found; 2 is admitted, found, found.
+    assert found["hit_rate"] == 3 / 6
+
+
+def test_deciles_of_ages_and_scores_are_those_of_all_rows(monkeypatch):
+    layer = layer_of(score="lfu", capacity=1000)
+    for step in range(101):
+        layer(torch.arange(100 - step, 101))  # key k has come k + 1 times, and all of them last
+    figures = Telemetry(layer)
+    assert "age_deciles" not in figures.read(1, None)["ids"]
+    found = figures.read(1, None, epoch_ends=True)["ids"]
+    assert found["age_deciles"] == [0] * 11
+    scores = sorted(step + 1 for step in range(101))
+    assert found["score_deciles"][0] == 1
+    assert found["score_deciles"][-1] == 101
+    assert all(abs(a - b) <= 1 for a, b in zip(found["score_deciles"], scores[::10], strict=True))
+    monkeypatch.setattr(telemetry, "SAMPLED_ROWS", 50)
+    sampled = figures.read(1, None, epoch_ends=True)["ids"]["score_deciles"]
+    assert all(abs(a - b) <= 4 for a, b in zip(sampled, scores[::10], strict=True))
+
+
+def test_ranks_count_in_deciles_by_their_rows():
+    values = torch.tensor([10, 20, 2, 1])  # those of a rank with 2 rows and of one with 8
+    weights = torch.tensor([1.0, 1.0, 4.0, 4.0], dtype=torch.float64)
+    deciles = telemetry._weighted_deciles(values, weights)
+    assert deciles == [1, 1, 1, 1, 1, 2, 2, 2, 2, 10, 20]
+    assert telemetry._weighted_deciles(values[:0], weights[:0]) == []

@@ -216,7 +216,12 @@ def _model(reader: Reader, config: RunConfig, args: argparse.Namespace) -> torch
     columns = reader.columns
     settings = vars(config.model)
     try:
-        return kind(list(columns.sparse), len(columns.dense), **settings, seed=args.seed)
+        return kind(
+            *(list(columns.sparse), len(columns.dense)),
+            **settings,
+            seed=args.seed,
+            **config.table.options(),
+        )
     except RuntimeError as error:  # torch's allocator is out of memory
         raise UsageError(
             f"no memory for tables of {config.model.rows:,} rows of dim {config.model.dim}: use a "

@@ -9,6 +9,7 @@ from ..._nearest import did_you_mean
 from ...cli.common import UsageError
 from ...data.formats import FORMATS
 from ...optim import Adagrad, LazyAdam, RowWiseAdagrad
+from ...tables.admission import MinCount, Probability
 
 OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": RowWiseAdagrad}
 
@@ -49,6 +50,33 @@ class DeepFMConfig:
 
 
 @dataclass(frozen=True)
+class TableConfig:
+    """Options of each table, by the names of `DistributedEmbedding`'s; None is its default.
+
+    A number for admission is a `MinCount` if it is at least 1, else a `Probability`.
+    """
+
+    on_full: str | None = None
+    max_rows: int | None = None
+    score: str | None = None
+    ttl: int | None = None
+    admission: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that have been set, as a layer takes them.
+
+        Raises:
+            TypeError, ValueError: the number for admission is out of range.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if self.admission is not None:
+            whole = self.admission >= 1 and self.admission.is_integer()
+            policy = MinCount(int(self.admission)) if whole else Probability(self.admission)
+            given["admission"] = policy
+        return given
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Settings of the tables' optimizer, chosen by name, and of Adam for the dense part."""
 
@@ -80,6 +108,7 @@ class RunConfig:
 
     model: Any
     data: DataConfig = field(default_factory=DataConfig)
+    table: TableConfig = field(default_factory=TableConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 

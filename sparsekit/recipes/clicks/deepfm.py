@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class DeepFM(torch.nn.Module):
         dim: number of elements of a vector v.
         deep: widths of the stack's layers, except the last, which is 1.
         seed: seed of the initial weights.
+        options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class DeepFM(torch.nn.Module):
         dim: int = 16,
         deep: Sequence[int] = (400, 400, 400),
         seed: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__()
         generator = torch.Generator("cpu").manual_seed(seed)
-        self.embeddings = tables(features, rows, 1 + dim, seed)
+        self.embeddings = tables(features, rows, 1 + dim, seed, **options)
         self._shape = len(features), 1 + dim
         self.linear = torch.nn.Linear(dense, 1)
         draw(self.linear.weight, 0.01, generator)

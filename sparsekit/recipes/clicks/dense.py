@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from ...nn import DistributedEmbedding, EmbeddingGroup, Uniform
 
 
 def tables(
-    features: Sequence[str], rows: int | Mapping[str, int], dim: int, seed: int
+    features: Sequence[str], rows: int | Mapping[str, int], dim: int, seed: int, **options: Any
 ) -> EmbeddingGroup:
     """Make a group of hash tables, one per feature; its output is ``[n, features * dim]``.
 
@@ -21,6 +22,7 @@ def tables(
         dim: number of elements of a vector.
         seed: seed of the initial vectors. They are uniform in +-0.01, which is DLRM's
             +-(1 / rows) ** 0.5 for 10,000 rows.
+        options: other options of each table, as for `DistributedEmbedding`.
     """
     # Make the generator on the CPU, even if torch's default device is another.
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -34,6 +36,7 @@ def tables(
             embedding_initializer=Uniform(-0.01, 0.01),
             seed=of_table,
             name=name,
+            **options,
         )
         for name, of_table in zip(features, seeds, strict=True)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -62,6 +63,7 @@ class DLRM(torch.nn.Module):
         cross_layers: number of layers of the cross network.
         cross_rank: rank of the cross network's matrices.
         seed: seed of the initial weights.
+        options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
 
     Example:
         >>> model = DLRM(["user", "item"], dense=1, rows=1000, bottom=[8], top=[8])
@@ -81,10 +83,11 @@ class DLRM(torch.nn.Module):
         cross_layers: int = 3,
         cross_rank: int = 512,
         seed: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__()
         generator = torch.Generator("cpu").manual_seed(seed)
-        self.embeddings = tables(features, rows, dim, seed)
+        self.embeddings = tables(features, rows, dim, seed, **options)
         width = (len(features) + (dense > 0)) * dim
         self.bottom = stack((dense, *bottom, dim), generator, last_relu=True) if dense else None
         self.cross = LowRankCross(width, cross_layers, cross_rank, generator)

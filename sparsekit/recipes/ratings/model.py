@@ -83,6 +83,8 @@ class RatingModel(SavedModel):
         capacity: number of rows of each table on each rank.
         history_size: maximum number of items in a history.
         seed: seed of the initial vectors.
+        options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
+            `save` leaves them out.
     """
 
     FORMAT = "sparsekit ratings 1"
@@ -95,6 +97,7 @@ class RatingModel(SavedModel):
         capacity: int = 100_000,
         history_size: int = 32,
         seed: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__()
         self._settings = {
@@ -117,6 +120,7 @@ class RatingModel(SavedModel):
                 embedding_initializer=INITIAL,
                 seed=seed,
                 name=name,
+                **options,
             )
 
         # The first element of a user's or item's row is the bias, so that one lookup returns both
