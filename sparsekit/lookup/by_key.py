@@ -120,7 +120,8 @@ class ByKey:
             exchange.at_once.add(self.of_plan)
         if self._places is not None:
             return self._send_places(self._places)
-        self._counted = counted_columns(self.plan.batches, self.plan.columns)
+        if any(batch.scored is not None for batch in self.plan.batches):
+            self._counted = counted_columns(self.plan.batches, self.plan.columns)
         own_keys, self._keys = (self._keys_layout(n) for n in (agreed.own, agreed.counts))
 
         def write(parts: Parts) -> None:

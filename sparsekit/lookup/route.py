@@ -153,9 +153,17 @@ def _proposal(exchange: Exchange, made: ByKey | Exception, asked: Asked) -> Prop
         return error
 
 
+def _has_scores(plan: LookupPlan) -> bool:
+    """Return whether any table has scores."""
+    return any(batch.scored is not None for batch in plan.batches)
+
+
 def _with_known(made: ByKey) -> torch.Tensor:
     """Return the counts of keys for each rank, and what all ranks must know to make room."""
-    columns, counts = swept_columns(made.plan), made.counts
+    counts = made.counts
+    if not _has_scores(made.plan):
+        return counts
+    columns = swept_columns(made.plan)
     if not columns:
         return counts
     known = known_here(swept_tables(made.plan), counts[:, columns].sum(0))
@@ -164,7 +172,7 @@ def _with_known(made: ByKey) -> torch.Tensor:
 
 def _take_known(plan: LookupPlan, agreed: Agreement) -> list[Known]:
     """Take the columns of `_with_known` out of the counts of all ranks."""
-    tables = swept_tables(plan)
+    tables = swept_tables(plan) if _has_scores(plan) else []
     if not tables:
         return []
     last = agreed.counts.shape[1] - 2 * len(tables)
