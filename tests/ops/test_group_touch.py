@@ -43,14 +43,11 @@ def check(group, found, scores, policies, clocks, occurrences=None, ticks=()):
     on_cpu = [tensor.cpu() for tensor in found]
     expected = [score.cpu().clone() for score in scores]
     given = None if occurrences is None else occurrences.cpu()
-    before = [clock.cpu().clone() for clock in clocks]
-    times = [clock + tick for clock, tick in zip(before, ticks or [0] * len(before), strict=True)]
-    touch(group, on_cpu, expected, policies, times, given, op=reference_group.group_touch_)
+    times = [clock.cpu().clone() for clock in clocks]
+    arguments = {"op": reference_group.group_touch_, "ticks": ticks}
+    touch(group, on_cpu, expected, policies, times, given, **arguments)
     touch(group, found, scores, policies, clocks, occurrences, ticks=ticks)
-    for t, clock in enumerate(clocks):
-        scored = int(policies[t, 0]) != 0 and len(scores[t]) > 0
-        assert torch.equal(clock.cpu(), times[t] if scored else before[t])
-    for now, wanted in zip(scores, expected, strict=True):
+    for now, wanted in zip([*scores, *clocks], [*expected, *times], strict=True):
         assert torch.equal(now.cpu(), wanted)
     return scores
 

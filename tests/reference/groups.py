@@ -419,6 +419,7 @@ def group_touch_(
     policies: torch.Tensor,
     clocks: Tensors,
     occurrences: torch.Tensor | None = None,
+    ticks: Sequence[int] = (),
 ) -> None:
     """Write the scores of the distinct rows of each table, one after another."""
     most = 2**32 - 1
@@ -431,6 +432,8 @@ def group_touch_(
             if 0 <= index[e] < counts[t]:
                 given = 1 if occurrences is None else int(occurrences[e])
                 touches[int(index[e])] += min(max(given, 0), most)
+        if ticks and policy and len(scores[t]):
+            clocks[t] += ticks[t]
         clock = int(clocks[t])
         now = clock % 2**32
         for j, count in enumerate(touches):
