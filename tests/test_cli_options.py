@@ -68,6 +68,10 @@ CLICKS = {
     "--trainer.log_every": ("4", {"Trainer.log_every": 4}),
     "--trainer.tensorboard": ("true", {"logs": "TensorBoard"}),
 }
+TABLE = {
+    **{"on_full": "evict", "max_rows": 90, "score": "lfu", "ttl": 9},
+    "admission": sparsekit.MinCount(1),
+}
 CHECKPOINT = {"path": ("ckpt", {}), "out": ("out", {"written": "out"})}
 COMMANDS = {
     "train ratings": {
@@ -104,6 +108,11 @@ COMMANDS = {
     },
     "train dlrm": {
         **CLICKS,
+        "--table.on_full": ("evict", {"DLRM.options": TABLE}),
+        "--table.max_rows": ("90", {"DLRM.options": TABLE}),
+        "--table.score": ("lfu", {"DLRM.options": TABLE}),
+        "--table.ttl": ("9", {"DLRM.options": TABLE}),
+        "--table.admission": ("1", {"DLRM.options": TABLE}),
         "--data": ("file", {"CsvReader.files": ("file",)}),
         "--data.train": "test_cli_options.py",
         "--epochs": ("2", {"fit.epochs": 2}),
@@ -117,6 +126,11 @@ COMMANDS = {
     },
     "train deepfm": {
         **CLICKS,
+        "--table.on_full": ("evict", {"DeepFM.options": TABLE}),
+        "--table.max_rows": ("90", {"DeepFM.options": TABLE}),
+        "--table.score": ("lfu", {"DeepFM.options": TABLE}),
+        "--table.ttl": ("9", {"DeepFM.options": TABLE}),
+        "--table.admission": ("1", {"DeepFM.options": TABLE}),
         "--data": "test_cli_options.py",
         "--data.train": ("file", {"CsvReader.files": ("file",)}),
         "--epochs": "test_cli_options.py",

@@ -23,7 +23,8 @@ int64_t move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t
     if (new_rows[row] < -1 || new_rows[row] >= left) return row;
   }
   for (const MovedTensor* tensor = tensors; tensor != tensors + num_tensors; ++tensor) {
-    const int64_t grain = std::max<int64_t>(1, kBytes / std::max<int64_t>(tensor->row_bytes, 1));
+    if (tensor->row_bytes == 0) continue;  // its memory may be null
+    const int64_t grain = std::max<int64_t>(1, kBytes / tensor->row_bytes);
     parallel_for(left, n, grain, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         char* const row = tensor->data + r * tensor->stride_bytes;

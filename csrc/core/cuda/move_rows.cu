@@ -7,12 +7,23 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The rows of a tensor as words. `initial` is as many words as 16 bytes have.
+// The rows of a tensor as words. `initial` has 16 bytes, which a row repeats.
 template <class Word>
 struct Words {
   Word* data;
   int64_t row_words, stride_words;
-  simt::Vec<Word, 16 / sizeof(Word)> initial;
+  uint64_t initial[2];
+
+  // Returns word `at` of an initial row. Takes it from registers, since an index that is not
+  // constant would put `initial` into local memory.
+  SPARSEKIT_DEVICE Word initial_word(int64_t at) const {
+    if constexpr (sizeof(Word) == 16) {
+      return Word{{initial[0], initial[1]}};
+    } else {
+      const auto byte = static_cast<uint64_t>(at) * sizeof(Word) % 16;
+      return static_cast<Word>((byte < 8 ? initial[0] : initial[1]) >> byte % 8 * 8);
+    }
+  }
 };
 
 // Moves and overwrites rows, with one thread for each word of a row.
@@ -29,7 +40,7 @@ SPARSEKIT_KERNEL move_rows_kernel(Words<Word> words, const int32_t* new_rows, in
     }
     Word* const word = words.data + row * words.stride_words + at;
     if (place >= 0) words.data[place * words.stride_words + at] = *word;
-    *word = words.initial.at[at % (16 / sizeof(Word))];
+    *word = words.initial_word(at);
   }
 }
 
