@@ -15,7 +15,7 @@ from .evicting import made, state_of, train
 from .models import assert_equal
 
 # `make test` kills few times. SPARSEKIT_KILLS=50 takes about half a minute.
-KILLS = int(os.environ.get("SPARSEKIT_KILLS", "12"))
+KILLS = int(os.environ.get("SPARSEKIT_KILLS", "6"))
 
 
 def train_for_ever(folder, score, seed, connection):

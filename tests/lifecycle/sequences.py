@@ -22,7 +22,7 @@ from . import model
 # Sequences per engine and number of ranks, and operations in each. With SPARSEKIT_LIFECYCLE=full
 # there are 300 of 500, which take a quarter of an hour on the CPU engine, and longer on the host
 # runner.
-SEQUENCES, STEPS = (300, 500) if os.environ.get("SPARSEKIT_LIFECYCLE") == "full" else (20, 60)
+SEQUENCES, STEPS = (300, 500) if os.environ.get("SPARSEKIT_LIFECYCLE") == "full" else (10, 60)
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 UNIVERSE = [*EXTREMES, *range(1, 60), *(2**32 * i for i in range(1, 30))]
