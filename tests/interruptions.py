@@ -8,16 +8,19 @@ import torch
 import sparsekit
 
 PACKAGE = os.path.dirname(sparsekit.__file__)
+# The method of torch, written in Python, that calls an op.
+OPS = torch._ops.__file__
 
 
 class Interrupted(BaseException):
     """Stand-in for KeyboardInterrupt: pytest would handle the real one itself."""
 
 
-def interrupt(call, moment):
-    """Call a function; raise Interrupted at the `moment`-th bytecode that sparsekit runs.
+def interrupt(call, moment, files=PACKAGE):
+    """Call a function; raise Interrupted at the `moment`-th bytecode that runs in some files.
 
-    Python runs signal handlers between bytecodes, so a real interrupt has the same effect.
+    `files` is the beginning of their paths. Python runs signal handlers between bytecodes, so a
+    real interrupt has the same effect.
 
     Returns:
         None if the call was interrupted, otherwise the number of bytecodes that ran.
@@ -33,7 +36,7 @@ def interrupt(call, moment):
         return at_bytecode
 
     def at_call(frame, event, arg):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(files):
             return None
         frame.f_trace_opcodes = True
         return at_bytecode

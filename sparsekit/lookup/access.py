@@ -16,11 +16,12 @@ from ..distributed.exchange import Exchange, Proposal, attempt
 from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
+from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
+from ..tables.life import RowLife
 from ..tables.removal import remove_rows
 from ..tables.weight import count_own_writes
-from .by_hand import scored_life
 from .make_room import Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
 from .request import check_keys
@@ -153,8 +154,8 @@ def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
     table.refuse_sharing()
     rows = table.find(keys).unique()
     rows = rows[rows >= 0]
-    if layer.life is not None and layer.life.counts is not None:
-        layer.life.counts.remove(keys)
+    if layer.life is not None:
+        saved.run_all(layer.life.removal_of_counts(keys))
     if len(rows):
         layer.weight.note_change()
         remove_rows(layer, rows)
@@ -272,6 +273,28 @@ def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
     count_own_writes([layer.weight])
 
 
+def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
+    """Return the life of a layer's rows, or raise a ValueError that says so."""
+    if layer.life is None:
+        raise ValueError(
+            f"{layer.name}: rows have no scores, so {so}; make the layer with score='lru' or "
+            f"'lfu', or with on_full='evict'"
+        )
+    return layer.life
+
+
+def signature_of(exchange: Exchange, layer: EmbeddingTable, what: str) -> str:
+    """Return the text that identifies an operation on a layer, the same on all ranks.
+
+    Raises:
+        RuntimeError: the layer was made for other ranks; or see `EmbeddingTable.signature`.
+    """
+    layer.check_ranks(exchange)
+    seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
+    of_layer = layer.signature(seed, shard, False)
+    return f"{what} of {of_layer}, lookup number {exchange.lookups}"
+
+
 class _ToOwners:
     """Groups this rank's keys by owner, and agrees with the other ranks on the counts of keys.
 
@@ -303,10 +326,7 @@ class _ToOwners:
         exchange.lookups += 1
 
         def propose() -> Proposal:
-            layer.check_ranks(exchange)
-            seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
-            of_layer = layer.signature(seed, shard, False)
-            self.signature = f"{what} of {of_layer}, lookup number {exchange.lookups}"
+            self.signature = signature_of(exchange, layer, what)
             self.keys, counts, self.order = ops.bucketize(keys(), exchange.world_size, layer.owners)
             sweeps = layer.life is not None and layer.life.sweeps
             rows = len(cast(HashTable, layer.table)) if sweeps else 0

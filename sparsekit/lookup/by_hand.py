@@ -11,8 +11,8 @@ from .._compiling import uncompiled
 from ..distributed.exchange import Exchange, Proposal, attempt
 from ..errors import check_int, check_number
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.life import RowLife
 from ..tables.removal import remove_rows
+from .access import scored_life, signature_of
 from .make_room import Sweep
 
 
@@ -70,16 +70,6 @@ def clear(layer: EmbeddingTable) -> int:
     return _together(layer, "clear", check, drop)
 
 
-def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
-    """Return the life of a layer's rows, or raise a ValueError that says so."""
-    if layer.life is None:
-        raise ValueError(
-            f"{layer.name}: rows have no scores, so {so}; make the layer with score='lru' or "
-            f"'lfu', or with on_full='evict'"
-        )
-    return layer.life
-
-
 def _check_hashed(layer: EmbeddingTable, what: str) -> None:
     layer.refuse_meta()
     if layer.table is None:
@@ -107,11 +97,9 @@ def _together(
         nothing = torch.empty(exchange.world_size, 0, dtype=torch.int64, device=exchange.device)
 
         def propose() -> Proposal:
-            layer.check_ranks(exchange)
+            signature = signature_of(exchange, layer, what)
             check()
-            seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
-            signature = layer.signature(seed, shard, False)
-            return Proposal(f"{what} of {signature}, lookup number {exchange.lookups}", nothing)
+            return Proposal(signature, nothing)
 
         proposal = attempt(propose)
         exchange.agree(what, proposal)

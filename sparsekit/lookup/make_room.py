@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from .._reports import errors_are_deferred
 from ..distributed.exchange import Exchange, Proposal
 from ..errors import TableFullError
 from ..ops._group import GROUP_COMBINERS
+from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.life import LOW_WATERMARK, Evicted, RowLife
@@ -30,6 +32,8 @@ from .descriptors import no_offsets
 from .lowest import lowest
 from .plan import LookupPlan
 from .request import Request
+
+_find_or_insert = saved.builtin_of(torch.ops.sparsekit.group_find_or_insert_)
 
 # Returns this rank's keys that are about to be looked up in a table, int64 ``[n]``, and how often
 # each has come, int64 ``[n]``, or None if each has come once.
@@ -234,19 +238,22 @@ class Sweep:
             if len(gone):
                 self._drop(gone, expired=True)
                 rows = self._index.find(keys)
+            self._life.have_expired(self._now)
+        if not self._crowded and not self._admits:
+            return
         absent = rows < 0
         new, numbers, counts = ops.unique(keys[absent])
         if not self._admits:
-            if self._crowded:
-                self._keep_to_budget(len(new), rows)
+            self._keep_to_budget(len(new), rows)
             return
         if occurrences is not None:
             counts = counts.zero_().index_add_(0, numbers, occurrences[absent])
-        new, before = self._life.admit(new, counts, self._now)
+        admitted, before = self._life.admit(new, counts, self._now)
         if self._crowded:
-            self._keep_to_budget(len(new), rows)
-        insert_rows(self._table, new)
-        self._scores[self._index.find(new)] = self._life.score.words_of(before, self._now)
+            self._keep_to_budget(len(admitted), rows)
+        insert_admitted(self._table, admitted, self._life.score.words_of(before, self._now))
+        self._life.admitted += len(admitted)
+        self._life.refused += len(new) - len(admitted)
 
     def _keep_to_budget(self, new: int, rows: torch.Tensor) -> None:
         """Make room for new keys, but not at the cost of these rows."""
@@ -274,7 +281,9 @@ class Sweep:
             *(self._now, self._pinned(rows), count),
         )
         if self._exchange is not None:  # the lowest rows of all ranks are among those of each
-            of_ranks = self._of_ranks(torch.tensor([int(order.max()) if len(order) else 0]))
+            of_ranks = self._of_ranks(
+                torch.tensor([int(order.max()) if len(order) else 0], device="cpu")
+            )
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sum_up)]
         full = size - len(gone) + new > self._table.capacity
@@ -307,11 +316,39 @@ class Sweep:
         return self._of_ranks(numbers).sum(0)
 
     def _drop(self, gone: torch.Tensor, expired: bool) -> None:
-        drop(self._table, gone, self._now, expired)
+        """Remove rows, int64 ``[k]`` in ascending order; count them, and tell the listener."""
+        life, table = self._life, self._table
+        if life.on_evict is not None:
+            table.catch_up(gone)
+            states = {
+                name: tensor.index_select(0, gone).to_dense() if tensor.is_sparse else tensor[gone]
+                for name, tensor, _ in states_of(table.weight)
+            }
+            told = Evicted(
+                self._index.keys()[gone],
+                table.weight.detach()[gone],
+                states,
+                life.score.order(self._scores[gone], self._now),
+                expired,
+            )
+        remove_rows(table, gone)
+        if expired:
+            life.expired += len(gone)
+        else:
+            life.evicted += len(gone)
+        if life.on_evict is not None:
+            life.on_evict(told)
 
 
-def insert_rows(table: EmbeddingTable, keys: torch.Tensor) -> None:
-    """Give rows to distinct int64 keys ``[n]`` that have none, and write their initial vectors.
+def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tensor) -> None:
+    """Give rows to distinct int64 keys ``[n]`` that have none, with initial vectors.
+
+    Their counts are removed in the same step, so that each key has either a row or a count.
+
+    Args:
+        table: the table.
+        keys: the keys.
+        words: their scores, int64 ``[n]``.
 
     Raises:
         TableFullError: this rank has too few free rows; the table is unchanged.
@@ -325,8 +362,10 @@ def insert_rows(table: EmbeddingTable, keys: torch.Tensor) -> None:
     table.catch_up(torch.arange(size, size + count, device=keys.device))  # the rows, while free
     buckets, hash_seed, in_use = index.tensors()
     columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
-    with own_writes([table.weight]):
-        ops.group_find_or_insert_(
+    scores = cast(torch.Tensor, table.scores)[size : size + count]
+    calls = [
+        partial(
+            _find_or_insert,
             [buckets],
             [hash_seed],
             [in_use],
@@ -337,26 +376,10 @@ def insert_rows(table: EmbeddingTable, keys: torch.Tensor) -> None:
             [keys],
             [no_offsets(keys.device)],
             torch.tensor([columns], device="cpu"),
-        )
+        ),
+        partial(torch.Tensor.copy_, scores, words),
+        *life_of(table).removal_of_counts(keys),
+    ]
+    with own_writes([table.weight]):
         increment_version([table.weight])
-
-
-def drop(table: EmbeddingTable, gone: torch.Tensor, now: int, expired: bool) -> None:
-    """Remove rows, int64 ``[k]`` in ascending order; count them, and tell who wants to know."""
-    life, weight = life_of(table), table.weight
-    if life.on_evict is not None:
-        table.catch_up(gone)
-        scores = life.score.order(cast(torch.Tensor, table.scores)[gone], now)
-        states = {
-            name: tensor.index_select(0, gone).to_dense() if tensor.is_sparse else tensor[gone]
-            for name, tensor, _ in states_of(weight)
-        }
-        keys = cast(HashTable, table.table).keys()[gone]
-        told = Evicted(keys, weight.detach()[gone], states, scores, expired)
-    remove_rows(table, gone)
-    if expired:
-        life.expired += len(gone)
-    else:
-        life.evicted += len(gone)
-    if life.on_evict is not None:
-        life.on_evict(told)
+        saved.run_all(calls)

@@ -30,7 +30,7 @@ class Scored:
         self.counted = [t for t, life in self.touched if life.counts_touches]
         self.policies = torch.zeros(len(inserts), 2, dtype=torch.int64, device="cpu")
         for t, life in self.touched:
-            self.policies[t] = torch.tensor([life.score.kind, life.score.halve_every])
+            self.policies[t] = torch.tensor([life.score.kind, life.score.halve_every], device="cpu")
 
     def count(self, looked_up: Sequence[int], new: Mapping[int, int]) -> None:
         """Count what a lookup has found.

@@ -10,7 +10,7 @@ import torch
 
 from .._reports import errors_are_deferred
 from ..tables.in_flight import InFlight
-from ..tables.life import ticked, ticks_of
+from ..tables.life import begin_ticks, end_ticks
 from ..tables.weight import EmbeddingWeight
 from .descriptors import Descriptors
 from .numbered import numbered
@@ -42,20 +42,21 @@ def touch(
             keys not counted.
     """
     lives = scored.clocks(batch.buffers)
-    ticks = [0] * len(lives) if new is None else ticks_of(lives)
+    ticks = [int(new is not None and not life.set_by_user) for life, _ in lives]
     scores, clocks = scored.lists(batch.buffers)
     index, rows, counts, bags = found
     if rows is None:  # the keys had been inserted before, as far as they were admitted
         index, rows, counts = numbered(
             index, entries_of_tables(bags, given.features, len(batch.dims))
         )
+    before = begin_ticks(lives)
     with torch._C._AutoDispatchBelowAutograd():
         _touch(
             *(scores, index, rows, counts, bags, given.features, scored.policies, clocks),
             given.occurrences,
             scored.of_all(ticks),
         )
-    ticked(lives, ticks)
+    end_ticks(lives, [now + by for now, by in zip(before, ticks, strict=True)])
     if new is not None and not errors_are_deferred(counts.device):
         scored.count(counts.tolist(), new)
 

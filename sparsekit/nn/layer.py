@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from ..lookup import PlanCache
-from ..lookup.access import Items, assign, erase, items, vectors_of
-from ..lookup.by_hand import clear, evict, scored_life
+from ..lookup.access import Items, assign, erase, items, scored_life, vectors_of
+from ..lookup.by_hand import clear, evict
 from ..lookup.request import Request
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -113,10 +115,10 @@ class ExactCounts:
         self.words[rows] = torch.stack([sums, torch.full_like(sums, now)], 1)
         return sums
 
-    def remove(self, gone: torch.Tensor) -> None:
-        """Remove the counts of these int64 keys ``[n]``, of which some may have none."""
+    def removal(self, gone: torch.Tensor) -> list[partial[Any]]:
+        """Return the calls that remove the counts of int64 keys ``[n]``; some may have none."""
         rows = self.index.find(gone)
-        self.words[rows[rows >= 0]] = 0
+        return [partial(torch.Tensor.index_fill_, self.words, 0, rows[rows >= 0], 0)]
 
     @property
     def form(self) -> tuple[torch.dtype, tuple[int | None, ...]]:
@@ -169,8 +171,9 @@ class Sketch:
             sums.append(words[places])
         return torch.stack(sums).amin(0).to(_INT64)
 
-    def remove(self, gone: torch.Tensor) -> None:
-        """Do nothing: a sketch does not know its keys."""
+    def removal(self, gone: torch.Tensor) -> list[partial[Any]]:
+        """Return no calls: a sketch does not know its keys."""
+        return []
 
     @property
     def form(self) -> tuple[torch.dtype, tuple[int | None, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -166,6 +167,10 @@ class RowLife:
         """Record that the library has set a table's clock."""
         self._now, self._known = now, (clock, _version(clock))
 
+    def lose_clock(self) -> None:
+        """Forget what the table's clock shows."""
+        self._known = None, None
+
     def restore(self, clock: torch.Tensor, now: int, set_by_user: bool) -> None:
         """Set a table's clock, and who moves it, to what they were when the table was saved."""
         clock.fill_(now)
@@ -178,17 +183,17 @@ class RowLife:
         self._expired_in = None
 
     def expiry_is_due(self, now: int) -> bool:
-        """Return whether it is time to sweep for expired rows; if so, count the sweep as made."""
-        if self.ttl is None:
-            return False
-        due = self._expired_in != now // self._every
+        """Return whether it is time to sweep for expired rows; see `have_expired`."""
+        return self.ttl is not None and self._expired_in != now // self._every
+
+    def have_expired(self, now: int) -> None:
+        """Record that a sweep for expired rows has run."""
         self._expired_in = now // self._every
-        return due
 
     def admit(
         self, keys: torch.Tensor, counts: torch.Tensor, now: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys that get a row, and how often each had come before this batch.
+        """Return the keys that are to get a row, and how often each had come before this batch.
 
         Args:
             keys: int64 ``[n]``, distinct keys without a row.
@@ -200,12 +205,11 @@ class RowLife:
         else:
             sums = cast(ExactCounts, self.counts).add(keys, counts, now)
             before, admitted = sums - counts, sums >= cast(MinCount, self.admission).count
-        taken = keys[admitted]
-        if self.counts is not None and len(taken):
-            self.counts.remove(taken)
-        self.admitted += len(taken)
-        self.refused += len(keys) - len(taken)
-        return taken, before[admitted]
+        return keys[admitted], before[admitted]
+
+    def removal_of_counts(self, keys: torch.Tensor) -> list[partial[Any]]:
+        """Return the calls that remove the counts of keys, which get rows; for `run_all`."""
+        return [] if self.counts is None else self.counts.removal(keys)
 
     def oldest(self, now: int) -> int:
         """Return the clock of the last lookup before which rows have expired.
@@ -258,17 +262,21 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
     return RowLife(cast(Score, options.score), max_rows, options.ttl, *policy, counts)
 
 
-def ticks_of(lives: Sequence[tuple[RowLife, torch.Tensor]]) -> list[int]:
-    """Return by how much a lookup advances each table's clock; wait for a clock never read."""
-    for life, clock in lives:
-        life.now(clock)
-    return [int(not life.set_by_user) for life, _ in lives]
+def begin_ticks(lives: Sequence[tuple[RowLife, torch.Tensor]]) -> list[int]:
+    """Return what the clocks of tables show, before an op advances them.
+
+    Until `end_ticks`, the host does not know what they show, even if the op is interrupted.
+    """
+    before = [life.now(clock) for life, clock in lives]
+    for life, _ in lives:
+        life.lose_clock()
+    return before
 
 
-def ticked(lives: Sequence[tuple[RowLife, torch.Tensor]], ticks: Sequence[int]) -> None:
-    """Record that clocks have been advanced by these numbers; see `ticks_of`."""
-    for (life, clock), by in zip(lives, ticks, strict=True):
-        life.wrote(clock, life.now(clock) + by)
+def end_ticks(lives: Sequence[tuple[RowLife, torch.Tensor]], now: Sequence[int]) -> None:
+    """Record what the clocks of tables show after an op has advanced them."""
+    for (life, clock), shown in zip(lives, now, strict=True):
+        life.wrote(clock, shown)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -19,8 +19,8 @@ from .weight import EmbeddingWeight, own_writes
 if TYPE_CHECKING:
     from .embedding_table import EmbeddingTable
 
-_renumber = torch.ops.sparsekit.hash_table_renumber_.default
-_move = torch.ops.sparsekit.move_rows_.default
+_renumber = saved.builtin_of(torch.ops.sparsekit.hash_table_renumber_)
+_move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 
 def states_of(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float]]:

@@ -3,7 +3,7 @@
 Python handles signals between calls, so an interruption leaves a module either unchanged or loaded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,15 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first, all in one call."""
     targets, sources = zip(*pairs, strict=True)
     torch._foreach_copy_(targets, sources)
+
+
+def builtin_of(op: Any) -> Callable[..., Any]:
+    """Return the function in C that an op of torch.ops calls, for `run_all`.
+
+    The op itself is called by a method in Python, in which an interrupt may end it.
+    """
+    function: Callable[..., Any] = op.default._op
+    return function
 
 
 def run_all(calls: Iterable[partial[Any]]) -> None:

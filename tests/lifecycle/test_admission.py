@@ -5,10 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
+from interruptions import OPS, PACKAGE, interrupt
 
 import sparsekit
 from sparsekit import LFU, MinCount, Probability
 from sparsekit.tables.admission import ExactCounts, Sketch
+from sparsekit.tables.saved_state import run_all
 
 
 def layer_of(admission, **options):
@@ -78,7 +80,7 @@ def test_many_counts_are_those_of_a_dict():
         expected.update(dict(zip(keys.tolist(), n.tolist(), strict=True)))
         assert counts.add(keys, n, now).tolist() == (torch.tensor(before) + n).tolist()
         gone = keys[::3]
-        counts.remove(torch.cat([gone, torch.tensor([10**9])]))
+        run_all(counts.removal(torch.cat([gone, torch.tensor([10**9])])))
         for key in gone.tolist():
             del expected[key]
     assert {key: count for key, count, _ in counts.state().tolist()} == expected
@@ -200,3 +202,65 @@ def test_a_full_table_refuses_admitted_keys_and_stays_as_it_was():
     with pytest.raises(sparsekit.TableFullError, match="a: the table on rank 0 is full: 2 of 2"):
         look_up(layer, 3)
     assert layer.table.keys().tolist() == [1, 2]
+
+
+def test_an_interrupted_admission_leaves_each_key_a_row_or_its_count():
+    def admitted(moment, files):
+        layer = layer_of(MinCount(2), score=LFU(0))
+        look_up(layer, 1, 2, 3)
+        count = interrupt(lambda: look_up(layer, 1, 2), moment, files)
+        rows = layer.table.keys().tolist()
+        counts = dict(layer.life.counts.state()[:, :2].tolist())
+        assert {*rows} & {*counts} == set()
+        assert {*rows, *counts} == {1, 2, 3}
+        initial = layer_of(None).vectors(torch.tensor(rows, dtype=torch.int64))
+        assert torch.equal(layer.weight[: len(rows)].detach(), initial)
+        # The count that a key has waited with is part of its score at once.
+        assert all(word >> 32 >= 1 for word in layer.scores[: len(rows)].tolist())
+        # The host knows the clock, wherever the interrupt came.
+        assert layer.life.now(layer.clock) == int(layer.clock)
+        return count
+
+    for files, most in ((PACKAGE, 100), (OPS, 200)):
+        count = admitted(10**9, files)
+        for moment in range(1, count, max(1, count // most)):
+            assert admitted(moment, files) is None
+
+
+def test_the_host_knows_the_clock_after_an_interrupt(monkeypatch):
+    layer = layer_of(None, score="lru")
+    look_up(layer, 1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sparsekit.lookup.touch.end_ticks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            look_up(layer, 2)
+    assert layer.life.now(layer.clock) == int(layer.clock) == 2
+    look_up(layer, 3)
+    assert layer.scores[:3].tolist() == [1, 2, 3]
+
+
+def test_a_key_that_found_the_table_full_keeps_its_count():
+    layer = sparsekit.EmbeddingBag(1, 4, mode="sum", name="a", admission=MinCount(2))
+    look_up(layer, 1, 1, 2)
+    with pytest.raises(sparsekit.TableFullError):
+        look_up(layer, 2)
+    assert layer.life.counts.state()[:, :2].tolist() == [[2, 2]]
+    assert (layer.life.admitted, layer.life.refused) == (1, 1)
+    layer.erase(torch.tensor([1]))
+    look_up(layer, 2)
+    assert layer.table.keys().tolist() == [2]
+
+
+def test_a_lookup_that_is_refused_does_not_use_up_an_expiry():
+    layer = sparsekit.EmbeddingBag(10, 4, mode="sum", name="a", ttl=16)
+    look_up(layer, 1)
+    sparsekit.set_clock(layer, 100)
+    with pytest.raises(ValueError, match="offsets"):
+        layer(torch.tensor([2, 3]), torch.tensor([0, 5]))
+    assert layer.table.keys().tolist() == [1]
+    look_up(layer, 2)
+    assert layer.table.keys().tolist() == [2]

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from interruptions import interrupt
+from interruptions import OPS, PACKAGE, interrupt
 
 import sparsekit
 from sparsekit.distributed.shard_gradient import ShardGradient
@@ -210,11 +210,11 @@ def test_interrupts_during_a_sweep(ttl):
     look(layer, [20, 21])
     left = keys_of(layer)
 
-    def interrupted(moment):
+    def interrupted(moment, files):
         layer, optimizer = trained()
         out = look(layer, [7])
         held = belongings(layer, optimizer, torch.tensor([7]))
-        count = interrupt(lambda: look(layer, [20, 21]), moment)
+        count = interrupt(lambda: look(layer, [20, 21]), moment, files)
         kept = torch.tensor(sorted(keys_of(layer) & {*range(10)} - {7}))
         for one, other in zip(belongings(layer, optimizer, kept), expected, strict=True):
             assert torch.equal(one, other[kept])
@@ -234,9 +234,10 @@ def test_interrupts_during_a_sweep(ttl):
         return count
 
     assert left >= {20, 21}
-    count = interrupted(10**9)
-    for moment in range(1, count, max(1, count // 60)):
-        assert interrupted(moment) is None
+    for files, most in ((PACKAGE, 60), (OPS, 200)):
+        count = interrupted(10**9, files)
+        for moment in range(1, count, max(1, count // most)):
+            assert interrupted(moment, files) is None
 
 
 def test_a_backward_that_reads_copies_gets_the_rows_of_its_keys():
