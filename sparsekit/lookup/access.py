@@ -22,7 +22,7 @@ from ..tables.hash_table import HashTable
 from ..tables.life import RowLife
 from ..tables.removal import remove_rows
 from ..tables.weight import count_own_writes
-from .make_room import Known, make_room_here, make_room_on_ranks, rows_at_most
+from .make_room import Asked, Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
 from .request import check_keys
 from .table_ops import insert
@@ -82,7 +82,7 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         own = checked()
         if layer.life is not None and layer.life.sweeps:
             of_layer = [layer], [rows_at_most(layer)], [len(own)]
-            make_room_here(*of_layer, lambda _: (own, None), by_hand=True)
+            make_room_here(*of_layer, lambda _: Asked(own), by_hand=True)
         _write(layer, own, vectors)
         return
     with exchange.lock:
@@ -93,7 +93,7 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         if layer.life is not None and layer.life.sweeps:
             known = Known(layer, way.rows, way.asked, layer.life.keys_finished)
             failed = make_room_on_ranks(
-                [known], lambda _: (come, None), exchange, way.signature, by_hand=True
+                [known], lambda _: Asked(come), exchange, way.signature, by_hand=True
             )
         # Raise an error on all ranks if the table is full on one of them.
         written = failed or attempt(lambda: _write(layer, come, values))

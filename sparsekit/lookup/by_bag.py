@@ -31,7 +31,7 @@ from ..distributed.wire import (
 from ..ops._checks import accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
 from .inputs import Bags, offsets_of
-from .make_room import Known, make_room_on_ranks, still_inserting
+from .make_room import Asked, Known, make_room_on_ranks, still_inserting
 from .plan import LookupPlan
 from .record import LookupRecord, LookupResult
 from .request import Request, one_by_one
@@ -130,9 +130,8 @@ class ByBag:
         if self._known and error is None:
             error = make_room_on_ranks(
                 still_inserting(self._known),
-                lambda table: (
-                    torch.cat([one.bags.keys for one in owned if one.request.table is table]),
-                    None,
+                lambda table: Asked(
+                    torch.cat([one.bags.keys for one in owned if one.request.table is table])
                 ),
                 exchange,
                 self.signature,

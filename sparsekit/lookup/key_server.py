@@ -12,6 +12,7 @@ from ..distributed.wire import Layout, Parts
 from ..ops._group import GROUP_COMBINERS, FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from .descriptors import Descriptors, no_offsets
+from .make_room import Asked
 from .plan import LookupPlan
 from .record import LookupResult
 from .request import OnDemand, Request, one_by_one
@@ -106,12 +107,12 @@ class KeyServer:
         each.append(each[0].new_empty(sum(map(len, self._keys)) - sum(map(len, each))))
         return torch.cat(each)
 
-    def keys_of(self, table: EmbeddingTable) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the received keys of a table, and how often each has come, if it must know."""
         tables = [one for batch in self._plan.batches for one in batch.tables]
         own = slice(tables.index(table), tables.index(table) + 1)
         occurrences, keys = self._occurrences(own), self._requests(own)[0].keys
-        return keys, None if occurrences is None else occurrences[: len(keys)]
+        return Asked(keys, None if occurrences is None else occurrences[: len(keys)])
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
         """Return the features that `answer` has used, adapted to parts at other byte offsets."""

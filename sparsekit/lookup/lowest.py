@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -12,8 +13,8 @@ from ..tables.key_hash import mixed
 _DIGIT_BITS = 8
 _DIGITS = 1 << _DIGIT_BITS
 
-# Adds up an int64 tensor ``[256]`` on the CPU over all ranks.
-Sum = Callable[[torch.Tensor], torch.Tensor]
+# Adds up each of 256 numbers over all ranks.
+Sum = Callable[..., Sequence[int]]
 
 
 def lowest(
@@ -43,7 +44,8 @@ def lowest(
         for end in range(stage_bits, 0, -_DIGIT_BITS):
             shift = max(0, end - _DIGIT_BITS)
             digits = (values >> shift) & ((1 << (end - shift)) - 1)
-            ends = sum_up(torch.bincount(digits, minlength=_DIGITS).cpu()).cumsum(0).tolist()
+            counts = sum_up(*torch.bincount(digits, minlength=_DIGITS).tolist())
+            ends = list(accumulate(counts))
             at = next((digit for digit, sum_ in enumerate(ends) if sum_ >= count), _DIGITS)
             taken.append(left[digits < at])
             here = digits == at

@@ -35,9 +35,22 @@ from .request import Request
 
 _find_or_insert = saved.builtin_of(torch.ops.sparsekit.group_find_or_insert_)
 
-# Returns this rank's keys that are about to be looked up in a table, int64 ``[n]``, and how often
-# each has come, int64 ``[n]``, or None if each has come once.
-Keys = Callable[[EmbeddingTable], tuple[torch.Tensor, torch.Tensor | None]]
+
+class Asked(NamedTuple):
+    """Keys of this rank that are about to be looked up in a table.
+
+    Attributes:
+        keys: int64 ``[n]``.
+        occurrences: how often each has come, int64 ``[n]``; None if each has come once.
+        rows: the row of each, or -1, int32 or int64 ``[n]``; None if they have not been found yet.
+    """
+
+    keys: torch.Tensor
+    occurrences: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+Keys = Callable[[EmbeddingTable], Asked]
 
 
 class Known(NamedTuple):
@@ -104,7 +117,7 @@ def make_room_here(
             continue
         sweep = Sweep(table, None, "", by_hand)
         if sweep.is_due(over):
-            sweep.run(*keys(table))
+            sweep.run(keys(table))
 
 
 def _crowded(
@@ -188,7 +201,7 @@ def make_room_on_ranks(
             exchange.agree(what, failed)  # raises it on all ranks
         try:
             if sweep.is_due(crowded):
-                sweep.run(*keys(table))
+                sweep.run(keys(table))
         except Exception as error:
             if sweep.agreeing:
                 exchange.agree(what, error)
@@ -225,9 +238,11 @@ class Sweep:
         self.agreeing = crowded and self._exchange is not None
         return crowded or self._expires or self._admits
 
-    def run(self, keys: torch.Tensor, occurrences: torch.Tensor | None) -> None:
-        """Drop what is to be dropped, and insert the keys that are admitted; see `Keys`."""
-        rows = self._index.find(keys)
+    def run(self, asked: Asked) -> None:
+        """Drop what is to be dropped, and insert the keys that are admitted."""
+        keys, occurrences, rows = asked
+        if rows is None:
+            rows = self._index.find(keys)
         if self._expires:
             size = len(self._index)
             oldest = self._life.oldest(self._now)
@@ -258,8 +273,7 @@ class Sweep:
     def _keep_to_budget(self, new: int, rows: torch.Tensor) -> None:
         """Make room for new keys, but not at the cost of these rows."""
         budget = cast(int, self._life.max_rows)
-        own = torch.tensor([len(self._index), new], device="cpu")
-        in_use, of_all = self._sum_up(own).tolist()
+        in_use, of_all = self._sums(len(self._index), new)
         if in_use + of_all <= budget:
             self.agreeing = False
             return
@@ -281,13 +295,10 @@ class Sweep:
             *(self._now, self._pinned(rows), count),
         )
         if self._exchange is not None:  # the lowest rows of all ranks are among those of each
-            of_ranks = self._of_ranks(
-                torch.tensor([int(order.max()) if len(order) else 0], device="cpu")
-            )
+            of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
-            gone = gone[lowest(order, keys, count, bits, self._sum_up)]
-        full = size - len(gone) + new > self._table.capacity
-        full_ranks = int(self._sum_up(torch.tensor([int(full)], device="cpu")))
+            gone = gone[lowest(order, keys, count, bits, self._sums)]
+        (full_ranks,) = self._sums(size - len(gone) + new > self._table.capacity)
         self.agreeing = False
         if full_ranks or not len(gone):
             return 0
@@ -296,24 +307,25 @@ class Sweep:
 
     def in_use(self) -> int:
         """Return the number of rows in use on all ranks."""
-        return int(self._sum_up(torch.tensor([len(self._index)], device="cpu")))
+        return self._sums(len(self._index))[0]
 
     def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows that must stay: these, and those of `pinned_rows`; -1 is no row."""
-        return torch.cat(
-            [rows, *(held.to(torch.int64) for held in pinned_rows(self._table.weight))]
-        )
+        rows = rows.to(torch.int64)
+        held = pinned_rows(self._table.weight)
+        return torch.cat([rows, *(one.to(torch.int64) for one in held)]) if held else rows
 
-    def _of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers ``[n]`` of all ranks, int64 ``[world_size, n]`` on the CPU."""
+    def _of_ranks(self, numbers: Sequence[int]) -> np.ndarray:
+        """Return the numbers of all ranks, int64 ``[world_size, len(numbers)]``."""
+        exchange = cast(Exchange, self._exchange)
+        counts = torch.tensor(numbers, device=exchange.device).expand(exchange.world_size, -1)
+        return exchange.agree(self._what, Proposal(self._what, counts)).counts
+
+    def _sums(self, *numbers: int) -> Sequence[int]:
+        """Return the sums of numbers over all ranks."""
         if self._exchange is None:
-            return numbers.unsqueeze(0)
-        counts = numbers.to(self._exchange.device).expand(self._exchange.world_size, -1)
-        agreed = self._exchange.agree(self._what, Proposal(self._what, counts))
-        return torch.from_numpy(agreed.counts)
-
-    def _sum_up(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self._of_ranks(numbers).sum(0)
+            return numbers
+        return cast(list[int], self._of_ranks(numbers).sum(0).tolist())
 
     def _drop(self, gone: torch.Tensor, expired: bool) -> None:
         """Remove rows, int64 ``[k]`` in ascending order; count them, and tell the listener."""

@@ -20,8 +20,7 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
-from .inputs import offsets_of
-from .make_room import inserted_keys, make_room_here, rows_at_most
+from .make_room import Asked, inserted_keys, make_room_here, rows_at_most
 from .max_norm import limit_norms
 from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
@@ -144,6 +143,8 @@ class TableOps:
         self._ticks = ticks  # whether the lookup advances the clocks of tables with scores
         self._requests = requests
         self._checked = False  # whether all requests have been checked
+        # For each table, the rows of its keys before new ones are inserted, if they are known.
+        self._rows_before: list[torch.Tensor] = []
         # Tensors of the tables, and the arguments of ops for them.
         self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
@@ -256,15 +257,19 @@ class TableOps:
             explain_refusal(refusal, self._requests, self._batch.tables)
         self._checked = True
         own = entries_of_tables(bags, sources.features, len(self.weights))
-        before = offsets_of((index[: own[-1].stop] < 0).to(torch.int64)).tolist()
-        return [before[own[t].stop] - before[own[t].start] for t in swept]
+        self._rows_before = [index[entries] for entries in own]
+        return [int((self._rows_before[t] < 0).sum()) for t in swept]
 
-    def _keys_of(self, table: EmbeddingTable) -> tuple[torch.Tensor, None]:
+    def _keys_of(self, table: EmbeddingTable) -> Asked:
+        """Return the keys of this lookup in a table."""
         if not self._checked:  # nothing may be dropped for a lookup that is refused
             for request in self._requests:
                 request.check()
             self._checked = True
-        return torch.cat([inserted_keys(r) for r in self._requests if r.table is table]), None
+        keys = [inserted_keys(r) for r in self._requests if r.table is table]
+        rows = self._rows_before
+        found = rows[self._batch.tables.index(table)] if rows else None
+        return Asked(keys[0] if len(keys) == 1 else torch.cat(keys), None, found)
 
     def _sizes(self) -> Sequence[int]:
         """Return the numbers of rows in use, which are on the CPU."""

@@ -198,7 +198,10 @@ void renumber_bucket(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t
   bool differs = false;
   for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
     const int32_t row = bucket.rows[slot];
-    rows[slot] = row >= 0 && row < n ? new_rows[row] : row;
+    // A branch for empty slots could not be predicted.
+    const bool in_use = static_cast<uint64_t>(row) < static_cast<uint64_t>(n);
+    const int32_t new_row = new_rows[in_use ? row : 0];
+    rows[slot] = in_use ? new_row : row;
     differs |= rows[slot] != row;
   }
   if (!differs) return;  // do not write to a line that stays as it is
@@ -316,6 +319,7 @@ int64_t hash_table_renumber(Bucket* buckets, int64_t num_buckets, int64_t seed,
     if (any) bad.report(std::find_if(new_rows + begin, new_rows + end, is_bad) - new_rows);
   });
   if (bad.position() >= 0) return bad.position();
+  if (n == 0) return -1;
   parallel_for(0, num_buckets, kGrain, [=](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       renumber_bucket(buckets, num_buckets, seed, b, new_rows, n);
