@@ -6,7 +6,8 @@
 # Called by `make sanitize`; arguments go to pytest. `--fuzz SECONDS SEED` runs the fuzzer under the
 # first two sanitizers instead of the suite.
 # `make test` runs all parametrizations; a sanitizer, which looks at memory and not at results, gets
-# up to 12 of each test. `--at-most 1000` runs them all here, too.
+# up to 10 of each test, and ThreadSanitizer, which takes half of the time, up to 7.
+# `--at-most 1000` runs them all here, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -29,7 +30,7 @@ run() {
   local sanitizer=$1
   shift
   under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 \
-    --at-most 12 "$@"
+    --at-most 10 "$@"
 }
 
 # Tests ask for more memory than the machine has; this must fail as without a sanitizer.
@@ -60,7 +61,7 @@ PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 # ThreadSanitizer is the slowest, so it gets one dtype: the others use the same kernels.
-TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan tests/ops \
+TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan tests/ops --at-most 7 \
   -k "simt and not dtype1 and not dtype2" "$@"
 if compgen -G "$reports/race*" >/dev/null; then
   cat "$reports"/race*

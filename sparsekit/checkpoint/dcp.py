@@ -135,7 +135,8 @@ class DcpState:
             file = table_file(number, rank)
             note["tables"][shard.name] = shard.note(rank, file, shard.size, complete=True)
             columns = {name: tensor[: shard.size] for name, tensor in shard.columns.items()}
-            parts[stem(file)] = {"keys": keys[number], **columns}
+            counts = {} if shard.counts is None else {"counts": shard.counts}
+            parts[stem(file)] = {"keys": keys[number], **columns, **counts}
         text = bytearray(json.dumps(note, allow_nan=False).encode())
         parts[NOTES] = {f"{rank:04d}": torch.frombuffer(text, dtype=torch.uint8)}
         return parts

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..ops._checks import KEY_DTYPES
+from ..tables.admission import ExactCounts, size_of
 from ..tables.hash_table import HashTable
 from .draft import entries, published, recover, refuse_writers
 from .files import naming
@@ -25,7 +26,7 @@ from .reshard import ColumnWriter, verify_files
 from .table_files import (
     Chain,
     columns_of,
-    columns_of_moves,
+    columns_of_shard,
     key_pieces,
     opened,
     parts_of,
@@ -39,6 +40,8 @@ def forget(
     table: str | None = None,
 ) -> int:
     """Rewrite checkpoints without some keys: no file has their vectors, states or scores any more.
+
+    Nor their counts, if `MinCount` counts exactly. A sketch does not know its keys, and stays.
 
     Checkpoints that need not change are left alone; each other one is replaced in one step, and
     all of them can be loaded at any time. After an error or a crash, call the function again. It
@@ -137,6 +140,8 @@ class _Files:
         self._wanted = wanted
         # For each checkpoint, table and rank: the wanted keys that have a row in the rank's file.
         self._rows: dict[tuple[Path, str, int], set[int]] = {}
+        # For each checkpoint, table and rank: whether the rank's file has counts of wanted keys.
+        self._counted: dict[tuple[Path, str, int], bool] = {}
         # For each checkpoint and table: the wanted keys that it removes.
         self._removed: dict[tuple[Path, str], set[int]] = {}
         # For each table and rank: the wanted keys that have a row in any file.
@@ -155,6 +160,10 @@ class _Files:
             with opened(folder, table, shard) as file:
                 for _, keys in key_pieces(file, shard.rows, 8):
                     rows.update(keys[self._wanted.find(keys) >= 0].tolist())
+            exact = table.counts_kind == ExactCounts.kind
+            self._counted[folder, name, shard.rank] = (
+                exact and len(self._other_counts(folder, table, shard)["counts"]) < shard.counts
+            )
             self._anywhere[name, shard.rank] |= rows
         removed = removed_keys(folder, table, table.shards)
         self._removed[folder, name] = set(removed[self._wanted.find(removed) >= 0].tolist())
@@ -188,20 +197,23 @@ class _Files:
                 if not table.complete:
                     added = torch.tensor(sorted(self._anywhere[name, shard.rank]))
                     listed = torch.cat([removed_keys(folder, table, [shard]), added]).unique()
+                counts = self._other_counts(folder, table, shard)
                 new = replace(
                     shard,
+                    counts=size_of(str(table.counts_kind), counts["counts"]) if counts else 0,
                     rows=shard.rows - len(rows),
                     size=shard.size - self._rows_in_use(links, name)[shard.rank],
                     removed=len(listed),
                 )
                 gone += len(rows)
                 path = draft.folder / shard.file
-                writer = ColumnWriter(
-                    path,
-                    [*columns_of(table, new.rows), *columns_of_moves(new, with_rows=False)],
-                    {"table": name[:500]},
-                )
-                self._copy_rows(folder, table, shard, writer)
+                # A file that removes no key must tell which rows its keys have, if it has done so.
+                with_rows = not self._anywhere[name, shard.rank] and _has_rows(folder, table, shard)
+                columns = columns_of(table, new.rows), columns_of_shard(table, new, with_rows)
+                writer = ColumnWriter(path, [*columns[0], *columns[1]], {"table": name[:500]})
+                names = [c.name for c in columns[0]] + ["rows"] * with_rows
+                self._copy_rows(folder, table, shard, writer, names)
+                writer.append(counts)
                 if len(listed):
                     writer.append({"removed": listed})
                 files[shard.file] = writer.finish()
@@ -216,18 +228,37 @@ class _Files:
 
     def _concerns(self, folder: Path, manifest: Manifest, name: str, shard: Shard) -> bool:
         """Return whether a shard's file must be rewritten."""
+        if self._counted[folder, name, shard.rank]:
+            return True
         if manifest.tables[name].complete:
             return bool(self._rows[folder, name, shard.rank])
         return bool(self._anywhere[name, shard.rank])
 
-    def _copy_rows(self, folder: Path, table: Table, shard: Shard, writer: ColumnWriter) -> None:
-        """Copy the rows of all but the wanted keys."""
-        columns = columns_of(table, 1)
-        row_bytes = sum(column.nbytes for column in columns)
+    def _other_counts(self, folder: Path, table: Table, shard: Shard) -> dict[str, torch.Tensor]:
+        """Return the file's counts, by their column's name, but those of the wanted keys."""
+        if table.counts_kind is None:
+            return {}
+        with opened(folder, table, shard) as file:
+            counts = file.read("counts")
+        if table.counts_kind == ExactCounts.kind:
+            counts = counts[self._wanted.find(counts[:, 0].contiguous()) < 0]
+        return {"counts": counts}
+
+    def _copy_rows(
+        self, folder: Path, table: Table, shard: Shard, writer: ColumnWriter, names: Sequence[str]
+    ) -> None:
+        """Copy columns of the rows of all but the wanted keys."""
+        row_bytes = sum(column.nbytes for column in columns_of(table, 1))
         with opened(folder, table, shard) as file:
             for begin, keys in key_pieces(file, shard.rows, row_bytes):
                 stay = (self._wanted.find(keys) < 0).nonzero().squeeze(1)
-                writer.append({c.name: file.read(c.name, begin, len(keys))[stay] for c in columns})
+                writer.append({name: file.read(name, begin, len(keys))[stay] for name in names})
+
+
+def _has_rows(folder: Path, table: Table, shard: Shard) -> bool:
+    """Return whether a shard's file tells the rows of its keys."""
+    with opened(folder, table, shard) as file:
+        return "rows" in file.places
 
 
 def _keep(source: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from ..tables.hash_table import HashTable
 from ..tables.saved_state import copy_all
 from ..tables.scores import score_of
 from ..tables.weight import EmbeddingWeight
+from .counts import counts_for
 from .encoding import decoded
 from .manifest import Table
 from .snapshot import owners_crc
@@ -60,6 +61,7 @@ class TablePlan:
                 name=layer.name,
             )
         self._place_keys()
+        self._counts = counts_for(name, layer, links[-1][0], self.table, self._same_place)
 
     def _check(self, folder: Folder, cast: bool) -> None:
         layer, table = self.layer, self.table
@@ -303,8 +305,10 @@ class TablePlan:
                     layer.weight.is_stepped_by(self.optimizer)
 
     def _restore_life(self) -> None:
-        """Set the clock, and convert scores of another kind."""
+        """Set the clock and the counts, and convert scores of another kind."""
         layer, saved = self.layer, self.table.scores
+        if layer.life is not None:
+            layer.life.counts = self._counts
         if layer.life is None or layer.scores is None or layer.clock is None or saved is None:
             return
         if saved.kind != layer.life.score.name:

@@ -27,11 +27,14 @@ class Shard:
         file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors``
             [rows, dim], ``scores`` int64 [rows] if the table has scores, and each state. If keys
             have been removed or have other rows than in the base, also ``removed`` int64 [removed],
-            and perhaps ``rows`` int32 [rows], the row of each key.
+            and perhaps ``rows`` int32 [rows], the row of each key. If the table counts keys that it
+            has not admitted, also ``counts``: int64 [counts, 3], a key, its count and the clock of
+            its last growth each; or, for a sketch, int32 [4, counts].
         rows: number of rows in this file.
         size: number of rows in the rank's table when it was saved. The file of an incremental
             checkpoint may have fewer rows.
         removed: number of keys in the file that the base has and this checkpoint has no more.
+        counts: number of keys with a count, all of them in each checkpoint; or width of the sketch.
     """
 
     rank: int
@@ -39,6 +42,7 @@ class Shard:
     rows: int
     size: int
     removed: int = 0
+    counts: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,14 @@ class Scores:
         kind: what a score means: ``"lru"`` or ``"lfu"``.
         clock: the table's clock.
         set_by_user: whether only `sparsekit.set_clock` moves the clock.
+        counts: how keys that have not been admitted are counted: ``"exact"`` or ``"sketch"``; None
+            if they are not.
     """
 
     kind: str
     clock: int
     set_by_user: bool
+    counts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,11 @@ class Table:
     def score_kind(self) -> str | None:
         """Return the kind of the rows' scores, or None."""
         return None if self.scores is None else self.scores.kind
+
+    @property
+    def counts_kind(self) -> str | None:
+        """Return how keys that have not been admitted are counted, or None."""
+        return None if self.scores is None else self.scores.counts
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..tables.admission import ExactCounts, Sketch
 from .encoding import check_nesting
 from .files import FileRecord, naming, plain_file, write_small
 from .manifest import (
@@ -37,7 +38,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_ROWS = 2**40
 ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
 # Reserved names of columns, which no state may have; see docs/checkpoint_format.md.
-_OWN_COLUMNS = {"keys", "vectors", "scores", "removed", "rows"}
+_OWN_COLUMNS = {"keys", "vectors", "scores", "removed", "rows", "counts"}
 # Largest clock of each kind of score.
 _CLOCKS = {"lru": 2**63 - 1, "lfu": 2**32 - 1}
 
@@ -277,8 +278,10 @@ class _Reader:
                 f"{table.path}: {table.where} has changes only, but there is no base"
             )
         row_bytes = 8 + dim * getattr(torch, dtype).itemsize
+        scores = None if table["scores"].value is None else _scores(table["scores"])
+        counts = None if scores is None else scores.counts
         shards = tuple(
-            self._shard(shard, rank, complete, row_bytes)
+            self._shard(shard, rank, complete, row_bytes, counts)
             for rank, shard in enumerate(table["shards"].entries())
         )
         if len(shards) != self._world_size:
@@ -301,10 +304,12 @@ class _Reader:
             settings=table["settings"].state(),
             complete=complete,
             shards=shards,
-            scores=None if table["scores"].value is None else _scores(table["scores"]),
+            scores=scores,
         )
 
-    def _shard(self, shard: _Value, rank: int, complete: bool, row_bytes: int) -> Shard:
+    def _shard(
+        self, shard: _Value, rank: int, complete: bool, row_bytes: int, counts_kind: str | None
+    ) -> Shard:
         file = shard["file"].file()
         if self._has_files and file not in self._files:
             raise shard["file"].refusal("one of files")
@@ -316,10 +321,12 @@ class _Reader:
             removed = shard["removed"].whole(0, 0 if complete else _MOST_ROWS)
         if complete:
             shard["rows"].must(rows == size, f"its size {size}")
-        if self._has_files and self._files[file].bytes < rows * row_bytes + 8 * removed:
+        counts = shard["counts"].whole(0, _MOST_ROWS) if counts_kind else 0
+        least = rows * row_bytes + 8 * removed + 16 * counts
+        if self._has_files and self._files[file].bytes < least:
             raise shard["rows"].refusal(f"as many as {file} has room for")
         rank = shard["rank"].whole(rank, rank)
-        return Shard(rank=rank, file=file, rows=rows, size=size, removed=removed)
+        return Shard(rank=rank, file=file, rows=rows, size=size, removed=removed, counts=counts)
 
 
 def _scores(scores: _Value) -> Scores:
@@ -328,6 +335,9 @@ def _scores(scores: _Value) -> Scores:
         kind=kind,
         clock=scores["clock"].whole(0, _CLOCKS[kind]),
         set_by_user=scores["set_by_user"].flag(),
+        counts=None
+        if scores["counts"].value is None
+        else scores["counts"].choice((ExactCounts.kind, Sketch.kind)),
     )
 
 

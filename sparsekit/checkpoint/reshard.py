@@ -15,15 +15,17 @@ import torch
 
 from .. import ops
 from ..errors import CheckpointError
+from ..tables.admission import size_of
 from ..tables.hash_table import HashTable
 from ..tables.owners import even_map
+from .counts import counts_on_ranks
 from .draft import published
 from .files import FileRecord, check_sum, naming, plain_file, record_of, write_small
 from .folder import chain, check_sizes, resolved
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .snapshot import owners_crc
-from .table_files import columns_of, key_pieces, opened, parts_of, removed_keys
+from .table_files import columns_of, columns_of_shard, key_pieces, opened, parts_of, removed_keys
 from .tensor_file import Column, TensorFile, header_of
 
 # A callback that receives the size in bytes of each file or piece after it has been read.
@@ -127,28 +129,40 @@ def _reshard_table(
         for _, _, keys, kept in pieces:
             counts += ops.bucketize(keys[kept], world_size, owners)[1]
     names = [table_file(number, rank) for rank in range(world_size)]
+    sizes = counts.tolist()
+    shards = [
+        Shard(rank, file, size, size)
+        for rank, (file, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+    waiting = counts_on_ranks(parts[-1][0], table, world_size, owners)
+    if waiting:
+        shards = [
+            replace(shard, counts=size_of(str(table.counts_kind), of_rank))
+            for shard, of_rank in zip(shards, waiting, strict=True)
+        ]
     writers = [
-        ColumnWriter(folder / file, columns_of(table, int(count)))
-        for file, count in zip(names, counts, strict=True)
+        ColumnWriter(
+            folder / shard.file,
+            [*columns_of(table, shard.rows), *columns_of_shard(table, shard, with_rows=False)],
+        )
+        for shard in shards
     ]
     with live_pieces(parts) as pieces:
         for source, begin, keys, kept in pieces:
             _, here, order = ops.bucketize(keys[kept], world_size, owners)
-            columns = writers[0].columns
+            columns = columns_of(table, 1)
             values = {c.name: source.read(c.name, begin, len(keys)) for c in columns}
             for writer, rows in zip(writers, kept[order].split(here.tolist()), strict=True):
                 if len(rows):
                     writer.append({name: column[rows] for name, column in values.items()})
+    for writer, of_rank in zip(writers, waiting, strict=False):
+        writer.append({"counts": of_rank})
     for file, writer in zip(names, writers, strict=True):
         files[file] = writer.finish()
-    sizes = counts.tolist()
     capacity = max(table.capacity if table.hash_table else 1, *sizes)
     return replace(
         table, capacity=capacity, owners=owners_crc(owners), complete=True,
-        shards=tuple(
-            Shard(rank, file, size, size)
-            for rank, (file, size) in enumerate(zip(names, sizes, strict=True))
-        ),
+        shards=tuple(shards),
     )  # fmt: skip
 
 

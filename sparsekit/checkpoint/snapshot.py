@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..memory import prefer_huge_pages
 from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
+from ..tables.admission import size_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.reports import raise_errors
@@ -116,6 +117,7 @@ class TableShard:
         columns: tensors with one row per row of the table, by name; the first one is ``vectors``.
         size: number of rows in use.
         facts: the table's entry in the manifest, without its shards.
+        counts: the counts of keys that have not been admitted; None if they are not counted.
     """
 
     name: str
@@ -123,6 +125,7 @@ class TableShard:
     columns: dict[str, torch.Tensor]
     size: int
     facts: dict[str, Any]
+    counts: torch.Tensor | None = None
 
     def identity(self) -> tuple[Any, ...]:
         """Return a value that changes when the rows are no longer comparable with earlier ones."""
@@ -160,6 +163,8 @@ class TableShard:
     ) -> dict[str, Any]:
         """Describe this rank's part for `manifest_of`."""
         part = {"rank": rank, "file": file, "rows": rows, "size": self.size, "removed": removed}
+        if self.counts is not None:
+            part["counts"] = size_of(self.facts["scores"]["counts"], self.counts)
         return {**self.facts, "complete": complete, "shard": part}
 
     def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
@@ -169,7 +174,7 @@ class TableShard:
         others = [
             column_of(name, tensor[: self.size], rows) for name, tensor in self.columns.items()
         ]
-        return [keys, *others]
+        return [keys, *others, *([] if self.counts is None else [column_of("counts", self.counts)])]
 
     def _keys(self, rows: np.ndarray | None) -> Iterator[np.ndarray]:
         table = self.layer.table
@@ -356,7 +361,8 @@ def _shard(
         "scores": _scores(layer),
     }
     size = layer.capacity if layer.table is None else len(layer.table)
-    return TableShard(name, layer, columns, size, facts)
+    counts = layer.life.counts.state() if layer.life and layer.life.counts else None
+    return TableShard(name, layer, columns, size, facts, counts)
 
 
 def _scores(layer: EmbeddingTable) -> dict[str, Any] | None:
@@ -364,8 +370,8 @@ def _scores(layer: EmbeddingTable) -> dict[str, Any] | None:
     life = layer.life
     if life is None or layer.clock is None:
         return None
-    scores = Scores(life.score.name, life.now(layer.clock), life.set_by_user)
-    return asdict(scores)
+    counts = None if life.counts is None else life.counts.kind
+    return asdict(Scores(life.score.name, life.now(layer.clock), life.set_by_user, counts))
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
+from ..tables.admission import form_of
 from ..tables.hash_table import HashTable
 from .files import PIECE
 from .manifest import Manifest, Shard, Table
@@ -72,18 +73,21 @@ def columns_of(table: Table, rows: int) -> list[Column]:
     ]
 
 
-def columns_of_moves(shard: Shard, with_rows: bool) -> list[Column]:
+def columns_of_shard(table: Table, shard: Shard, with_rows: bool) -> list[Column]:
     """Describe the columns that a shard's file has besides."""
+    counts, kind = [], table.counts_kind
+    if kind is not None:
+        counts = [Column("counts", *form_of(kind, shard.counts))]
     rows = [Column("rows", torch.int32, (shard.rows,))] if with_rows else []
     removed = [Column("removed", torch.int64, (shard.removed,))] if shard.removed else []
-    return [*rows, *removed]
+    return [*rows, *removed, *counts]
 
 
 def opened(folder: Folder, table: Table, shard: Shard) -> TensorFile:
     """Open a shard's file; raise CheckpointError unless its columns match the manifest."""
     file = file_in(folder, shard.file)
-    moves = columns_of_moves(shard, "rows" in file.places)
-    for column in [*columns_of(table, shard.rows), *moves]:
+    besides = columns_of_shard(table, shard, "rows" in file.places)
+    for column in [*columns_of(table, shard.rows), *besides]:
         place = file.places.get(column.name)
         found = place and (dtype_name(place.dtype), place.shape)
         if found != (dtype_name(column.dtype), column.shape):

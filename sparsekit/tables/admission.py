@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,6 +102,8 @@ class ExactCounts:
         words: int64 ``[capacity, 2]``: the count of each row, and the clock of its last growth.
     """
 
+    kind = "exact"
+
     def __init__(self, device: torch.device, expire_after: int | None) -> None:
         self._expire_after = expire_after
         self._make(_LEAST_COUNTS, device)
@@ -156,6 +159,8 @@ class ExactCounts:
 class Sketch:
     """A count-min sketch of how often keys without a row have come."""
 
+    kind = "sketch"
+
     def __init__(self, sketch_bytes: int, device: torch.device) -> None:
         width = 1 << ((sketch_bytes // (4 * _DEPTH)).bit_length() - 1)
         self.words = torch.zeros(_DEPTH, width, dtype=torch.int32, device=device)
@@ -187,6 +192,31 @@ class Sketch:
     def load(self, state: torch.Tensor) -> None:
         """Replace all counts by those of `state`."""
         self.words.copy_(state)
+
+    def load_all(self, states: Sequence[torch.Tensor]) -> None:
+        """Replace all counts by those of the sketches of several ranks, of any one width.
+
+        All counts of a key are in one of the sketches, so that the largest estimate is not too low.
+        """
+        most, width = largest_counts(states), self.words.shape[1]
+        # Keys with the same place in a wide sketch have the same place in a narrow one.
+        wide = most.repeat(1, max(1, width // most.shape[1]))
+        self.load(wide.reshape(_DEPTH, -1, width).amax(1))
+
+
+def largest_counts(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elementwise maximum of sketches, whose estimates are never too low for any."""
+    return torch.stack(list(states)).amax(0)
+
+
+def form_of(kind: str, size: int) -> tuple[torch.dtype, tuple[int, int]]:
+    """Return the dtype and the shape of a `state` with a number of keys, or width of a sketch."""
+    return (_INT64, (size, 3)) if kind == ExactCounts.kind else (torch.int32, (_DEPTH, size))
+
+
+def size_of(kind: str, state: torch.Tensor) -> int:
+    """Return the number of keys of a `state`, or the width of a sketch; see `form_of`."""
+    return state.shape[0 if kind == ExactCounts.kind else 1]
 
 
 def counts_of(

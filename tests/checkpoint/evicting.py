@@ -15,15 +15,14 @@ SCORES = {
     "lru": {},
     "lfu": {"score": sparsekit.LFU(7)},
     "ttl": {"ttl": 9},
+    "admission": {"admission": sparsekit.MinCount(2, expire_after=6), "max_rows": 30},
 }
 
 
 def made(score="lru", optimizer="LazyAdam", capacity=120, seed=3, **options):
-    """Return a layer with room for 60 keys on all ranks, and its optimizer."""
-    layer = sparsekit.DistributedEmbedding(
-        "sum", capacity, 8, 1, name="ids", on_full="evict", max_rows=60, seed=seed,
-        **SCORES[score] | options,
-    )  # fmt: skip
+    """Return a layer with room for 60 or 30 keys on all ranks, and its optimizer."""
+    options = {"on_full": "evict", "max_rows": 60, "seed": seed} | SCORES[score] | options
+    layer = sparsekit.DistributedEmbedding("sum", capacity, 8, 1, name="ids", **options)
     return layer, OPTIMIZERS[optimizer](layer.parameters())
 
 
@@ -43,7 +42,7 @@ def train(layer, optimizer, first, last, part=slice(None)):
 
 
 def state_of(layer, optimizer):
-    """Return keys, vectors, scores, states of the rows, sorted by key, and the clock."""
+    """Return keys, vectors, scores, states of the rows, sorted by key, clock and counts."""
     layer.catch_up()
     keys = layer.table.keys()
     rows = keys.argsort()
@@ -54,6 +53,9 @@ def state_of(layer, optimizer):
             state[name] = value[rows].clone()
         else:
             state[name] = torch.as_tensor(value).clone()
+    if layer.life.counts is not None:
+        counts = layer.life.counts.state()
+        state["counts"] = counts[counts[:, 0].argsort()]
     assert not layer.weight[len(keys) :].any()
     assert not layer.scores[len(keys) :].any()
     return state
@@ -68,6 +70,9 @@ def joined(parts):
         if name == "clock" or not value.dim():
             assert all(torch.equal(value, other) for other in values), name
             found[name] = value
+        elif name == "counts":
+            counts = torch.cat(values)
+            found[name] = counts[counts[:, 0].argsort()]
         else:
             found[name] = torch.cat(values)[order]
     return found

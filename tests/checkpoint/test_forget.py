@@ -34,7 +34,7 @@ def row_bytes(states, key):
     found = set()
     for state in states:
         for row in (state["keys"] == key).nonzero().flatten().tolist():
-            columns = (state[name][row] for name in state if state[name].dim() == 2)
+            columns = (state[n][row] for n in state if state[n].dim() == 2 and n != "counts")
             found |= {column.numpy().tobytes() for column in columns if column.any()}
     return found
 
@@ -48,10 +48,14 @@ def scan(folder, texts):
 def without(state, keys):
     stay = ~torch.isin(state["keys"], torch.tensor(keys))
     rows = len(state["keys"])
-    return {
+    found = {
         name: value[stay] if value.dim() and len(value) == rows and name != "clock" else value
         for name, value in state.items()
     }
+    if "counts" in state:
+        counts = state["counts"]
+        found["counts"] = counts[~torch.isin(counts[:, 0], torch.tensor(keys))]
+    return found
 
 
 def loaded_state(path, score="lru"):
@@ -71,7 +75,23 @@ def some_keys(states):
     return sorted(kinds.values())
 
 
-@pytest.mark.parametrize("score", ["lru", "lfu"])
+def test_counts_of_keys_that_wait_go_too(tmp_path):
+    *_, states = chain_in(tmp_path, score="admission")
+    waiting = states[-1]["counts"][:, 0]
+    first = states[0]["counts"][:, 0]
+    keys = [int(waiting[-1]), int(first[torch.isin(first, waiting, invert=True)][0])]
+    assert int(waiting[-1]) not in states[-1]["keys"].tolist()
+    assert checkpoint.forget(tmp_path, keys) >= 0
+    for step, state in enumerate(states):
+        path = tmp_path / f"step-{step:012d}"
+        assert_equal(loaded_state(path, "admission"), without(state, keys))
+        assert path in checkpoint.verify(path)
+    texts = {torch.tensor([key, count]).numpy().tobytes() for key in keys for count in (1, 2, 3)}
+    assert scan(tmp_path, texts) == set()
+    assert checkpoint.forget(tmp_path, keys) == 0
+
+
+@pytest.mark.parametrize("score", ["lru", "lfu", "admission"])
 @pytest.mark.parametrize("complete_every", [1, 4, 999])
 def test_no_file_has_anything_of_the_keys(tmp_path, score, complete_every):
     *_, states = chain_in(tmp_path, score=score, complete_every=complete_every)

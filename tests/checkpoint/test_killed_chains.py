@@ -15,7 +15,7 @@ from .evicting import made, state_of, train
 from .models import assert_equal
 
 # `make test` kills few times. SPARSEKIT_KILLS=50 takes about half a minute.
-KILLS = int(os.environ.get("SPARSEKIT_KILLS", "6"))
+KILLS = int(os.environ.get("SPARSEKIT_KILLS", "9"))
 
 
 def train_for_ever(folder, score, seed, connection):
@@ -36,7 +36,7 @@ def train_for_ever(folder, score, seed, connection):
 
 
 @pytest.mark.time_limit(max(180, 6 * KILLS))
-@pytest.mark.parametrize("score", ["lru", "lfu"])
+@pytest.mark.parametrize("score", ["lru", "lfu", "admission"])
 def test_the_chain_restores_a_state_that_was(tmp_path, score):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "sparsekit", "checkpoint.evicting"])
@@ -48,7 +48,7 @@ def test_the_chain_restores_a_state_that_was(tmp_path, score):
     keep = Checkpoints(tmp_path)
     keep.save(last, reference, of_reference)
     keep.close()
-    for seed in range((KILLS + 1) // 2):
+    for seed in range((KILLS + 2) // 3):
         ours, theirs = context.Pipe()
         process = context.Process(
             target=train_for_ever, args=(tmp_path, score, seed, theirs), daemon=True

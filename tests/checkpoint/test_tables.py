@@ -150,7 +150,14 @@ def test_a_manifest_tells_of_a_table(tmp_path):
     (table,) = manifest.tables.values()
     assert {name: getattr(table, name) for name in FACTS} == FACTS
     assert [vars(shard) for shard in table.shards] == [
-        {"rank": 0, "file": "table-0000-rank-0000.safetensors", "rows": 3, "size": 3, "removed": 0}
+        {
+            "rank": 0,
+            "file": "table-0000-rank-0000.safetensors",
+            "rows": 3,
+            "size": 3,
+            "removed": 0,
+            "counts": 0,
+        }
     ]
     assert (manifest.step, manifest.version) == (4, sparsekit.build_info()["version"])
 
