@@ -258,7 +258,8 @@ class TableOps:
         self._checked = True
         own = entries_of_tables(bags, sources.features, len(self.weights))
         self._rows_before = [index[entries] for entries in own]
-        return [int((self._rows_before[t] < 0).sum()) for t in swept]
+        absent = [(self._rows_before[t] < 0).sum() for t in swept]
+        return cast(list[int], torch.stack(absent).tolist())  # one wait for a device
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the keys of this lookup in a table."""
