@@ -195,7 +195,8 @@ class _Files:
                 table, rows = tables[name], self._rows[folder, name, shard.rank]
                 listed = torch.empty(0, dtype=torch.int64)
                 if not table.complete:
-                    added = torch.tensor(sorted(self._anywhere[name, shard.rank]))
+                    wanted = sorted(self._anywhere[name, shard.rank])
+                    added = torch.tensor(wanted, dtype=torch.int64)  # also if there are none
                     listed = torch.cat([removed_keys(folder, table, [shard]), added]).unique()
                 counts = self._other_counts(folder, table, shard)
                 new = replace(

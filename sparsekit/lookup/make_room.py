@@ -298,7 +298,7 @@ class Sweep:
             of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sums)]
-        (full_ranks,) = self._sums(size - len(gone) + new > self._table.capacity)
+        (full_ranks,) = self._sums(int(size - len(gone) + new > self._table.capacity))
         self.agreeing = False
         if full_ranks or not len(gone):
             return 0

@@ -20,7 +20,7 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
-from .make_room import Asked, inserted_keys, make_room_here, rows_at_most
+from .make_room import Asked, inserted_keys, life_of, make_room_here, rows_at_most
 from .max_norm import limit_norms
 from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
@@ -143,8 +143,8 @@ class TableOps:
         self._ticks = ticks  # whether the lookup advances the clocks of tables with scores
         self._requests = requests
         self._checked = False  # whether all requests have been checked
-        # For each table, the rows of its keys before new ones are inserted, if they are known.
-        self._rows_before: list[torch.Tensor] = []
+        # By table, the rows of its keys before new ones are inserted, if they are known.
+        self._rows_before: dict[EmbeddingTable, torch.Tensor] = {}
         # Tensors of the tables, and the arguments of ops for them.
         self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
@@ -257,9 +257,13 @@ class TableOps:
             explain_refusal(refusal, self._requests, self._batch.tables)
         self._checked = True
         own = entries_of_tables(bags, sources.features, len(self.weights))
-        self._rows_before = [index[entries] for entries in own]
-        absent = [(self._rows_before[t] < 0).sum() for t in swept]
-        return cast(list[int], torch.stack(absent).tolist())  # one wait for a device
+        rows = [index[own[t]] for t in swept]
+        tables = [self._batch.tables[t] for t in swept]
+        # The listener of one table may change the next one before that is swept.
+        if all(life_of(table).on_evict is None for table in tables):
+            self._rows_before = dict(zip(tables, rows, strict=True))
+        absent = torch.stack([(of_table < 0).sum() for of_table in rows])
+        return cast(list[int], absent.tolist())  # one wait for a device
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the keys of this lookup in a table."""
@@ -268,9 +272,8 @@ class TableOps:
                 request.check()
             self._checked = True
         keys = [inserted_keys(r) for r in self._requests if r.table is table]
-        rows = self._rows_before
-        found = rows[self._batch.tables.index(table)] if rows else None
-        return Asked(keys[0] if len(keys) == 1 else torch.cat(keys), None, found)
+        all_keys = keys[0] if len(keys) == 1 else torch.cat(keys)
+        return Asked(all_keys, None, self._rows_before.get(table))
 
     def _sizes(self) -> Sequence[int]:
         """Return the numbers of rows in use, which are on the CPU."""

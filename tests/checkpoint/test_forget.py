@@ -81,7 +81,7 @@ def test_counts_of_keys_that_wait_go_too(tmp_path):
     first = states[0]["counts"][:, 0]
     keys = [int(waiting[-1]), int(first[torch.isin(first, waiting, invert=True)][0])]
     assert int(waiting[-1]) not in states[-1]["keys"].tolist()
-    assert checkpoint.forget(tmp_path, keys) >= 0
+    checkpoint.forget(tmp_path, keys)
     for step, state in enumerate(states):
         path = tmp_path / f"step-{step:012d}"
         assert_equal(loaded_state(path, "admission"), without(state, keys))
@@ -89,6 +89,22 @@ def test_counts_of_keys_that_wait_go_too(tmp_path):
     texts = {torch.tensor([key, count]).numpy().tobytes() for key in keys for count in (1, 2, 3)}
     assert scan(tmp_path, texts) == set()
     assert checkpoint.forget(tmp_path, keys) == 0
+
+
+def test_a_key_that_has_only_waited(tmp_path):
+    """Files of changes are rewritten for its counts alone, and still list all removed keys."""
+    *_, states = chain_in(tmp_path, score="admission")
+    with_rows = set().union(*(state["keys"].tolist() for state in states))
+    waiting = [key for key in states[-1]["counts"][:, 0].tolist() if key not in with_rows]
+    tables = [read_manifest(path).tables["table"] for path in sorted(tmp_path.glob("step-*"))]
+    removed = [table.shards[0].removed for table in tables]
+    assert sum(removed) > 10
+    assert checkpoint.forget(tmp_path, waiting[:1]) == 0
+    tables = [read_manifest(path).tables["table"] for path in sorted(tmp_path.glob("step-*"))]
+    assert [table.shards[0].removed for table in tables] == removed
+    for step, state in enumerate(states):
+        found = loaded_state(tmp_path / f"step-{step:012d}", "admission")
+        assert_equal(found, without(state, waiting[:1]))
 
 
 @pytest.mark.parametrize("score", ["lru", "lfu", "admission"])

@@ -268,3 +268,28 @@ def test_a_gradient_of_a_gradient_whose_rows_have_moved_is_refused():
         layer.evict(keep=5)
         with pytest.raises(RuntimeError, match="a: the table has dropped keys since this gradient"):
             penalty.backward()
+
+
+@torch.no_grad()
+def test_a_listener_that_changes_another_table_of_the_lookup():
+    """Rows that the lookup has found before may be other rows by the time of the next sweep."""
+    first, second = (new_layer(name=name) for name in ("first", "second"))
+    group = sparsekit.EmbeddingGroup({"first": first, "second": second})
+    for layer in (first, second):
+        look(layer, range(BUDGET))
+    row_0, *_, last = second.table.keys().tolist()
+    second.assign(torch.tensor([last]), torch.full((1, 2), 7.0))
+    second.scores[BUDGET - 1] = 0  # the first to go, but for the lookup's own keys
+    first.on_evict(lambda _: second.erase(torch.tensor([row_0])))
+    new = list(range(1000, 1003))
+    offsets = torch.arange(4)
+    found = group(
+        {
+            "first": (torch.tensor(new), offsets),
+            "second": (torch.tensor([last, *new[:2]]), offsets),
+        }
+    )
+    assert first.life.evicted > 0
+    assert second.life.evicted > 0
+    assert second.life.erased == 1
+    assert (found["second"][0] == 7).all()
