@@ -16,7 +16,6 @@ from ..distributed.exchange import Exchange, Proposal, attempt
 from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
-from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.life import RowLife
@@ -155,7 +154,7 @@ def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
     rows = table.find(keys).unique()
     rows = rows[rows >= 0]
     if layer.life is not None:
-        saved.run_all(layer.life.removal_of_counts(keys))
+        layer.life.erase_counts(keys)
     if len(rows):
         layer.weight.note_change()
         remove_rows(layer, rows)

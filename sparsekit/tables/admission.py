@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import check_int, check_number
-from .hash_table import HashTable
+from . import saved_state as saved
+from .hash_table import HashTable, rows_without
 from .key_hash import mixed
 
 # Rows of a count-min sketch: an estimate is too high by more than e / width of all counts with a
@@ -19,6 +20,9 @@ _DEPTH = 4
 _INT64 = torch.int64
 # Smallest capacity of exact counts.
 _LEAST_COUNTS = 1024
+
+_renumber = saved.builtin_of(torch.ops.sparsekit.hash_table_renumber_)
+_move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,23 @@ class ExactCounts:
         rows = self.index.find(gone)
         return [partial(torch.Tensor.index_fill_, self.words, 0, rows[rows >= 0], 0)]
 
+    def erasure(self, gone: torch.Tensor) -> list[partial[Any]]:
+        """Return the calls that remove int64 keys ``[n]``, too, so that no trace of them is left.
+
+        They take time proportional to the number of all counts.
+        """
+        buckets, hash_seed, size = self.index.tensors()
+        rows = self.index.find(gone).unique()
+        rows, in_use = rows[rows >= 0], len(self.index)
+        if len(rows) == 0:
+            return []
+        new_rows, left = rows_without(rows, in_use), in_use - len(rows)
+        return [
+            partial(_renumber, buckets, hash_seed, new_rows),
+            partial(_move, [self.words], new_rows, left, [torch.tensor(0, device="cpu")]),
+            partial(torch.Tensor.fill_, size, left),
+        ]
+
     @property
     def form(self) -> tuple[torch.dtype, tuple[int | None, ...]]:
         """The dtype and the shape of a `state`; None stands for any size."""
@@ -179,6 +200,8 @@ class Sketch:
     def removal(self, gone: torch.Tensor) -> list[partial[Any]]:
         """Return no calls: a sketch does not know its keys."""
         return []
+
+    erasure = removal
 
     @property
     def form(self) -> tuple[torch.dtype, tuple[int | None, ...]]:

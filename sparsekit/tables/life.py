@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..errors import check_int
+from . import saved_state as saved
 from .admission import ExactCounts, MinCount, Probability, Sketch, counts_of
 from .options import TableOptions
 from .scores import LFU, Score
@@ -210,6 +211,11 @@ class RowLife:
     def removal_of_counts(self, keys: torch.Tensor) -> list[partial[Any]]:
         """Return the calls that remove the counts of keys, which get rows; for `run_all`."""
         return [] if self.counts is None else self.counts.removal(keys)
+
+    def erase_counts(self, keys: torch.Tensor) -> None:
+        """Remove keys that wait for admission, and overwrite their counts, if they are exact."""
+        if self.counts is not None:
+            saved.run_all(self.counts.erasure(keys))
 
     def oldest(self, now: int) -> int:
         """Return the clock of the last lookup before which rows have expired.

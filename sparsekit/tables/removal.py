@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ..distributed.shard_gradient import ShardGradient
 from . import saved_state as saved
-from .hash_table import HashTable
+from .hash_table import HashTable, rows_without
 from .in_flight import InFlight
 from .row_states import row_tensors, sparse_writes
 from .weight import EmbeddingWeight, own_writes
@@ -50,12 +50,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> None:
     weight = table.weight
     before = len(index)
     left = before - len(gone)
-    new_rows = torch.arange(before, dtype=torch.int32, device=gone.device)
-    new_rows.index_fill_(0, gone, -1)
-    last_rows = new_rows[left:]
-    sources = (last_rows >= 0).nonzero().squeeze(1)
-    last_rows.index_copy_(0, sources, gone[: len(sources)].to(torch.int32))
-    table.catch_up(sources + left)
+    new_rows = rows_without(gone, before)
     buckets, hash_seed, size = index.tensors()
     grad = weight.grad
     if grad is not None and not grad.is_sparse and not grad.is_contiguous():

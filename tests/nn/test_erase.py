@@ -68,6 +68,20 @@ def test_erased_keys_start_as_new_and_the_others_go_on(name, fused):
     assert torch.equal(layer.vectors(every), expected.vectors(every))
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD catch_up"])
+def test_moved_rows_are_as_late_as_they_were(name):
+    pairs = [(layer, make(name, layer.parameters())) for layer in (new_layer(), new_layer())]
+    for layer, optimizer in pairs:
+        train(layer, optimizer, torch.arange(30).view(10, 1, 3))
+        for _ in range(3):
+            train(layer, optimizer, torch.arange(15).view(5, 1, 3))
+    (layer, optimizer), (other, _) = pairs
+    assert optimizer.state[layer.weight]["row_step"][:30].tolist() == [4] * 15 + [1] * 15
+    layer.erase(torch.arange(3))  # the last rows move there
+    for keys in (torch.arange(20, 30), torch.arange(3, 20)):
+        assert torch.equal(layer.vectors(keys), other.vectors(keys))
+
+
 def state_tensors(layer, optimizer):
     state = optimizer.state[layer.weight]
     return [
@@ -91,6 +105,27 @@ def test_nothing_of_an_erased_key_is_left(name):
                 assert not (tensor.detach() == trace).all(-1).any()
     assert not torch.isin(layer.table.buckets[:, :5], torch.tensor(ERASED[:4])).any()
     assert not layer.weight.detach()[len(OTHERS) :].any()
+
+
+def test_nothing_of_a_key_that_waits_for_admission_is_left():
+    layer = new_layer(admission=sparsekit.MinCount(3))
+    sparsekit.set_clock(layer, 7)
+    keys = torch.arange(1, 31) * 0x0123_4567_89AB_CDEF
+    layer(keys.view(10, 1, 3))
+    sparsekit.set_clock(layer, then := 0x0FED_CBA9_8765_4321)
+    gone = keys[[0, 8, 28, 29]]
+    layer(gone[[0, 0, 0, 1, 2, 2]].view(2, 1, 3))  # admits the first and the third one
+    assert layer.table.keys().tolist() == gone[[0, 2]].tolist()
+    assert layer.erase(torch.cat([gone, gone, torch.tensor([5])])) == 2
+    counts = layer.life.counts
+    memory = [layer.weight, layer.scores, layer.table.buckets, counts.index.buckets, counts.words]
+    for number in (*gone.tolist(), then):
+        trace = number.to_bytes(8, "little", signed=True)
+        assert not any(trace in tensor.detach().numpy().tobytes() for tensor in memory)
+    left = keys[~torch.isin(keys, gone)].tolist()
+    assert sorted(counts.state().tolist()) == [[key, 1, 7] for key in left]
+    layer(keys[1].expand(1, 1, 3))
+    assert layer.table.keys().tolist() == [keys[1]]
 
 
 def test_random_sequences_against_a_dict():
