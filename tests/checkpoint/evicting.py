@@ -16,6 +16,7 @@ SCORES = {
     "lfu": {"score": sparsekit.LFU(7)},
     "ttl": {"ttl": 9},
     "admission": {"admission": sparsekit.MinCount(2, expire_after=6), "max_rows": 30},
+    "sketch": {"admission": sparsekit.MinCount(2, sketch_bytes=1 << 13), "max_rows": 30},
 }
 
 
@@ -54,8 +55,7 @@ def state_of(layer, optimizer):
         else:
             state[name] = torch.as_tensor(value).clone()
     if layer.life.counts is not None:
-        counts = layer.life.counts.state()
-        state["counts"] = counts[counts[:, 0].argsort()]
+        state["counts"] = joined_counts([layer.life.counts.state()])
     assert not layer.weight[len(keys) :].any()
     assert not layer.scores[len(keys) :].any()
     return state
@@ -71,8 +71,15 @@ def joined(parts):
             assert all(torch.equal(value, other) for other in values), name
             found[name] = value
         elif name == "counts":
-            counts = torch.cat(values)
-            found[name] = counts[counts[:, 0].argsort()]
+            found[name] = joined_counts(values)
         else:
             found[name] = torch.cat(values)[order]
     return found
+
+
+def joined_counts(parts):
+    """Merge counts of all ranks: sorted by key, or the largest of each place of their sketches."""
+    if parts[0].dtype == torch.int32:
+        return torch.stack(parts).amax(0)
+    counts = torch.cat(parts)
+    return counts[counts[:, 0].argsort()]

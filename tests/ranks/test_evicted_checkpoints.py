@@ -87,25 +87,38 @@ def test_a_chain_of_n_ranks_on_m(pools, tmp_path, score):
         assert torch.allclose(found["vectors"], first["vectors"], rtol=0, atol=1e-6)
 
 
-def save_by_dcp(rank, world, folder):
-    layer, optimizer = made("lfu")
+def save_once(rank, world, folder, score):
+    """Train, and save by both ways."""
+    layer, optimizer = made(score)
     train(layer, optimizer, 0, STEPS, slice(rank, None, world))
-    dcp.save({"app": DcpState(layer, optimizer)}, checkpoint_id=folder)
+    checkpoint.save(layer, folder / "own", optimizer)
+    dcp.save({"app": DcpState(layer, optimizer)}, checkpoint_id=folder / "torch")
     return state_of(layer, optimizer)
 
 
-def load_by_dcp(rank, world, folder):
-    layer, optimizer = made("lfu", seed=9)
+def load_by_dcp(rank, world, folder, score):
+    layer, optimizer = made(score, seed=9)
     app = DcpState(layer, optimizer, load_from=folder)
     dcp.load({"app": app}, checkpoint_id=folder)
     return state_of(layer, optimizer)
 
 
-@pytest.mark.parametrize("source", WORLDS)
-def test_scores_through_torchs_checkpoints(pools, tmp_path, source):
-    state = joined(pools[source](save_by_dcp, source, tmp_path))
-    for world in WORLDS:
-        assert_equal(joined(pools[world](load_by_dcp, world, tmp_path)), state)
+@pytest.mark.parametrize("score", ["lfu", "admission", "sketch"])
+def test_scores_and_counts_of_n_ranks_on_m(pools, tmp_path, score):
+    expected = made(score)
+    train(*expected, 0, STEPS + 8)
+    for source in WORLDS:
+        folder = tmp_path / str(source)
+        state = joined(pools[source](save_once, source, folder, score))
+        for world in WORLDS:
+            parts = pools[world](load_by_dcp, world, folder / "torch", score)
+            assert_equal(joined(parts), state)
+            if score == "sketch":  # chains have the others
+                assert_equal(joined(pools[world](load, world, folder / "own", score)), state)
+            if score == "sketch" and source + world == 4:
+                found = joined(pools[world](go_on, world, folder / "own", score))
+                assert torch.equal(found["keys"], state_of(*expected)["keys"])
+                assert torch.equal(found["scores"], state_of(*expected)["scores"])
 
 
 def test_a_chain_of_two_ranks_forgets(pools, tmp_path):

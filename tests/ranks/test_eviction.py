@@ -20,6 +20,11 @@ POLICIES = {
     "ttl": {"score": "lru", "ttl": 8},
     "lfu and ttl": {"score": "lfu", "ttl": 8},
 }
+ADMISSIONS = {
+    "counts": {"admission": sparsekit.MinCount(2, expire_after=12), "score": sparsekit.LFU(6)},
+    "sketch": {"admission": sparsekit.MinCount(2, sketch_bytes=1 << 14), "ttl": 8},
+    "probability": {"admission": sparsekit.Probability(0.3, seed=1)},
+}
 STRATEGIES = ["all_to_all", "reduce_scatter"]
 
 
@@ -51,7 +56,7 @@ def part(bags, rank, world_size):
 
 
 def trained(rank, world_size, policy, strategy, dtype, grouped=False):
-    """Train; return what each step dropped, and keys, vectors, scores and states in the end."""
+    """Train; return what each step dropped and left, and keys, vectors, scores, states at last."""
     layer = sparsekit.DistributedEmbedding(
         *("sum", CAPACITY, DIM, 1),
         seed=3,
@@ -60,11 +65,11 @@ def trained(rank, world_size, policy, strategy, dtype, grouped=False):
         strategy=strategy,
         on_full="evict",
         max_rows=BUDGET,
-        **POLICIES[policy],
+        **(POLICIES | ADMISSIONS)[policy],
     )
     group = sparsekit.EmbeddingGroup({"a": layer})
     optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.01)
-    dropped, told = [], []
+    dropped, left, told = [], [], []
     layer.life.on_evict = lambda evicted: told.extend(evicted.keys.tolist())
     steps = batches()
     inputs = [{"a": part(bags, rank, world_size)} for bags in steps]
@@ -77,11 +82,13 @@ def trained(rank, world_size, policy, strategy, dtype, grouped=False):
         (out.view(-1, 1, DIM) * upstream * world_size).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        dropped.append(sorted(told))
+        dropped.append(told.copy())
+        left.append(layer.table.keys().tolist())
         told.clear()
     size, states = len(layer.table), optimizer.state[layer.weight]
     tensors = layer.table.keys(), layer.weight.detach(), layer.scores
-    return dropped, [t[:size].clone() for t in (*tensors, states["exp_avg"], states["exp_avg_sq"])]
+    states = [t[:size].clone() for t in (*tensors, states["exp_avg"], states["exp_avg_sq"])]
+    return (dropped, left), states, layer.row_counts()
 
 
 @functools.cache
@@ -89,10 +96,11 @@ def alone(policy, dtype):
     return trained(0, 1, policy, "all_to_all", dtype)
 
 
-def compare(of_ranks, of_one, tolerance):
-    dropped = [sorted(chain(*keys)) for keys in zip(*(each[0] for each in of_ranks), strict=True)]
-    assert dropped == of_one[0]
-    assert sum(map(len, dropped)) > BUDGET
+def compare(of_ranks, of_one, tolerance, least_dropped=BUDGET):
+    for expected, *parts in zip(of_one[0], *(each[0] for each in of_ranks), strict=True):
+        keys = [sorted(chain(*step)) for step in zip(*parts, strict=True)]
+        assert keys == [sorted(step) for step in expected]
+    assert sum(map(len, of_one[0][0])) > least_dropped
     parts = [torch.cat(each) for each in zip(*(each[1] for each in of_ranks), strict=True)]
     (keys, *ours), (expected, *theirs) = parts, of_one[1]
     order, of_one_rank = keys.argsort(), expected.argsort()
@@ -114,6 +122,24 @@ def test_ranks_drop_what_one_rank_drops_and_train_to_its_weights(ranks, policy, 
 def test_prefetched_keys_are_counted_once_and_hold_no_rows(ranks, policy):
     given = policy, "all_to_all", torch.float64
     compare(ranks(trained, ranks.world_size, *given, True), alone(policy, torch.float64), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("policy", "strategy"),
+    [
+        ("counts", "all_to_all"),
+        ("counts", "reduce_scatter"),
+        ("sketch", "reduce_scatter"),
+        ("probability", "all_to_all"),
+    ],
+)
+def test_ranks_admit_what_one_rank_admits_and_train_to_its_weights(ranks, policy, strategy):
+    of_one = alone(policy, torch.float64)
+    found = ranks(trained, ranks.world_size, policy, strategy, torch.float64)
+    compare(found, of_one, 1e-10, 1)
+    for name in ("admitted", "refused", "evicted", "expired"):
+        assert sum(getattr(counts, name) for *_, counts in found) == getattr(of_one[2], name)
+    assert min(of_one[2].admitted, of_one[2].refused) > BUDGET
 
 
 def counted(rank, world_size, strategy):
