@@ -53,8 +53,7 @@ def read_table(folder, name):
     for key in (key for tensors in parts for key in tensors.pop("removed", [])):
         rows.pop(int(key), None)
     for tensors in parts:
-        tensors.pop("rows", None)
-        keys = tensors.pop("keys")
+        keys, _, _ = (tensors.pop(part, None) for part in ("keys", "rows", "counts"))
         for number, key in enumerate(keys):
             rows[int(key)] = {name: tensor[number] for name, tensor in tensors.items()}
     return rows
