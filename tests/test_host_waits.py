@@ -246,6 +246,14 @@ def test_waits_of_a_group(tables, fused, options):
     assert found == ({} if fused else {"ops of sparsekit": 1})
 
 
+def test_waits_of_a_feature_that_inserts_nothing():
+    layer = sparsekit.DistributedEmbedding("sum", 1000, 8, 1, seed=1, name="read", score="lfu")
+    features = {"own": "read", "read": sparsekit.Feature("read", insert=False)}
+    group = sparsekit.EmbeddingGroup({"read": layer}, features)
+    batch = {"own": (FLAT, OFFSETS), "read": (FLAT + 300, OFFSETS)}
+    assert waits_of(step_of(group, [batch]), group, batch).total() == 5
+
+
 def test_a_group_of_several_dtypes_features_and_options_waits_for_nothing():
     layers = {
         f"t{i}": sparsekit.DistributedEmbedding(

@@ -7,7 +7,8 @@
 A route is an object that owns the state of one lookup; its method `outputs` finishes the lookup.
 """
 
-from .plan import LookupPlan, PlanCache, remember
+from .descriptors import remember
+from .plan import LookupPlan, PlanCache
 from .route import Asked, Route, begin, finish, look_up, refused
 
 __all__ = [

@@ -31,8 +31,9 @@ from ..distributed.wire import (
 from ..ops._checks import accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
 from .inputs import Bags, offsets_of
-from .make_room import Asked, Known, make_room_on_ranks, still_inserting
+from .make_room import Known, make_room_on_ranks, still_inserting
 from .plan import LookupPlan
+from .reading import asked_of
 from .record import LookupRecord, LookupResult
 from .request import Request, one_by_one
 from .second import Gradients, differentiable
@@ -130,9 +131,7 @@ class ByBag:
         if self._known and error is None:
             error = make_room_on_ranks(
                 still_inserting(self._known),
-                lambda table: Asked(
-                    torch.cat([one.bags.keys for one in owned if one.request.table is table])
-                ),
+                lambda table: asked_of(table, [one.request for one in owned], self.plan.reads),
                 exchange,
                 self.signature,
             )

@@ -24,7 +24,6 @@ from .plan import LookupPlan
 from .record import LookupRecord
 from .request import Request
 from .rows import exchange_rows
-from .scored import counted_columns
 from .second import Gradients, differentiable
 from .unpooled import as_vectors
 
@@ -120,8 +119,8 @@ class ByKey:
             exchange.at_once.add(self.of_plan)
         if self._places is not None:
             return self._send_places(self._places)
-        if any(batch.scored is not None for batch in self.plan.batches):
-            self._counted = counted_columns(self.plan.batches, self.plan.columns)
+        of_batches = zip(self.plan.batches, self.plan.columns, strict=True)
+        self._counted = [own.start + t for batch, own in of_batches for t in batch.counted]
         own_keys, self._keys = (self._keys_layout(n) for n in (agreed.own, agreed.counts))
 
         def write(parts: Parts) -> None:

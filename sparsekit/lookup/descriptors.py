@@ -12,9 +12,12 @@ import torch
 
 from ..ops._checks import accumulate_dtype
 from ..ops._group import GROUP_COMBINERS, FeatureColumn
-from .plan import TableBatch, remember
+from .plan import TableBatch
 from .request import LazyRequests, Request
 from .slots import NO_LIMIT
+
+# Maximum number of input forms to cache; the batch size is part of a form.
+_MOST_FORMS = 64
 
 
 @dataclass(slots=True)
@@ -85,6 +88,13 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
         shapes,
         width,
     )
+
+
+def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
+    """Cache a value that depends only on the form of the input."""
+    if len(values) >= _MOST_FORMS:
+        values.clear()
+    values[form] = value
 
 
 @lru_cache(maxsize=64)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
 
 from ..distributed.wire import ALIGNMENT, Layout, Parts
+from ..ops._group import FeatureColumn
 from .descriptors import describe
 from .explain import explain
 from .plan import TableBatch
@@ -92,7 +94,7 @@ class KeyClient:
             first = last
 
     def write_occurrences(self, parts: Parts, keys: Layout, t: int, column: int) -> None:
-        """Write how often this rank has had each key of a table, in the order of `write_keys`.
+        """Write how often this rank inserts each key of a table, in the order of `write_keys`.
 
         Args:
             parts: the parts to write to.
@@ -105,12 +107,24 @@ class KeyClient:
         count = int(self._numbers[t])
         occurrences = torch.empty(count, dtype=torch.int64, device=numbers.device)
         places = self._places[own.start : own.start + count].to(torch.int64)
+        if self.batch.reads:
+            numbers = numbers[self._inserted()[own]]
         occurrences[places] = torch.bincount(numbers, minlength=count)
         words, first = parts.data.view(torch.int64), 0
         for begin, end in keys.ranges(parts.begins, slice(column, column + 1)):
             last = first + (end - begin) // 8
             words[begin // 8 : end // 8] = occurrences[first:last]
             first = last
+
+    def _inserted(self) -> torch.Tensor:
+        """Return, for each entry, whether its request inserts keys."""
+        bags = self._bags
+        ends = bags[self._features[:, FeatureColumn.bags].cumsum(0).to(bags.device)]
+        # A feature of a group has one row of `features`, and rows are sorted by table.
+        of_requests = zip(self.batch.table_of_request, self.batch.reads, strict=True)
+        rows = sorted(of_requests, key=itemgetter(0))
+        inserts = torch.tensor([not read for _, read in rows], device=bags.device)
+        return inserts.repeat_interleave(ends.diff(prepend=bags[:1]))
 
     def pool(
         self,

@@ -41,7 +41,8 @@ class Asked(NamedTuple):
 
     Attributes:
         keys: int64 ``[n]``.
-        occurrences: how often each has come, int64 ``[n]``; None if each has come once.
+        occurrences: how often each has come to be inserted, int64 ``[n]``, which may be 0; None if
+            each has come once.
         rows: the row of each, or -1, int32 or int64 ``[n]``; None if they have not been found yet.
     """
 
@@ -256,7 +257,7 @@ class Sweep:
             self._life.have_expired(self._now)
         if not self._crowded and not self._admits:
             return
-        absent = rows < 0
+        absent = rows < 0 if occurrences is None else (rows < 0) & (occurrences > 0)
         new, numbers, counts = ops.unique(keys[absent])
         if not self._admits:
             self._keep_to_budget(len(new), rows)

@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -16,29 +16,12 @@ from .._pybind import each_dict_has, each_equal, lists_are
 from .._reports import errors_are_deferred
 from ..distributed.exchange import Exchange
 from ..tables.embedding_table import EmbeddingTable, check_same_process, table_changes
-from ..tables.kept_tensors import KeptTensors
+from ..tables.kept_tensors import OF_HASH_TABLE, KeptTensors, Tensors
 from ..tables.reports import Inserting, bounds_of
 from .request import check_weight
 from .scored import scored_of
 
 _changes = operator.attrgetter("changes")
-
-# Maximum number of input forms to cache; the batch size is part of a form.
-_MOST_FORMS = 64
-
-
-class Tensors(NamedTuple):
-    """Tensors of several tables, or arguments of ops; the last three belong to hash tables."""
-
-    weights: list[torch.Tensor]
-    seeds: list[torch.Tensor]
-    buckets: list[torch.Tensor]
-    hash_seeds: list[torch.Tensor]
-    sizes: list[torch.Tensor]
-
-
-# The tensors of a hash table, in the order of `Tensors`.
-_OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 
 
 class TableBatch:
@@ -62,6 +45,9 @@ class TableBatch:
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed: indices of the tables that have a hash table.
+        reads: for each request, whether it inserts no keys; empty if all insert where tables do.
+        first: the tables whose other requests insert keys before all keys are looked up, or None.
+        counted: indices of the tables whose owners must know how often a request inserts a key.
         names: name of each table.
         inserting: a description of each table that inserts keys, for `Report`.
         bounds: `bounds_of` these.
@@ -74,10 +60,18 @@ class TableBatch:
     """
 
     def __init__(
-        self, positions: Sequence[int], asked: Sequence[EmbeddingTable], inserts: bool
+        self,
+        positions: Sequence[int],
+        asked: Sequence[EmbeddingTable],
+        inserts: bool,
+        reads: Sequence[bool] = (),
     ) -> None:
         self.positions = positions
-        self.inserts = inserts
+        self.reads = reads
+        writing = [t for t, read in zip(asked, reads, strict=True) if not read] if reads else asked
+        asks_first = bool(reads) and any(table.inserts for table in writing)
+        self.first = TableBatch((), writing, inserts) if asks_first else None
+        self.inserts = inserts = inserts and not reads
         indices: dict[EmbeddingTable, int] = {}
         self.table_of_request = [indices.setdefault(table, len(indices)) for table in asked]
         tables = list(indices)
@@ -100,16 +94,17 @@ class TableBatch:
         self.bounds = bounds_of(self.inserting)
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
         numbers = {t: number for number, t in enumerate(self.hashed)}
-        self.described = torch.tensor(
-            [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)],
-            device="cpu",
-        )
+        rows = [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)]
+        self.described = torch.tensor(rows, device="cpu")
         self.max_norms = {
             t: (x.max_norm, x.norm_type) for t, x in enumerate(tables) if x.max_norm is not None
         }
         initial = [(x.initializer if inserts else x.absent).numbers for x in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
-        self.scored = scored_of(tables, inserts)
+        self.scored = scored_of(tables, inserts, writing)
+        self.counted = [] if self.scored is None else self.scored.counted
+        if reads:
+            self.counted = [t for t, table in enumerate(tables) if table in writing]
         # Keep the dicts, since attribute access on a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
@@ -120,7 +115,7 @@ class TableBatch:
         # The tensors of the last call, and how ops take them; set from the second call on.
         self._last: Tensors | None = None
         self._kept: KeptTensors | None = None
-        # The weights among these that have a hash table, and `_OF_HASH_TABLE` of each hash table.
+        # The weights among these that have a hash table, and `OF_HASH_TABLE` of each hash table.
         self._hashed_weights: list[Any] = []
         self._last_of_hash_tables: list[Any] = []
         self.features: dict[Any, Any] = {}
@@ -177,7 +172,7 @@ class TableBatch:
             and (not self.inserts or self._process == os.getpid())
             and each_dict_has(self._parameters, ["weight"], last.weights)
             and each_dict_has(self.buffers, ["seed"], last.seeds)
-            and each_dict_has(self._hash_tables, _OF_HASH_TABLE, self._last_of_hash_tables)
+            and each_dict_has(self._hash_tables, OF_HASH_TABLE, self._last_of_hash_tables)
             and without_overrides(self._are_noted, self._hashed_weights)
             and kept.in_place()
         )
@@ -257,19 +252,25 @@ class LookupPlan:
         fits_alone: whether `check_exchange` has found that all tables live on a single process.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingTable]) -> None:
+    def __init__(self, tables: Sequence[EmbeddingTable], reads: Sequence[bool] = ()) -> None:
         self._tables = [ref(table) for table in tables]
+        self.reads = reads
+        reading = {
+            x for x, read in zip(tables, reads, strict=False) if read and x.table is not None
+        }
         self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(tables):
             key = (
                 *(table.weight.dtype, table.dtype_on_wire),
-                *(table.inserts_all, table.gradient_divisor),
+                *(table.inserts_all, table.gradient_divisor, table in reading),
             )
             positions.setdefault(key, []).append(i)
         self.batches = [
-            TableBatch(own, [tables[i] for i in own], inserts)
-            for (_, _, inserts, _), own in positions.items()
+            TableBatch(
+                own, [tables[i] for i in own], inserts, [reads[i] for i in own if reads_some]
+            )
+            for (_, _, inserts, _, reads_some), own in positions.items()
         ]
         ends = list(itertools.accumulate(len(batch.dims) for batch in self.batches))
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
@@ -299,7 +300,7 @@ class LookupPlan:
     def up_to_date(self) -> LookupPlan:
         """Return this plan, or a new one if a table has changed since the plan was made."""
         tables = self.tables
-        return self if self.is_of(tables) else LookupPlan(tables)
+        return self if self.is_of(tables) else LookupPlan(tables, self.reads)
 
     @property
     def first(self) -> EmbeddingTable:
@@ -340,7 +341,8 @@ class LookupPlan:
                 table: table.signature(numbers[3 * i], numbers[3 * i + 1 : 3 * i + 3], taking[i])
                 for i, table in enumerate(tables)
             }
-            self._signature = now, ", ".join([of_tables[table] for table in self.tables])
+            reads = f", of which these insert nothing: {self.reads}" if self.reads else ""
+            self._signature = now, ", ".join([of_tables[x] for x in self.tables]) + reads
         return self._signature[1]
 
     def check_exchange(self, exchange: Exchange | None) -> None:
@@ -365,24 +367,22 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
-    """Cache a value that depends only on the form of the input."""
-    if len(values) >= _MOST_FORMS:
-        values.clear()
-    values[form] = value
-
-
 class PlanCache:
-    """A cache that holds the plan of its owner's last call; a copy starts empty."""
+    """A cache that holds the plan of its owner's last call; a copy starts empty.
 
-    def __init__(self) -> None:
+    Args:
+        reads: for each request of a call, whether it inserts no keys; empty if all insert.
+    """
+
+    def __init__(self, reads: Sequence[bool] = ()) -> None:
+        self._reads = reads
         self._plan: LookupPlan | None = None
         # The tables of the last call if they were several, and the changes of all tables till then.
         self._tables: Sequence[EmbeddingTable] | None = None
         self._changes = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlanCache, ()
+        return PlanCache, (self._reads,)
 
     def plan_for(self, tables: Sequence[EmbeddingTable]) -> LookupPlan:
         """Return the plan for a lookup in these tables.
@@ -395,6 +395,6 @@ class PlanCache:
         if plan is not None and tables is self._tables and changes == self._changes:
             return plan
         if plan is None or not plan.is_of(tables):
-            plan = self._plan = LookupPlan(tables)
+            plan = self._plan = LookupPlan(tables, self._reads)
         self._tables, self._changes = tables if len(tables) > 1 else None, changes
         return plan

@@ -62,26 +62,19 @@ class Scored:
         return [scores for scores, _ in pairs], [clock for _, clock in pairs]
 
 
-def counted_columns(batches: Sequence[Any], columns: Sequence[slice]) -> list[int]:
-    """Return the columns of the tables whose owners must know how often a key has come.
-
-    Args:
-        batches: `LookupPlan.batches`.
-        columns: `LookupPlan.columns`.
-    """
-    each = zip(batches, columns, strict=True)
-    return [own.start + t for batch, own in each if batch.scored for t in batch.scored.counted]
-
-
-def scored_of(tables: Sequence[EmbeddingTable], inserts: bool) -> Scored | None:
+def scored_of(
+    tables: Sequence[EmbeddingTable], inserts: bool, writing: Sequence[EmbeddingTable]
+) -> Scored | None:
     """Return the tables with scores among these; None if there are none.
 
     Args:
         tables: the tables of a call.
         inserts: whether it gives rows to all new keys, even in evaluation.
+        writing: the tables with requests that may insert keys and write scores.
     """
     lives = [(t, table.life) for t, table in enumerate(tables) if table.life is not None]
-    return Scored(lives, [inserts or table.inserts for table in tables]) if lives else None
+    touched = [(inserts or table.inserts) and table in writing for table in tables] if lives else []
+    return Scored(lives, touched) if lives else None
 
 
 @lru_cache(maxsize=64)

@@ -20,9 +20,10 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
-from .make_room import Asked, inserted_keys, life_of, make_room_here, rows_at_most
+from .make_room import Asked, life_of, make_room_here, rows_at_most
 from .max_norm import limit_norms
 from .plan import LookupPlan, TableBatch
+from .reading import asked_of, insertions
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 from .touch import hold_rows, touch
@@ -137,10 +138,12 @@ class TableOps:
         descriptors: Descriptors | None,
         agreed: bool = False,
         ticks: bool = True,
+        sweeps: bool = True,
     ) -> None:
         self._batch = batch
         self._agreed = agreed
         self._ticks = ticks  # whether the lookup advances the clocks of tables with scores
+        self._sweeps = sweeps and ticks and not agreed  # whether it makes room
         self._requests = requests
         self._checked = False  # whether all requests have been checked
         # By table, the rows of its keys before new ones are inserted, if they are known.
@@ -185,10 +188,12 @@ class TableOps:
         device = sources.keys[0].device
         scored = tables.scored
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
-        if scored is not None and scored.swept and self._ticks and not self._agreed:
+        if scored is not None and scored.swept and self._sweeps:
             if reports is not None:
                 reports.poll()  # they tell how many rows are in use
             self._make_room(scored.swept)
+        if tables.first is not None:
+            self._insert_first(tables.first)
         report = None if reports is None else self._report(reports)
         words = () if report is None or report.words is None else (report.words,)
         # Compare sizes on the CPU only: on a device, the host does not know whether there are new
@@ -225,7 +230,7 @@ class TableOps:
             changed = [self.weights[t] for t in new]
             increment_version(changed)
             count_own_writes(changed)
-        if scored is not None and scored.touched:
+        if scored is not None and scored.touched and not tables.reads:
             found = self.found()[:4]
             touch(self._batch, scored, found, self._descriptors, new if self._ticks else None)
         if late or tables.max_norms:
@@ -271,9 +276,19 @@ class TableOps:
             for request in self._requests:
                 request.check()
             self._checked = True
-        keys = [inserted_keys(r) for r in self._requests if r.table is table]
-        all_keys = keys[0] if len(keys) == 1 else torch.cat(keys)
-        return Asked(all_keys, None, self._rows_before.get(table))
+        asked = asked_of(table, self._requests, self._batch.reads)
+        return asked._replace(rows=self._rows_before.get(table))
+
+    def _insert_first(self, first: TableBatch) -> None:
+        """Insert the keys of the requests that insert; the others read what is there then."""
+        if not errors_are_deferred(self.weights[0].device):
+            for request in self._requests:
+                request.check()
+        occurrences = self._descriptors.occurrences
+        made, counts = insertions(first, self._requests, self._batch.reads, occurrences)
+        call = TableOps(first, made, None, self._agreed, sweeps=False)
+        call._descriptors.occurrences = counts
+        call.find()
 
     def _sizes(self) -> Sequence[int]:
         """Return the numbers of rows in use, which are on the CPU."""

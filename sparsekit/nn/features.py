@@ -41,12 +41,16 @@ class Feature:
         max_nnz: largest number of keys in a bag; None for the layer's limit.
         truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
             the layer's setting. Without pooling, padding keys count too.
+        insert: False for a feature that only reads the table: in training it gives no rows to new
+            keys, and neither writes scores nor counts. New keys have their initial vectors and no
+            gradient, unless another feature inserts them in the same call.
     """
 
     layer: str
     combiner: str | None = "default"
     max_nnz: int | None = None
     truncate: bool | None = None
+    insert: bool = True
 
 
 @dataclass(slots=True)
@@ -113,6 +117,13 @@ def _settled(name: str, feature: str | Feature, layers: Mapping[str, EmbeddingTa
     if feature.layer not in layers:
         raise ValueError(f"{where} asks the layer {feature.layer!r}; there are {list(layers)}")
     layer = layers[feature.layer]
+    if not isinstance(feature.insert, bool):
+        raise TypeError(f"{where}: insert must be True or False, got {feature.insert!r}")
+    if not feature.insert and layer.max_keys_per_rank is not None:
+        raise ValueError(
+            f"{where}: insert=False cannot have max_keys_per_rank={layer.max_keys_per_rank} of "
+            f"layer {feature.layer!r}, whose messages do not tell which keys are to be inserted"
+        )
     check_choice(where, "combiner", feature.combiner, (*POOLINGS, None, "default"))
     if feature.combiner == "default":
         feature = replace(feature, combiner=_of_layer(where, feature.layer, layer, "combiner"))

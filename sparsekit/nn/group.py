@@ -106,7 +106,8 @@ class EmbeddingGroup(torch.nn.Module):
             self._check_slots(f"output={output!r}")
         if output == "keyed":
             keyed_tensor_class()
-        self._plan_cache = PlanCache()
+        reads = [not feature.insert for feature in self.features.values()]
+        self._plan_cache = PlanCache(reads if any(reads) else ())
         # Inputs of a prefetched batch, and the lookup that has begun for them.
         self._begun: tuple[Any, Route] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,20 @@ from .._pybind import TensorPlaces, lists_are
 _kept_list = torch.ops.sparsekit.kept_list.default
 
 _in_use: weakref.WeakSet[KeptTensors] = weakref.WeakSet()
+
+
+class Tensors(NamedTuple):
+    """Tensors of several tables, or arguments of ops; the last three belong to hash tables."""
+
+    weights: list[torch.Tensor]
+    seeds: list[torch.Tensor]
+    buckets: list[torch.Tensor]
+    hash_seeds: list[torch.Tensor]
+    sizes: list[torch.Tensor]
+
+
+# The tensors of a hash table, in the order of `Tensors`.
+OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 
 
 class KeptTensors:
