@@ -80,6 +80,39 @@ def test_diff_ends_with_1_where_there_is_a_difference(saved, capsys):
     ]  # fmt: skip
 
 
+def test_forget_removes_keys_from_all_checkpoints_of_a_folder(tmp_path, capsys):
+    layer = sparsekit.Embedding(9, 3, name="users")
+    other = sparsekit.Embedding(9, 3, name="films")
+    model = torch.nn.ModuleDict({"users": layer, "films": other})
+    keep = checkpoint.Checkpoints(tmp_path, keep=9, complete_every=9)
+    keys = torch.tensor([5, -6, 7, -(2**63)])
+    for step in range(3):
+        other(keys)
+        layer(keys[: step + 2])
+        keep.save(step, model)
+    keep.close()
+    traces = [row.numpy().tobytes() for row in layer.weight.detach()[:3]]
+
+    def found():
+        contents = b"".join(file.read_bytes() for file in tmp_path.rglob("*.safetensors"))
+        return [trace in contents for trace in traces]
+
+    assert found() == [True, True, True]
+    options = ["--keys", "-6", "7", "8", "--table"]
+    lines = run(capsys, "forget", str(tmp_path), *options, "users")
+    assert lines == [f"{tmp_path}: 2 row(s) removed, from all files together"]
+    assert found() == [True, False, False]
+    for step, rows in enumerate((1, 1, 2)):
+        model = torch.nn.ModuleDict(
+            {name: sparsekit.Embedding(9, 3, name=name) for name in ("users", "films")}
+        )
+        checkpoint.load(model, tmp_path / f"step-{step:012d}")
+        assert len(model["users"].table) == rows
+        assert len(model["films"].table) == 4
+    assert cli.main(["checkpoint", "forget", str(tmp_path), *options, "nobody"]) == 2
+    assert "no table named nobody; tables: users, films" in capsys.readouterr().err
+
+
 def test_a_bar_counts_all_bytes_that_are_read(saved, capsys, monkeypatch):
     bars, done = [], []
 

@@ -71,6 +71,7 @@ def test_numbers_are_read_as_numbers(command):
 # Ranges of options that are numbers. Options not listed here must be from 1 to 2**31 - 1.
 MOST = 2**31 - 1
 RANGES = {
+    "forget --keys": (-(2**63), 2**63 - 1),
     "--ranks": (1, 1024),
     "--threads": (1, 1024),
     "--lr": (1e-12, 1e12),

@@ -160,6 +160,11 @@ COMMANDS = {
     },
     "checkpoint reshard": {**CHECKPOINT, "--world": ("3", {"reshard.world_size": 3})},
     "checkpoint compact": {**CHECKPOINT, "out": ("out", {"reshard.world_size": 1})},
+    "checkpoint forget": {
+        "path": ("ckpt", {"output": "ckpt: 0 row(s) removed"}),
+        "--keys": ("7", {"forget.keys": [7]}),
+        "--table": ("t", {"forget.table": "t"}),
+    },
     "checkpoint export": {**CHECKPOINT, "--format": ("npz", {"export.format": "npz"})},
     "checkpoint import": {
         **CHECKPOINT,
@@ -266,7 +271,7 @@ def seen(monkeypatch, tmp_path):
     watch(train.Trainer, "fit")
     watch(models.WideModel, "optimizer")
     watch(Profile, "table")
-    for name in ("diff", "reshard", "export", "sources_of", "import_tables"):
+    for name in ("diff", "reshard", "forget", "export", "sources_of", "import_tables"):
         watch(checkpoint_command, name)
     watch(data_command, "write_criteo_sample")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))

@@ -99,6 +99,7 @@ COMMON += f"|--epochs {2**31}|--checkpoint-every 0|--keep 0"
         ("profile dlrm --data none", "--steps 0|--lines 0"),
         ("scaling", "--threads 0|--tables 0|--rows 0|--dim 0|--batch 0"),
         ("checkpoint reshard none out", "--world 0|--world 4097"),
+        ("checkpoint forget none", f"--keys {2**63}|--keys {-(2**63) - 1}"),
         ("data criteo-sample --out out/none", "--rows -1|--rows 1 --seed -1"),
         ("recommend none", "--k 0|--show -1"),
         ("hash none --out out/none", f"--seed -1|--seed {2**64}"),

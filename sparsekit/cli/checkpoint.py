@@ -1,4 +1,4 @@
-"""``sparsekit checkpoint``: inspects, verifies, compares and converts checkpoints."""
+"""``sparsekit checkpoint``: inspects, verifies, compares, converts and rewrites checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .._arguments import Parser
 from ..checkpoint.convert import FORMATS, KINDS, export, import_tables, sources_of
 from ..checkpoint.diff import diff, lines
 from ..checkpoint.folder import chain, resolved
+from ..checkpoint.forget import forget
 from ..checkpoint.reshard import OnProgress, reshard, verify
 from ..train.progress import Progress
-from .common import number
+from .common import UsageError, number
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``sparsekit checkpoint`` to the parser."""
     command = commands.add_parser(
         "checkpoint",
-        help="look at checkpoints, verify, compare, reshard, import and export them",
+        help="look at checkpoints, verify, compare, reshard, import and export them, forget keys",
         description="Work on checkpoints as files, without a model and on one process.",
     )
     parts = command.add_subparsers(required=True, metavar="WHAT")
@@ -32,6 +33,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "diff": "compare two checkpoints by key; exits with 1 if they differ",
         "reshard": "write a checkpoint anew for another number of ranks",
         "compact": "write a checkpoint and those it follows as one",
+        "forget": "rewrite checkpoints without some keys, so that no file has anything of them",
         "export": "write each table to a file for other programs",
         "import": "make a checkpoint of tables that another library has saved",
     }
@@ -41,13 +43,23 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         what = "a checkpoint, or a folder: its latest"
         if name == "import":
             what = "folder of a SOK dump or of .npz files, a .npz, or a file of torch.save"
+        elif name == "forget":
+            what = "a checkpoint, with all of its chain; or a folder: all in it"
         part.add_argument("path", metavar="PATH", help=what)
         if name == "diff":
             part.add_argument("other", metavar="OTHER", help="what it is compared with")
-        elif name not in ("inspect", "verify"):
+        elif name not in ("inspect", "verify", "forget"):
             part.add_argument("out", metavar="OUT", help="folder that is made")
         if name == "reshard":
             part.add_argument("--world", type=number(int, 1, 4096), required=True, help="ranks")
+        elif name == "forget":
+            key = number(int, -(2**63), 2**63 - 1)
+            part.add_argument(
+                "--keys", type=key, nargs="+", required=True, metavar="KEY", help="which keys"
+            )
+            part.add_argument(
+                "--table", help="the only table to change; else all that have a hash table"
+            )
         elif name == "export":
             part.add_argument("--format", choices=FORMATS, required=True, help="kind of file")
         elif name == "import":
@@ -123,6 +135,15 @@ def _reshard(args: argparse.Namespace) -> int:
 def _compact(args: argparse.Namespace) -> int:
     world_size = chain(resolved(args.path))[-1][1].world_size
     return _reshard(argparse.Namespace(path=args.path, out=args.out, world=world_size))
+
+
+def _forget(args: argparse.Namespace) -> int:
+    try:
+        removed = forget(args.path, args.keys, args.table)
+    except ValueError as error:  # there is no such table, or it has no hash table
+        raise UsageError(str(error)) from None
+    print(f"{args.path}: {removed:,} row(s) removed, from all files together")
+    return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
