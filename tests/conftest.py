@@ -4,6 +4,7 @@ import collections
 import contextlib
 import faulthandler
 import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -69,6 +70,7 @@ REPORT_S = 15
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--time-factor", type=float, default=1, help="multiplies all time limits")
     parser.addoption("--at-most", type=int, help="parametrizations per test (> 1)")
+    parser.addoption("--all-cases", action="store_true", help="ignore the mark `pairs`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,14 +85,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Apply --at-most, for runs that repeat tests under a sanitizer or on another engine."""
-    if most := config.getoption("--at-most"):
-        tests = collections.defaultdict(list)
-        for item in items:
-            tests[item.nodeid.partition("[")[0]].append(item)
-        kept = {item for test in tests.values() for item in thinned(test, most)}
+    """Apply the mark `pairs`, and --at-most, for runs that repeat tests under a sanitizer."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for test in tests.values():
+        if test[0].get_closest_marker("pairs") and not config.getoption("--all-cases"):
+            test = in_pairs(test)
+        kept.update(thinned(test, config.getoption("--at-most") or len(test)))
+    if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def in_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return items of a test that have every pair of values of two parameters, the same always.
+
+    Each device gets all pairs of the other parameters: its kernels have faults of their own.
+    """
+    devices = collections.defaultdict(list)
+    for item in items:
+        devices[id(item.callspec.params.get("device"))].append(item)
+    kept = set()
+    for same_device in devices.values():
+        pairs = {}
+        for item in same_device:
+            values = [(n, id(v)) for n, v in item.callspec.params.items() if n != "device"]
+            pairs[item] = set(itertools.combinations(sorted(values), 2))
+        missing = set().union(*pairs.values())
+        # Greedily: first the items that add the most pairs.
+        for gain in range(max(map(len, pairs.values())), 0, -1):
+            for item in same_device:
+                if len(missing & pairs[item]) >= gain:
+                    kept.add(item)
+                    missing -= pairs[item]
+    return [item for item in items if item in kept]
 
 
 def thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:

@@ -1,10 +1,10 @@
-"""pytest's option --at-most leaves out parametrizations, but no value of a short parameter."""
+"""--at-most and the mark `pairs` leave out parametrizations, but not the values that matter."""
 
 import itertools
 from types import SimpleNamespace
 
 import pytest
-from conftest import thinned
+from conftest import in_pairs, thinned
 
 
 class Item:
@@ -48,3 +48,43 @@ def test_every_value_of_a_short_parameter_remains(most):
 def test_a_value_that_the_even_spread_misses_is_added():
     items = [Item(dtype="b" if n == 1 else "a") for n in range(100)]
     assert items[1] in thinned(items, 4)
+
+
+def pairs_of(items):
+    return {
+        pair
+        for item in items
+        for pair in itertools.combinations(((n, id(v)) for n, v in item.callspec.params.items()), 2)
+    }
+
+
+def test_every_pair_of_values_remains_in_few_cases():
+    # Lists: values are compared by identity, since some cannot be hashed.
+    items = stacked(
+        size=[[n] for n in range(8)],
+        pattern=[["x"], ["y"], ["z"], ["w"], ["v"]],
+        way=[["a"], ["b"]],
+        dtype=["p", "q", "r"],
+    )
+    kept = in_pairs(items)
+    assert kept == in_pairs(items)
+    assert kept == [item for item in items if item in kept]
+    assert pairs_of(kept) == pairs_of(items)
+    assert 40 <= len(kept) <= 48
+
+
+def test_each_device_has_every_pair():
+    items = stacked(size=[1, 2, 3], device=["cpu", "simt"], way=["a", "b"], dtype=["p", "q"])
+    kept = in_pairs(items)
+    for device in ("cpu", "simt"):
+        own, of_kept = (
+            [item for item in each if item.callspec.params["device"] == device]
+            for each in (items, kept)
+        )
+        assert pairs_of(of_kept) == pairs_of(own)
+        assert len(of_kept) < len(own)
+
+
+def test_two_parameters_keep_all_cases():
+    items = stacked(size=[1, 2, 3], way=["a", "b"])
+    assert in_pairs(items) == items

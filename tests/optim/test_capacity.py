@@ -41,6 +41,7 @@ def same(one, other):
         assert same_bits(value, other[name]), name
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("capacity", [USED, 45, 70, 300])
 @pytest.mark.parametrize("name", OPTIMIZERS)

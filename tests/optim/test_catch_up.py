@@ -91,6 +91,7 @@ class Twins:
         assert not self.layer.weight.written()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_equals_torchs_dense_optimizer(name, dtype):
@@ -199,6 +200,7 @@ def test_rows_without_gradients_so_far_do_not_move():
     assert same_bits(layer.weight[19], before[19])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ALL_ROWS)
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (), (0, 3)], ids=str)
 def test_dense_parameters(name, shape):
@@ -214,6 +216,7 @@ def test_dense_parameters(name, shape):
     assert not vars(weight)  # only layers let rows catch up
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "optimizer first"])
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_resumed_run_equals_an_uninterrupted_one(name, way):

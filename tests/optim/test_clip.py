@@ -55,6 +55,7 @@ def dense_copies(parameters):
     ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("max_norm", [0, 0.7, 1e4, math.inf])
 @pytest.mark.parametrize("norm_type", [0.5, 1, 2.0, 3.5, math.inf, "inf"])
 @pytest.mark.parametrize("rows", ROWS)
@@ -225,6 +226,7 @@ def test_compilers_end_their_graph_before_gradients_are_clipped(function):
         compiled(parameter(torch.ones(2)))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("clip_value", [0.0, 0.7, 1e4, math.inf])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -240,6 +242,7 @@ def test_values_as_torch_clips_dense_ones(dtype, rows, clip_value):
     assert parameters[0].grad.is_coalesced()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("norm_type", [1, 2.0, math.inf])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("foreach", [None, True, False])

@@ -119,6 +119,7 @@ def test_steps_are_those_of_the_reference(name):
         torch.testing.assert_close(optimizer.state[weight][state], values)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_repeated_rows_are_added_up_first(name, dtype):
@@ -138,6 +139,7 @@ def test_repeated_rows_are_added_up_first(name, dtype):
     assert same_bits(*results)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -183,6 +185,7 @@ def test_a_state_that_was_loaded_stays_as_it_is(name):
         assert same_bits(state["state"][0][key], value), key
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("saved", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loaded", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -244,6 +247,7 @@ SHAPES = [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)]
 
 
 # Optimizers for which a row's shape matters have separate tests.
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "shape"),
     [(n, s) for n in TOUCHED for s in SHAPES if len(s) == 2 or not ("RowWise" in n or "LAMB" in n)],
@@ -284,6 +288,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert same_bits(optimizer.state[weight]["exp_avg"], before["state"][index]["exp_avg"])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("damage", [[-1, 2] * 6, [9, 0] * 6, [2**31 - 1] * ROWS, [1], [[1]] * ROWS])
 @pytest.mark.parametrize("name", ["Adam", "LazyAdam per row", "LazyLAMB"])
 def test_steps_of_rows_that_cannot_be(name, damage):
@@ -351,6 +356,7 @@ def test_weight_decay_of_torchs_adam_is_another():
                 ours.load_state_dict(theirs.state_dict())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "RMSProp", "LazyAdam decay", "Adam"])
 def test_settings_of_torchs_that_are_ours(name, maximize):
@@ -591,7 +597,7 @@ def test_models_learn(name):
     keys = torch.randint(0, 40, (64, 1, 3))
     target = (keys.float().mean((1, 2)) > 20).float()
     losses = []
-    for _ in range(60):
+    for _ in range(30):
         loss = ((model(keys).squeeze(1) - target) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()

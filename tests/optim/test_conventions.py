@@ -83,6 +83,7 @@ class SokDemo:
         return (vectors - wanted).abs().max().item()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mode", ["catch_up", "sweep"])
 @pytest.mark.parametrize("form", ["sparse", "dense"])
@@ -197,6 +198,7 @@ def far_from_fbgemm(name, seed, scale, **settings):
     return (weight.detach() - torch.stack(rows)).abs().max().item()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("name", FBGEMM)
 @pytest.mark.parametrize("seed", SEEDS)
@@ -208,6 +210,7 @@ def test_the_formulas_of_fbgemm_tell_the_conventions_apart():
     assert far_from_fbgemm("ADAM", 0, 1e-4, eps_convention="tensorflow") > 1e-2
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_maximize_negates_gradients(name, dtype):

@@ -59,6 +59,7 @@ def train(name, dtype, fused, steps=8):
     return model, optimizers[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_the_normal_step_bit_for_bit(name, dtype):

@@ -32,6 +32,7 @@ COPIES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_a_copy_of_the_layer_alone(name, way):
@@ -167,6 +168,7 @@ def test_rows_of_all_parameters_catch_up(way):
     assert all(map(same_bits, *found))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

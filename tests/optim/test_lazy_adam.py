@@ -47,6 +47,7 @@ class Reference:
 SETTINGS = [{}, {"lr": 0.3, "betas": (0.5, 0.75), "eps": 1e-3}, {"lr": 0.1, "betas": (0.0, 0.0)}]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("coalesced", [False, True])

@@ -44,6 +44,7 @@ WAYS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [optim.Adagrad, torch.optim.Adagrad])

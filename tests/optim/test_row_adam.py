@@ -40,6 +40,7 @@ class Row:
         self.w = [w - LR * ratio * x for w, x in zip(self.w, u, strict=True)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("bias_correction", ["global", "per_row"])
 @pytest.mark.parametrize("kind", [PartialRowWiseAdam, LazyLAMB])

@@ -69,6 +69,7 @@ def tensors(optimizer, weights):
         yield from (state[name] for name in sorted(state))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rounding", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_a_step_of_each(name, rounding):

@@ -33,6 +33,7 @@ def keys(seed=0):
     return torch.randint(0, 40, (6, 2, 3), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("rate_dtype", RATES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -195,6 +196,7 @@ def trained(optimizer, weight, count=2):
     return optimizer
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("saved", [0.25, rate(0.25), rate(0.25, torch.float64)])
 @pytest.mark.parametrize("own", [0.5, rate(0.5), rate(0.5, torch.float64)])
 @pytest.mark.parametrize("way", ["state_dict", "file", "checkpoint"])

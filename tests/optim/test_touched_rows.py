@@ -261,6 +261,7 @@ CASES = {
 
 
 # torch warns that its own Adagrad creates a sparse tensor without setting check_invariants.
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -281,6 +282,7 @@ def test_fifty_steps(case, coalesced, dtype):
     assert optimizer.state[weight]["step"] == STEPS
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TOUCHED)
 def test_states_of_untouched_rows_keep_their_bits(name, dtype):
