@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import itertools
 import os
@@ -91,27 +92,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests[item.nodeid.partition("[")[0]].append(item)
     kept = set()
     for test in tests.values():
-        if test[0].get_closest_marker("pairs") and not config.getoption("--all-cases"):
-            test = in_pairs(test)
+        if (mark := test[0].get_closest_marker("pairs")) and not config.getoption("--all-cases"):
+            test = in_pairs(test, **mark.kwargs)
         kept.update(thinned(test, config.getoption("--at-most") or len(test)))
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
 
-def in_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+def pytest_collection_finish() -> None:
+    """Hide what exists from the garbage collector: a collection would visit a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def in_pairs(items: list[pytest.Item], any_device: bool = False) -> list[pytest.Item]:
     """Return items of a test that have every pair of values of two parameters, the same always.
 
-    Each device gets all pairs of the other parameters: its kernels have faults of their own.
+    Each device gets all pairs of the other parameters, since its kernels have faults of their own,
+    unless `any_device`: then a pair is on one device or the other.
     """
     devices = collections.defaultdict(list)
     for item in items:
-        devices[id(item.callspec.params.get("device"))].append(item)
+        devices[None if any_device else id(item.callspec.params.get("device"))].append(item)
     kept = set()
     for same_device in devices.values():
         pairs = {}
         for item in same_device:
-            values = [(n, id(v)) for n, v in item.callspec.params.items() if n != "device"]
+            values = [(n, id(v)) for n, v in item.callspec.params.items()]
             pairs[item] = set(itertools.combinations(sorted(values), 2))
         missing = set().union(*pairs.values())
         # Greedily: first the items that add the most pairs.

@@ -83,6 +83,8 @@ def test_each_device_has_every_pair():
         )
         assert pairs_of(of_kept) == pairs_of(own)
         assert len(of_kept) < len(own)
+    assert pairs_of(in_pairs(items, any_device=True)) == pairs_of(items)
+    assert len(in_pairs(items, any_device=True)) < len(kept)
 
 
 def test_two_parameters_keep_all_cases():

@@ -43,6 +43,7 @@ def check(keys, world_size, device, owners=None):
     assert counts.sum() == len(keys)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 255, 257, 1000, 4097])

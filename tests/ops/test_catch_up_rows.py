@@ -46,6 +46,7 @@ def step_by_step(case, table, row_step, rates, first_step):
         ops.update_rows_(*table, row_step, late, zeros, count, rule, [rate, *settings[1:]])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, 5, 32, 64, 100, 200])
 @pytest.mark.parametrize("case", REPLAYED)

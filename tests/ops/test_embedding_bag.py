@@ -52,6 +52,7 @@ def check(weight, rows, offsets, combiner, sample_weights, device):
         assert_close(result.cpu(), expected)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @weighted_or_not
 @all_combiners
@@ -66,6 +67,7 @@ def test_equals_the_reference(device, dim, combiner, weighted, dtype):
     check(randn(23, dim, dtype=dtype), rows, offsets, combiner, sample_weights, device)
 
 
+@pytest.mark.pairs
 @weighted_or_not
 @all_combiners
 @pytest.mark.parametrize(
@@ -98,6 +100,7 @@ def test_any_bags(device, lengths, num_rows, dim, combiner, weighted, seed):
 SHORT = [[2], [0, 0, 5], [1, 0, 2, 0], [0, 3, 4, 0, 0, 1, 2], [2] * 33, [1] * 30 + [0, 0]]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @weighted_or_not
 @pytest.mark.parametrize("dim", [1, 4, 20, 64, 132])
@@ -192,6 +195,7 @@ def test_index_dtypes_and_non_contiguous_arguments(device, combiner, dtype):
     check(weight, rows, offsets, combiner, sample_weights, device)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @weighted_or_not
 @all_combiners
@@ -406,6 +410,7 @@ def test_the_last_offset_is_checked_among_many_bags(engine, bags):
             call_backward(op, grad=torch.ones(bags, 2), offsets=offsets)
 
 
+@pytest.mark.pairs
 @all_combiners
 @pytest.mark.parametrize("n", [257, 512, 70_000, 150_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

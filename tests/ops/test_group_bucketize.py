@@ -108,6 +108,7 @@ def places_of(by_owner, counts, max_keys):
     return [piece[:n] for piece, n in zip(pieces, counts.flatten().tolist(), strict=True)]
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("seed", range(0, 20, 3))
@@ -168,6 +169,7 @@ def test_numbers_of_places_that_are_refused(device, max_keys, message):
         group.bucketize(2, max_keys=max_keys)
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("seed", SEEDS)

@@ -31,6 +31,7 @@ from .groups import NO_LIMIT, Group, Source, random_bags, random_group
 SEEDS = range(20)
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_the_reference(device, dtype, seed):

@@ -57,7 +57,7 @@ def test_launches_and_waits_of_a_step(tables, dims):
 
 def test_more_tables_only_take_longer_descriptions():
     # Both have sort keys of two digits, each of which takes a launch.
-    few, many = (step_of(batch_of(tables, 6000 // tables, 1)) for tables in (100, 500))
+    few, many = (step_of(batch_of(tables, 6000 // tables, 1, (16,))) for tables in (100, 500))
     for op in few.ops():
         more = many.sum(op, "group: descriptors").launches
         described = few.sum(op, "group: descriptors").launches
@@ -77,7 +77,7 @@ def test_larger_tables_take_a_launch_for_64_times_the_entries():
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_of_routing(tables, distinct):
     """Count the launches that sort keys by owner, and the launches that locate received vectors."""
-    group, world_size = batch_of(tables, 4, 3), 4
+    group, world_size = batch_of(tables, 4, 3, (16,)), 4
     with counted() as counts:
         results = group.bucketize(world_size, distinct)
     come = torch.zeros(tables, world_size, 2, dtype=torch.int64)
@@ -96,7 +96,7 @@ def test_launches_of_routing(tables, distinct):
 
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_of_a_backward_to_given_places(tables):
-    group = batch_of(tables, 4, 3)
+    group = batch_of(tables, 4, 3, (16,))
     found, grads = group.find_or_insert(), group.outs()
     places = places_for(group, found, seed=0)
     with counted() as counts:
@@ -111,7 +111,7 @@ def test_launches_of_a_backward_to_given_places(tables):
 
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_without_an_optimizer(tables):
-    counts = step_of(batch_of(tables, 4, 3), fused=False).sum()
+    counts = step_of(batch_of(tables, 4, 3, (16,)), fused=False).sum()
     assert counts.operations <= 45
     assert counts.waits == 2  # to learn whether tables are full, and how long the gradient is
 

@@ -97,6 +97,7 @@ def test_clocks_advance_without_keys(device):
         touch(group, found, scores, policies_of([LRU, 0]), clocks, ticks=[1, 1])
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("occurrences", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_groups(device, seed, occurrences):
@@ -242,10 +243,9 @@ def test_a_graph_follows_the_clock():
             assert scores[:3].tolist() == [*expected, 0]
 
 
-def launches(policies, tables):
+def launches(policies, group, found):
     """Return the counts of the second call for tables under the given policies in turn."""
-    group = batch_of(tables, 4, 3)
-    found = group.find_or_insert()
+    tables = len(group.weights)
     scores = [torch.zeros(1000, dtype=torch.int64) for _ in range(tables)]
     given = policies_of(*[(policies[t % len(policies)], 7) for t in range(tables)])
     clocks = [torch.tensor([3]) for _ in range(tables)]
@@ -257,8 +257,10 @@ def launches(policies, tables):
 
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_and_waits(tables):
+    group = batch_of(tables, 4, 3, (16,))
+    found = group.find_or_insert()
     for policies, expected in (([NONE], 0), ([LRU, NONE], 1), ([LFU], 2), ([LFU, LRU, NONE], 2)):
-        counts = launches(policies, tables)
+        counts = launches(policies, group, found)
         assert counts.launches == counts.kernels == expected
         assert counts.waits == counts.torch == counts.copies_in == 0
 

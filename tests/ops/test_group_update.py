@@ -129,6 +129,7 @@ def update_reference(group, grads, found, tables, divisor, **keywords):
     )  # fmt: skip
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_two_ops(device, case, dtype):
@@ -173,6 +174,7 @@ LENGTHS = (
 )
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -320,6 +322,7 @@ def test_a_negative_number_gets_no_gradient(device):
     check(group, "momentum", found=found)
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("bad", [-1, 119, 121, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("bag", [0, 5, 14, 28, 42])
 def test_bags_that_are_refused(device, backend, bag, bad):

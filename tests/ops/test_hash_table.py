@@ -96,6 +96,7 @@ def check_against_dict(table, batches):
         check_layout(table)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 500, 2049])
@@ -124,6 +125,7 @@ def test_extreme_keys(device):
     assert table.find(keys).tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("load_factor", [0.6, 1.0])
 @pytest.mark.parametrize("capacity", [1, 2, 4, 5, 6, 25, 999, 2000])
 def test_takes_exactly_its_capacity(device, capacity, load_factor):

@@ -88,6 +88,7 @@ def test_known_answer_of_the_op(device):
     assert result.tolist() == [[(word >> 8) / 2**24 for word in words]]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @all_distributions
 @pytest.mark.parametrize("dim", [0, 1, 3, 6, 16, 64, 100, 128, 1024])
@@ -245,6 +246,7 @@ def test_non_contiguous_keys_and_rows(device):
     assert same_bits(out.cpu(), expected)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @all_distributions
 @pytest.mark.parametrize("dim", [16, 128])

@@ -21,6 +21,7 @@ def positive_weights(n, dtype=torch.float64):
     return randn(n, dtype=dtype, seed=3).abs() + 0.5
 
 
+@pytest.mark.pairs
 @weighted_or_not
 @all_combiners
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def test_bags_just_over_a_part(device, lengths, combiner, weighted):
     check(randn(40, 5, dtype=torch.float64), rows, offsets, combiner, weights, device)
 
 
+@pytest.mark.pairs
 @weighted_or_not
 @all_combiners
 @pytest.mark.parametrize("length", [65_536, 65_537, 70_000])

@@ -76,6 +76,7 @@ def check(case, dtype, device, keywords=None, **options):
     assert not all(same_bits(now, then) for now, then in zip(one.weights, before, strict=True))
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_a_call_for_each(device, case, dtype):

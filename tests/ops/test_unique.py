@@ -29,6 +29,7 @@ def check(keys, device):
     assert counts.sum() == len(keys)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 1000, 4097])
@@ -73,6 +74,7 @@ def check_with_numpy(keys):
 # On the CPU, threads take pieces of at least 8192 keys. For 2^16 or more keys the op takes a
 # sample. If keys seldom repeat, the op splits them into parts: always for more than 2^21 keys,
 # and with more than 4 threads for 2^17 or more.
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [8191, 8192, 65_535, 65_536, 2**17 - 1, 2**17, 300_001])
@@ -117,6 +119,7 @@ def test_keys_of_several_pieces(threads, shared):
         check_with_numpy(rows.flatten().to(dtype))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("threads", [2, 4, 5, 40], indirect=True)
 @pytest.mark.parametrize("pattern", ["distinct", "half on one", "few"])
 @pytest.mark.parametrize("n", [2**16, 2**17])

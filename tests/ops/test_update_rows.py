@@ -47,6 +47,7 @@ def check_steps(case, num_rows, dim, touched, dtype, device, steps=1, together=T
         assert torch.equal(own[0].cpu(), own[1])
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference(device, case, dtype):
@@ -122,6 +123,7 @@ def test_late_steps(device):
                 assert_close(now.cpu(), wanted)
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_without_rows_every_row_moves(device, case, dtype):

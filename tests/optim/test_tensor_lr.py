@@ -58,6 +58,7 @@ def test_a_schedule_fills_the_tensor_and_steps_follow(name, dtype, rate_dtype):
         assert same_bits(value, expected.state[other][state]), state
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("rate_dtype", RATES, ids=str)
 @pytest.mark.parametrize(
     ("case", "per_row"),

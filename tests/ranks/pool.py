@@ -45,9 +45,11 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer imports torch._dynamo; without this preload, each rank would need
-        # seconds.
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "sparsekit"])
+        # The first optimizer imports torch._dynamo, and the modules of tests import the others;
+        # without this preload, each rank would need seconds.
+        context.set_forkserver_preload(
+            ["torch.distributed.checkpoint", "torch._dynamo", "pytest", "hypothesis", "sparsekit"]
+        )
         self.usable = True
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []

@@ -26,6 +26,7 @@ ADMISSIONS = {
     "probability": {"admission": sparsekit.Probability(0.3, seed=1)},
 }
 STRATEGIES = ["all_to_all", "reduce_scatter"]
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
@@ -110,12 +111,13 @@ def compare(of_ranks, of_one, tolerance, least_dropped=BUDGET):
         torch.testing.assert_close(one[order], other[of_one_rank], rtol=0, atol=tolerance)
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ranks_drop_what_one_rank_drops_and_train_to_its_weights(ranks, policy, strategy):
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-10)):
-        given = policy, strategy, dtype
-        compare(ranks(trained, ranks.world_size, *given), alone(policy, dtype), tolerance)
+def test_ranks_drop_what_one_rank_drops_and_train_to_its_weights(ranks, policy, strategy, dtype):
+    given = policy, strategy, dtype
+    compare(ranks(trained, ranks.world_size, *given), alone(policy, dtype), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("policy", ["lfu", "ttl"])

@@ -264,6 +264,7 @@ def test_a_rank_is_killed(fresh_ranks, backend):
 
 
 def absent(rank):
+    sparsekit.init(timeout=4)
     module = layer("users")
     if rank == 0:
         step(module, [1, 2])

@@ -77,6 +77,7 @@ def check_clip(two_ranks, share, *arguments, without=None):
     torch.testing.assert_close(found, gradients, **close)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("norm_type", [1, 2, 3.5, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("keys", KEYS)

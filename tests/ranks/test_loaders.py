@@ -72,6 +72,7 @@ def shares_of_one_rank(file, ranks):
         yield Batch(label, torch.cat([batch.dense for batch in step]), bags)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", [DLRM, DeepFM])
 def test_ranks_train_as_one(ranks, file, kind, accumulate, monkeypatch):

@@ -10,6 +10,7 @@ from .in_memory import each
 from .test_max_keys import compare_steps, layers, one
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])

@@ -154,7 +154,7 @@ def test_a_fault(pools, seed):
     timer = None
     if kind == "stop":
         pool(ready)
-        timer = kill_later(pool.processes[victim], 3 * TIMEOUT)
+        timer = kill_later(pool.processes[victim], 2 * TIMEOUT)
     outcomes = pool.outcomes(trial, way, kind, victim, share)
     if timer is not None:
         timer.cancel()

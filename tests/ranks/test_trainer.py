@@ -76,6 +76,7 @@ def assert_same(many, one, tolerance):
     assert losses[0] == pytest.approx(one[3], rel=0, abs=10 * tolerance)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("penalty", ["none", "of samples", "of weights"])
 @pytest.mark.parametrize("optimizer", ["SGD", "LazyAdam"])

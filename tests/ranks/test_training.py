@@ -109,6 +109,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("use_hashtable", "optimizer", "dtype"), SETTINGS)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
@@ -122,6 +123,7 @@ def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
         torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
 @pytest.mark.parametrize("in_backward", ["", " in backward"])
 @pytest.mark.parametrize("optimizer", ["our SGD", "momentum", "Adam", "RowWiseAdagrad"])
@@ -143,6 +145,7 @@ def test_an_update_of_bfloat16_in_backward_is_that_of_a_step(two_ranks, strategy
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("use_hashtable", "placement"), [(True, "hash"), (True, "modulo"), (False, None)]
 )

@@ -50,6 +50,7 @@ def train(rank, optimizer, loss, path=None):
     return model.weights().detach(), head, [epoch.loss for epoch in history], scores
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 @pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 def test_ranks_have_the_weights_of_one(ranks, optimizer, loss):

@@ -96,6 +96,7 @@ def check_bounds(rank, strategy, combiner, dtype):
     assert (wired - plain).abs().max() > EPSILON[dtype] * 40
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
