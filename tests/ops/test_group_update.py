@@ -202,6 +202,7 @@ def test_random_groups(device, seed):
     check(group, "exact adam", 1 + seed % 3, reference=bool(group.features))
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_large_table_beside_small_ones(device, threads, case):

@@ -61,6 +61,7 @@ def test_fifty_steps(device, case):
     check_steps(case, 40, 9, 13, torch.float64, device, steps=50)
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("dim", [9, 64, 300])
 @pytest.mark.parametrize("case", [case for case, (rule, *_) in CASES.items() if rule in PER_ROW])
 def test_rows_that_count_their_own_steps(device, case, dim):
