@@ -13,7 +13,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.saved_state import copy_all
-from ..tables.scores import score_of
+from ..tables.scores import KINDS
 from ..tables.weight import EmbeddingWeight
 from .counts import counts_for
 from .encoding import decoded
@@ -238,9 +238,7 @@ class TablePlan:
         """Raise CheckpointError if a score is none of its kind."""
         if self.table.scores is None:
             return
-        clocks = score_of(self.name, self.table.scores.kind).touched(
-            file.read("scores", begin, count)
-        )
+        clocks = KINDS[self.table.scores.kind].touched(file.read("scores", begin, count))
         bad = (clocks < 0).nonzero()
         if len(bad):
             raise CheckpointError(
@@ -313,7 +311,7 @@ class TablePlan:
             return
         if saved.kind != layer.life.score.name:
             own = layer.scores[: len(cast(HashTable, layer.table))]
-            then = score_of(layer.name, saved.kind).touched(own)
+            then = KINDS[saved.kind].touched(own)
             own.copy_(layer.life.score.words_of(torch.ones_like(then), then))
         layer.life.restore(layer.clock, saved.clock, saved.set_by_user)
 

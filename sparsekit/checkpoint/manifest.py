@@ -50,7 +50,7 @@ class Scores:
     """The scores of a table's rows.
 
     Attributes:
-        kind: what a score means: ``"lru"`` or ``"lfu"``.
+        kind: what a score means: ``"lru"``, ``"lfu"`` or ``"user"``.
         clock: the table's clock.
         set_by_user: whether only `sparsekit.set_clock` moves the clock.
         counts: how keys that have not been admitted are counted: ``"exact"`` or ``"sketch"``; None

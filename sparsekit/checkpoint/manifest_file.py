@@ -15,6 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..tables.admission import ExactCounts, Sketch
+from ..tables.scores import KINDS
 from .encoding import check_nesting
 from .files import FileRecord, naming, plain_file, write_small
 from .manifest import (
@@ -40,7 +41,7 @@ ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "in
 # Reserved names of columns, which no state may have; see docs/checkpoint_format.md.
 _OWN_COLUMNS = {"keys", "vectors", "scores", "removed", "rows", "counts"}
 # Largest clock of each kind of score.
-_CLOCKS = {"lru": 2**63 - 1, "lfu": 2**32 - 1}
+_CLOCKS = {name: kind.most_clock for name, kind in KINDS.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

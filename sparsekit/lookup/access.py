@@ -20,11 +20,13 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.life import RowLife
 from ..tables.removal import remove_rows
+from ..tables.scores import UserScore
 from ..tables.weight import count_own_writes
 from .make_room import Asked, Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
 from .request import check_keys
 from .table_ops import insert
+from .user_scores import UserScores, scores_of_keys, scores_on_ranks
 
 
 class Items(NamedTuple):
@@ -79,15 +81,19 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
     if exchange is None:
         layer.check_ranks(None)
         own = checked()
+        scores = scores_of_keys(_by_user(layer), lambda _: Asked(own))
         if layer.life is not None and layer.life.sweeps:
             of_layer = [layer], [rows_at_most(layer)], [len(own)]
             make_room_here(*of_layer, lambda _: Asked(own), by_hand=True)
-        _write(layer, own, vectors)
+        _write(layer, own, vectors, scores)
         return
     with exchange.lock:
         way = _ToOwners(exchange, layer, "assign vectors", checked)
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
+        scores = {}
+        if functions := _by_user(layer):
+            scores = scores_on_ranks(functions, lambda _: Asked(come), exchange, way.signature)
         failed = None
         if layer.life is not None and layer.life.sweeps:
             known = Known(layer, way.rows, way.asked, layer.life.keys_finished)
@@ -95,7 +101,7 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
                 [known], lambda _: Asked(come), exchange, way.signature, by_hand=True
             )
         # Raise an error on all ranks if the table is full on one of them.
-        written = failed or attempt(lambda: _write(layer, come, values))
+        written = failed or attempt(lambda: _write(layer, come, values, scores))
         exchange.agree(f"assigned: {way.signature}", written)
 
 
@@ -106,7 +112,14 @@ def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor)
     if layer.world_size > 1:
         mine = layer.owned(keys)
         keys, vectors = keys[mine], vectors[mine]
-    _write(layer, keys, vectors)
+    scores = scores_of_keys(_by_user(layer), lambda _: Asked(keys))
+    _write(layer, keys, vectors, scores)
+
+
+def _by_user(layer: EmbeddingTable) -> list[EmbeddingTable]:
+    """Return the layer, in a list, if a function returns its scores."""
+    by_user = layer.life is not None and isinstance(layer.life.score, UserScore)
+    return [layer] if by_user else []
 
 
 @uncompiled
@@ -260,14 +273,19 @@ def _read(layer: EmbeddingTable, rows: torch.Tensor) -> torch.Tensor:
     return ops.gather_rows(layer.weight.detach(), rows)
 
 
-def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+def _write(
+    layer: EmbeddingTable,
+    keys: torch.Tensor,
+    vectors: torch.Tensor,
+    scores: UserScores,
+) -> None:
     """Set the vectors of this rank's int64 keys; for a repeated key, the last vector is kept."""
     distinct, numbers, _ = ops.unique(keys)
     if len(distinct) < len(keys):
         last = torch.zeros_like(distinct)
         places = torch.arange(len(keys), device=keys.device)
         vectors = vectors[last.scatter_reduce_(0, numbers, places, "amax")]
-    rows = insert(layer, distinct)
+    rows = insert(layer, distinct, scores)
     layer.weight.index_copy_(0, rows, vectors.to(layer.weight.dtype))
     count_own_writes([layer.weight])
 

@@ -31,14 +31,16 @@ from ..distributed.wire import (
 from ..ops._checks import accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
 from .inputs import Bags, offsets_of
-from .make_room import Known, make_room_on_ranks, still_inserting
+from .make_room import Asked, Known, make_room_on_ranks, still_inserting
 from .plan import LookupPlan
 from .reading import asked_of
 from .record import LookupRecord, LookupResult
 from .request import Request, one_by_one
+from .scored import tables_by_user
 from .second import Gradients, differentiable
 from .slots import NO_LIMIT
 from .table_ops import run
+from .user_scores import UserScores, scores_on_ranks
 
 
 def can_go_by_bag(request: Request) -> bool:
@@ -128,18 +130,25 @@ class ByBag:
             for table in tables
         ]
         looked_up: list[LookupResult] = []
+
+        def keys_of(table: EmbeddingTable) -> Asked:
+            return asked_of(table, [one.request for one in owned], self.plan.reads)
+
+        user_scores: UserScores = {}
+        batches = self.plan.batches
+        functions = tables_by_user(batches) if any(x.scored is not None for x in batches) else []
+        if functions:
+            user_scores = scores_on_ranks(functions, keys_of, exchange, self.signature, error)
         if self._known and error is None:
             error = make_room_on_ranks(
-                still_inserting(self._known),
-                lambda table: asked_of(table, [one.request for one in owned], self.plan.reads),
-                exchange,
-                self.signature,
+                still_inserting(self._known), keys_of, exchange, self.signature
             )
 
         def add_up(to: Parts) -> None:
             if error is not None:
                 raise error
-            looked_up.append(run(self.plan, [one.request for one in owned], agreed=True))
+            requests = [one.request for one in owned]
+            looked_up.append(run(self.plan, requests, True, user_scores))
             sums = [
                 one.sums(output).to(rows.dtype)
                 for one, output, rows in zip(owned, looked_up[0].outputs, like, strict=True)

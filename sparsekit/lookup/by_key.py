@@ -24,8 +24,10 @@ from .plan import LookupPlan
 from .record import LookupRecord
 from .request import Request
 from .rows import exchange_rows
+from .scored import tables_by_user
 from .second import Gradients, differentiable
 from .unpooled import as_vectors
+from .user_scores import scores_on_ranks
 
 
 class ByKey:
@@ -243,6 +245,11 @@ class ByKey:
             counts = np.insert(come.words, exchange.rank, own, axis=0)
             self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
         server = KeyServer(self.plan, come, self._keys, self._theirs, self._places, self._counted)
+        batches = self.plan.batches
+        functions = tables_by_user(batches) if any(x.scored is not None for x in batches) else []
+        if functions:
+            given = functions, server.keys_of, exchange, self.signature, error
+            server.user_scores = scores_on_ranks(*given)
         if self._known and error is None:
             error = make_room_on_ranks(
                 still_inserting(self._known), server.keys_of, exchange, self.signature

@@ -17,6 +17,7 @@ from .plan import LookupPlan
 from .record import LookupResult
 from .request import OnDemand, Request, one_by_one
 from .table_ops import run_into
+from .user_scores import UserScores
 
 
 class KeyServer:
@@ -33,6 +34,9 @@ class KeyServer:
         places: for each table, the number of places for its keys in each part; each part then
             begins with the number of keys of each table. None if all places are in use.
         counted: columns of the tables for which numbers follow the keys: how often each has come.
+
+    Attributes:
+        user_scores: the scores of keys that functions have returned.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class KeyServer:
         places: Sequence[int] | None,
         counted: Sequence[int] = (),
     ) -> None:
+        self.user_scores: UserScores = {}
         self._plan = plan
         self._counted = counted
         self._vectors = vectors
@@ -87,7 +92,7 @@ class KeyServer:
                 self._occurrences(columns),
             )
             asked.append((OnDemand(partial(self._requests, columns)), descriptors))
-        return run_into(self._plan, asked, memory)
+        return run_into(self._plan, asked, memory, self.user_scores)
 
     def _occurrences(self, columns: slice) -> torch.Tensor | None:
         """Return how often each entry's key has come, int64; None if no table must know."""

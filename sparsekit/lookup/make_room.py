@@ -292,7 +292,7 @@ class Sweep:
         """
         size, score = len(self._index), self._life.score
         gone, order, keys = ops.lowest_rows(
-            *(self._scores, self._index.tensors()[0], size, score.kind, score.halve_every),
+            *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
             *(self._now, self._pinned(rows), count),
         )
         if self._exchange is not None:  # the lowest rows of all ranks are among those of each

@@ -10,6 +10,7 @@ import torch
 
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.life import RowLife
+from ..tables.scores import UserScore
 
 
 class Scored:
@@ -19,6 +20,7 @@ class Scored:
         lives: index of each of these tables, and its `RowLife`.
         touched: those of them whose scores the lookup writes, in training.
         counted: indices of the tables whose scores count how often a key comes.
+        by_user: indices of the tables whose scores a function returns.
         swept: indices of the tables in which room may have to be made before keys are inserted.
         policies: int64 ``[T, 2]``, the argument ``policies`` of `group_touch_`.
     """
@@ -28,6 +30,7 @@ class Scored:
         self.touched = [(t, life) for t, life in lives if inserts[t]]
         self.swept = [t for t, life in self.touched if life.sweeps]
         self.counted = [t for t, life in self.touched if life.counts_touches]
+        self.by_user = [t for t, life in self.touched if isinstance(life.score, UserScore)]
         self.policies = torch.zeros(len(inserts), 2, dtype=torch.int64, device="cpu")
         for t, life in self.touched:
             self.policies[t] = torch.tensor([life.score.kind, life.score.halve_every], device="cpu")
@@ -60,6 +63,12 @@ class Scored:
         for t, _ in self.touched:
             pairs[t] = buffers[t]["scores"], buffers[t]["clock"]
         return [scores for scores, _ in pairs], [clock for _, clock in pairs]
+
+
+def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
+    """Return the tables whose scores a function returns, among those of `LookupPlan.batches`."""
+    each = [batch for batch in batches if batch.scored is not None]
+    return [batch.tables[t] for batch in each for t in batch.scored.by_user]
 
 
 def scored_of(

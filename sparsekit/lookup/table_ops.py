@@ -20,6 +20,7 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
+from .late_rows import catch_up_free_rows
 from .make_room import Asked, life_of, make_room_here, rows_at_most
 from .max_norm import limit_norms
 from .plan import LookupPlan, TableBatch
@@ -27,6 +28,7 @@ from .reading import asked_of, insertions
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 from .touch import hold_rows, touch
+from .user_scores import UserScores, scores_of_keys
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
 # op refused its arguments.
@@ -43,7 +45,12 @@ _NO_RECORD = LookupRecord((), [], [], False, 0)
 _LARGE_BYTES = 2 << 20
 
 
-def run(plan: LookupPlan, requests: Sequence[Request], agreed: bool = False) -> LookupResult:
+def run(
+    plan: LookupPlan,
+    requests: Sequence[Request],
+    agreed: bool = False,
+    user_scores: UserScores | None = None,
+) -> LookupResult:
     """Look up requests in this rank's tables, without autograd; in training, insert new keys.
 
     Args:
@@ -52,6 +59,7 @@ def run(plan: LookupPlan, requests: Sequence[Request], agreed: bool = False) -> 
         agreed: whether all ranks have agreed on the lookup. If so, other ranks go on, and a
             later lookup raises deferred errors. On a device that defers errors, it also raises
             TableFullError for this lookup.
+        user_scores: if all ranks have agreed, the scores of keys that functions have returned.
 
     Raises:
         TypeError, ValueError, IndexError: keys or offsets are not valid for a table; nothing has
@@ -61,7 +69,7 @@ def run(plan: LookupPlan, requests: Sequence[Request], agreed: bool = False) -> 
     """
     batches = plan.batches
     if len(batches) == 1:
-        call = TableOps(batches[0], requests, None, agreed)
+        call = TableOps(batches[0], requests, None, agreed, user_scores=user_scores)
         return _result([call], call.run())
     if not errors_are_deferred(batches[0].buffers[0]["seed"].device):
         # Check all requests first, so that no call inserts keys before another call is refused.
@@ -71,8 +79,11 @@ def run(plan: LookupPlan, requests: Sequence[Request], agreed: bool = False) -> 
     joined: list[torch.Tensor] = []
     calls = []
     for batch in batches:
-        call = TableOps(batch, [requests[i] for i in batch.positions], None, agreed)
-        calls.append(call)
+        own = [requests[i] for i in batch.positions]
+        calls.append(TableOps(batch, own, None, agreed, user_scores=user_scores))
+    for call in calls:  # before any of them inserts keys
+        call.score_keys()
+    for batch, call in zip(batches, calls, strict=True):
         outs = call.run(joined)
         if call.width is not None:
             joined = outs
@@ -85,6 +96,7 @@ def run_into(
     plan: LookupPlan,
     asked: Sequence[tuple[Sequence[Request], Descriptors]],
     outs: Sequence[torch.Tensor],
+    user_scores: UserScores,
 ) -> LookupResult:
     """Look up like `run`, after all ranks have agreed, and write to `outs`.
 
@@ -93,10 +105,11 @@ def run_into(
         asked: for each of `LookupPlan.batches`, the requests, which have been checked, and their
             descriptors.
         outs: for each batch, the tensor to write to; the descriptors give the positions in it.
+        user_scores: the scores of keys that functions have returned.
     """
     calls = []
     for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
-        call = TableOps(batch, requests, descriptors, agreed=True)
+        call = TableOps(batch, requests, descriptors, agreed=True, user_scores=user_scores)
         calls.append(call)
         call.run([out])
     return _result(calls, list(outs))
@@ -117,10 +130,11 @@ def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupRes
     return LookupResult(outputs, record, [tensor for call in calls for tensor in call.found()])
 
 
-def insert(table: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
+def insert(table: EmbeddingTable, keys: torch.Tensor, user_scores: UserScores) -> torch.Tensor:
     """Return the int64 rows of this rank's distinct keys; insert new keys, even in evaluation."""
     batch = TableBatch([0], [table], inserts=True)
-    call = TableOps(batch, [one_by_one(table, keys)], None, ticks=False)
+    given = [one_by_one(table, keys)], None
+    call = TableOps(batch, *given, ticks=False, user_scores=user_scores)
     call.find()
     return cast(torch.Tensor, call.rows).to(torch.int64)
 
@@ -139,11 +153,13 @@ class TableOps:
         agreed: bool = False,
         ticks: bool = True,
         sweeps: bool = True,
+        user_scores: UserScores | None = None,
     ) -> None:
         self._batch = batch
         self._agreed = agreed
         self._ticks = ticks  # whether the lookup advances the clocks of tables with scores
         self._sweeps = sweeps and ticks and not agreed  # whether it makes room
+        self._user_scores = user_scores
         self._requests = requests
         self._checked = False  # whether all requests have been checked
         # By table, the rows of its keys before new ones are inserted, if they are known.
@@ -187,6 +203,7 @@ class TableOps:
         self._counts: torch.Tensor | None = None
         device = sources.keys[0].device
         scored = tables.scored
+        self.score_keys()
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
         if scored is not None and scored.swept and self._sweeps:
             if reports is not None:
@@ -201,7 +218,7 @@ class TableOps:
         counted = tables.inserts and sources.keys[0].is_cpu and bool(tables.hashed)
         before = self._sizes() if counted else []
         if late and tables.inserts:
-            self._catch_up_free_rows(late)
+            catch_up_free_rows(late, tables.tables, self._requests)
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 if tables.inserts:
@@ -232,9 +249,18 @@ class TableOps:
             count_own_writes(changed)
         if scored is not None and scored.touched and not tables.reads:
             found = self.found()[:4]
-            touch(self._batch, scored, found, self._descriptors, new if self._ticks else None)
+            counts = new if self._ticks else None
+            user_scores = self._user_scores or {}
+            touch(self._batch, scored, found, self._descriptors, counts, user_scores)
         if late or tables.max_norms:
             self._prepare(late)
+
+    def score_keys(self) -> None:
+        """Have functions score the keys, unless that has been done; nothing else changes."""
+        scored = self._batch.scored
+        if scored is not None and scored.by_user and self._user_scores is None:
+            tables = [self._batch.tables[t] for t in scored.by_user]
+            self._user_scores = scores_of_keys(tables, self._keys_of)
 
     def _make_room(self, swept: Sequence[int]) -> None:
         """Drop rows of tables that the keys might overfill, and rows that have expired."""
@@ -286,7 +312,7 @@ class TableOps:
                 request.check()
         occurrences = self._descriptors.occurrences
         made, counts = insertions(first, self._requests, self._batch.reads, occurrences)
-        call = TableOps(first, made, None, self._agreed, sweeps=False)
+        call = TableOps(first, made, None, self._agreed, True, False, self._user_scores)
         call._descriptors.occurrences = counts
         call.find()
 
@@ -324,21 +350,6 @@ class TableOps:
                 unseen = sources.keys, self._passed.seeds, self._batch.initializers
                 _pool(outs, self._passed.weights, *found, *given, *unseen)
         return outs
-
-    def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
-        """Apply missed optimizer steps to the free rows that new keys may get.
-
-        An optimizer may move a row that has no key yet. Steps that the row missed must not change
-        the vector of its new key later.
-        """
-        for t, weight in late.items():
-            table = self._batch.tables[t]
-            if table.table is None:
-                continue
-            size = len(table.table)
-            keys = sum(len(r.keys) for r in self._requests if r.table is table)
-            end = min(size + keys, table.capacity)
-            weight.catch_up(torch.arange(size, end, device=weight.device))
 
     def _prepare(self, late: dict[int, Any]) -> None:
         """Apply missed optimizer steps to the rows about to be read, and limit the rows' norms."""

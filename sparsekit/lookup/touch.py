@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._reports import errors_are_deferred
+from ..tables import saved_state as saved
 from ..tables.in_flight import InFlight
 from ..tables.life import begin_ticks, end_ticks
 from ..tables.weight import EmbeddingWeight
@@ -17,6 +18,7 @@ from .numbered import numbered
 from .plan import TableBatch
 from .record import entries_of_tables
 from .scored import Scored
+from .user_scores import UserScores, score_writes
 
 _touch = torch.ops.sparsekit.group_touch_.default
 
@@ -30,6 +32,7 @@ def touch(
     found: Found,
     given: Descriptors,
     new: Mapping[int, int] | None,
+    user_scores: UserScores,
 ) -> None:
     """Write the scores of the rows that a lookup has found, advance clocks, and count the keys.
 
@@ -40,6 +43,7 @@ def touch(
         given: the lookup's keys.
         new: number of new rows, by table; 0 for other tables. None if clocks are not advanced and
             keys not counted.
+        user_scores: the scores of the keys of `Scored.by_user`.
     """
     lives = scored.clocks(batch.buffers)
     ticks = [int(new is not None and not life.set_by_user) for life, _ in lives]
@@ -49,14 +53,20 @@ def touch(
         index, rows, counts = numbered(
             index, entries_of_tables(bags, given.features, len(batch.dims))
         )
+    arguments = scores, index, rows, counts, bags, given.features, scored.policies, clocks
+    more = given.occurrences, scored.of_all(ticks)
     before = begin_ticks(lives)
+    shown = [now + by for now, by in zip(before, ticks, strict=True)]
     with torch._C._AutoDispatchBelowAutograd():
-        _touch(
-            *(scores, index, rows, counts, bags, given.features, scored.policies, clocks),
-            given.occurrences,
-            scored.of_all(ticks),
-        )
-    end_ticks(lives, [now + by for now, by in zip(before, ticks, strict=True)])
+        if not scored.by_user:
+            _touch(*arguments, *more)
+        else:
+            now, tables = scored.of_all(shown), batch.tables
+            each = [(t, tables[t]) for t in scored.by_user]
+            calls = [score_writes(x, user_scores[x], scores[t], now[t]) for t, x in each]
+            # No row may be left without its score, even if the program is interrupted.
+            saved.run_all([partial(_touch, *arguments, *more), *calls])
+    end_ticks(lives, shown)
     if new is not None and not errors_are_deferred(counts.device):
         scored.count(counts.tolist(), new)
 

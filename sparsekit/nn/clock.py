@@ -24,8 +24,8 @@ def set_clock(module: torch.nn.Module, now: int) -> int:
 
     Args:
         module: a layer, a group, or a model with layers.
-        now: the time, in [0, 2^63), or in [0, 2^32) for tables with score="lfu"; not less than the
-            clocks show.
+        now: the time, in [0, 2^63), or in [0, 2^32) for tables with other scores than LRU; not less
+            than the clocks show.
 
     Returns:
         The time that has been set.

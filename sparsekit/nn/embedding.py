@@ -69,7 +69,11 @@ class DistributedEmbedding(EmbeddingLayer):
             of all ranks' rows.
         score: value of a row, which decides what goes first. ``"lru"``: the time of its last lookup
             in training. ``"lfu"`` or `sparsekit.LFU`: the number of times that its key has come in
-            training, halved again and again. None means ``"lru"`` where scores are needed.
+            training, halved again and again. A function: what it returned at the last lookup in
+            training. It is called by the rank that owns the keys, once a lookup, with the distinct
+            keys, int64 ``[n]``, and returns int64 ``[n]`` in [0, 2^32) on the same device; equal
+            keys must have equal scores on all ranks. Its errors are raised on all ranks, and then
+            nothing has changed. None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
             keys get a row. The others are read as before_admission says, and have no gradient. None
             admits all.

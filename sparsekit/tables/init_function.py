@@ -37,7 +37,7 @@ class Filled(Initializer):
 
     def __repr__(self) -> str:
         # Omit the function's address: ranks compare this text, and addresses differ.
-        return f"Filled({_name_of(self.function)})"
+        return f"Filled({function_name(self.function)})"
 
     def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
         """Let the function fill the rows of all ranks, and copy this rank's rows."""
@@ -99,7 +99,7 @@ def resolve(
         if not use_hashtable:
             return Filled(initializer)
         raise TypeError(
-            f"{layer}: embedding_initializer {_name_of(initializer)} does not tell what the "
+            f"{layer}: embedding_initializer {function_name(initializer)} does not tell what the "
             f"vectors of a hash table start from: {error}. There a function is to do just one of "
             f"uniform_, normal_, fill_ and zero_ to the whole tensor, as torch.nn.init's uniform_, "
             f"normal_, constant_, ones_, zeros_, xavier_* and kaiming_* do; with "
@@ -157,7 +157,8 @@ def _call(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> None
     returned = function(tensor)
     if isinstance(returned, torch.Tensor) and not _shares_memory(returned, tensor):
         raise TypeError(
-            f"{_name_of(function)} returns another tensor than the one that it is to fill in place"
+            f"{function_name(function)} returns another tensor than the one that it is to fill in "
+            f"place"
         )
 
 
@@ -165,6 +166,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
+    """Return the name of a function, without its address, which differs from rank to rank."""
     function = getattr(function, "func", function)
     return getattr(function, "__qualname__", type(function).__qualname__)

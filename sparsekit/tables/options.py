@@ -16,8 +16,9 @@ from ..distributed.world import WIRE_DTYPES, settings
 from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .admission import MinCount, Probability
+from .init_function import function_name
 from .initializers import Initializer
-from .scores import LFU, Score, score_of
+from .scores import LFU, Score, UserScore, score_of
 
 PLACEMENTS = ("hash", "modulo")
 
@@ -30,7 +31,7 @@ class TableKeywords(TypedDict, total=False):
     padding_key: int | None
     on_full: str
     max_rows: int | None
-    score: Score | str | None
+    score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None
     ttl: int | None
     admission: MinCount | Probability | None
     before_admission: str
@@ -58,7 +59,7 @@ class TableOptions:
     padding_key: int | None = None
     on_full: str = "error"
     max_rows: int | None = None
-    score: Score | str | None = None
+    score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None = None
     ttl: int | None = None
     admission: MinCount | Probability | None = None
     before_admission: str = "initial"
@@ -161,6 +162,11 @@ class TableOptions:
         if self.max_keys_per_rank is not None and self.ttl is not None:
             raise ValueError(
                 f"{name}: ttl={self.ttl} cannot have max_keys_per_rank, whose lookups drop no rows"
+            )
+        if self.max_keys_per_rank is not None and isinstance(score, UserScore):
+            raise ValueError(
+                f"{name}: score={function_name(score.function)} cannot have max_keys_per_rank, "
+                f"whose lookups do not have ranks agree that the function has not failed"
             )
         return {"score": score}
 

@@ -5,22 +5,29 @@ A score is an int64 word per row, written by the lookups in training that touch 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ..errors import check_int
+from .init_function import function_name
 
-# An LFU word has the count in its upper half and the clock of the last touch in its lower half.
+# Words other than LRU's have a number in their upper half and the clock of the last touch in their
+# lower half.
 _LOW = 0xFFFFFFFF
+# Largest score of a function.
+MOST_SCORE = _LOW
 
 
 @dataclass(frozen=True)
 class LRU:
     """Least recently used: the score of a key is the clock of its last lookup in training."""
 
+    # How `group_touch_` writes words, and how `lowest_rows` compares them.
     kind: ClassVar[int] = 1
+    compared_as: ClassVar[int] = 1
     name: ClassVar[str] = "lru"
     halve_every: ClassVar[int] = 0
     # Largest clock that a word can hold.
@@ -30,7 +37,8 @@ class LRU:
         """Return numbers >= 0, int64 ``[n]``; the row with the smallest one is dropped first."""
         return words
 
-    def touched(self, words: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def touched(words: torch.Tensor) -> torch.Tensor:
         """Return the clock of each row's last lookup in training, int64 ``[n]``."""
         return words
 
@@ -39,8 +47,24 @@ class LRU:
         return torch.zeros_like(counts) + then
 
 
+class _Dated:
+    """Words with a number in their upper half and the clock of the last touch in the lower."""
+
+    compared_as: ClassVar[int] = 2
+    most_clock: ClassVar[int] = _LOW
+
+    @staticmethod
+    def touched(words: torch.Tensor) -> torch.Tensor:
+        """Return the clock of each row's last lookup in training, int64 ``[n]``."""
+        return words & _LOW
+
+    def words_of(self, counts: torch.Tensor, then: torch.Tensor | int) -> torch.Tensor:
+        """Return the words of rows that have come `counts` times, the last time at clock `then`."""
+        return counts.clamp(max=_LOW) << 32 | then
+
+
 @dataclass(frozen=True)
-class LFU:
+class LFU(_Dated):
     """Least frequently used: the score of a key is the number of times that it came in training.
 
     All positions of a batch count, repeats included. Counts age: they are halved every
@@ -57,7 +81,6 @@ class LFU:
     halve_every: int = 1000
     kind: ClassVar[int] = 2
     name: ClassVar[str] = "lfu"
-    most_clock: ClassVar[int] = _LOW
 
     def __post_init__(self) -> None:
         check_int("LFU", "halve_every", self.halve_every, 0, _LOW)
@@ -71,30 +94,44 @@ class LFU:
         halvings = now // self.halve_every - then // self.halve_every
         return counts >> halvings.clamp_(0, 32)
 
-    def touched(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the clock of each row's last lookup in training, int64 ``[n]``."""
-        return words & _LOW
 
-    def words_of(self, counts: torch.Tensor, then: torch.Tensor | int) -> torch.Tensor:
-        """Return the words of rows that have come `counts` times, the last time at clock `then`."""
-        return counts.clamp(max=_LOW) << 32 | then
+@dataclass(frozen=True)
+class UserScore(_Dated):
+    """The score of a key is what a function returned for it in its last lookup in training."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    # `group_touch_` writes the clock, and `user_scores` then the score.
+    kind: ClassVar[int] = LRU.kind
+    name: ClassVar[str] = "user"
+    halve_every: ClassVar[int] = 0
+
+    def __repr__(self) -> str:
+        return f"UserScore({function_name(self.function)})"
+
+    def order(self, words: torch.Tensor, now: int) -> torch.Tensor:
+        """Return numbers >= 0, int64 ``[n]``; the row with the smallest one is dropped first."""
+        return (words >> 32) & _LOW
 
 
-Score = LRU | LFU
+Score = LRU | LFU | UserScore
+# Kinds of scores by the names that checkpoints have for them.
+KINDS: dict[str, type[Score]] = {one.name: one for one in (LRU, LFU, UserScore)}
 
 
 def score_of(name: str, score: object) -> Score:
     """Return the score that an option means. Error messages begin with `name`.
 
     Raises:
-        ValueError: the option is neither a score nor the name of one.
+        ValueError: the option is neither a score, nor the name of one, nor a function.
     """
-    if isinstance(score, (LRU, LFU)):
+    if isinstance(score, (LRU, LFU, UserScore)):
         return score
+    if callable(score) and not isinstance(score, type):
+        return UserScore(score)
     known: dict[object, Score] = {"lru": LRU(), "lfu": LFU()}
     if not isinstance(score, str) or score not in known:
         raise ValueError(
-            f"{name}: score must be 'lru', 'lfu', sparsekit.LRU() or sparsekit.LFU(...), got "
-            f"{score!r}"
+            f"{name}: score must be 'lru', 'lfu', sparsekit.LRU(), sparsekit.LFU(...) or a "
+            f"function of keys, got {score!r}"
         )
     return known[score]

@@ -83,6 +83,7 @@ class Table:
     max_rows: int | None = None
     score: str = "lru"
     halve_every: int = 0
+    score_of: object = None  # the user's score of a key
     ttl: int | None = None
     min_count: int = 1
     waiting: dict = field(default_factory=dict)  # counts of keys that have not been admitted
@@ -160,6 +161,8 @@ class Table:
         for key in keys:
             row = self.rows.setdefault(key, Row(0, now))
             row.count, row.then = self.aged(row, now) + 1 + self.admitted.pop(key, 0), now
+            if self.score_of is not None:
+                row.count = self.score_of(key)
 
     def evict(self, left, now, held):
         """Drop the lowest until `left` rows are left; return how many were dropped."""

@@ -30,10 +30,17 @@ UNIVERSE = [*EXTREMES, *range(1, 60), *(2**32 * i for i in range(1, 30))]
 FEATURES = {"f": "a", "g": "a", "h": "b"}
 DIMS = {"a": 3, "b": 4}
 
+
+def remainder(keys):
+    """Return a score that does not depend on when a key has come; of a key, or of a tensor."""
+    return keys % 13
+
+
 POLICIES = {
     "lru": ("lru", {}),
     "lfu": (sparsekit.LFU(0), {"score": "lfu"}),
     "aged lfu": (sparsekit.LFU(7), {"score": "lfu", "halve_every": 7}),
+    "function": (remainder, {"score": "user", "score_of": remainder}),
 }
 RULES = {
     "SGD": (model.SGD, sparsekit.optim.SGD, {"lr": 0.125}),

@@ -21,6 +21,7 @@ SCORES = {
     "lru": ("lru", {"score": "lru"}),
     "lfu": (sparsekit.LFU(0), {"score": "lfu"}),
     "aged": (sparsekit.LFU(5), {"score": "lfu", "halve_every": 5}),
+    "function": (lambda keys: keys % 7, {"score": "user", "score_of": lambda key: key % 7}),
 }
 
 

@@ -11,10 +11,17 @@ from tests.nn.keyed import Keyed
 
 T = torch.tensor
 DIM = 4
+
+
+def remainder(keys):
+    return keys % 5
+
+
 TABLES = {
     "plain": {},
     "lru": {"score": "lru", "on_full": "evict", "max_rows": 9},
     "lfu": {"score": "lfu"},
+    "function": {"score": remainder, "on_full": "evict", "max_rows": 9},
     "ttl": {"ttl": 3},
     "admission": {"admission": MinCount(2), "score": "lfu"},
     "padding": {"padding_key": 3},

@@ -61,7 +61,7 @@ def go_on(rank, world, path, score):
     return loaded, state_of(layer, optimizer)
 
 
-@pytest.mark.parametrize("score", ["lru", "lfu", "ttl", "admission"])
+@pytest.mark.parametrize("score", ["lru", "lfu", "user", "ttl", "admission"])
 def test_a_chain_of_n_ranks_on_m(pools, tmp_path, score):
     after = {}
     for source, world in itertools.product(WORLDS, WORLDS):

@@ -13,12 +13,20 @@ from .pool import Ranks
 from .test_faults import raised
 
 BUDGET, CAPACITY, STEPS, DIM = 40, 120, 40, 4
+
+
+def remainder(keys):
+    return keys % 13
+
+
 POLICIES = {
     "lru": {"score": "lru"},
     "lfu": {"score": sparsekit.LFU(0)},
     "aged lfu": {"score": sparsekit.LFU(6)},
     "ttl": {"score": "lru", "ttl": 8},
     "lfu and ttl": {"score": "lfu", "ttl": 8},
+    "function": {"score": remainder},
+    "function and ttl": {"score": remainder, "ttl": 8},
 }
 ADMISSIONS = {
     "counts": {"admission": sparsekit.MinCount(2, expire_after=12), "score": sparsekit.LFU(6)},
@@ -120,7 +128,7 @@ def test_ranks_drop_what_one_rank_drops_and_train_to_its_weights(ranks, policy, 
     compare(ranks(trained, ranks.world_size, *given), alone(policy, dtype), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("policy", ["lfu", "ttl"])
+@pytest.mark.parametrize("policy", ["lfu", "ttl", "function"])
 def test_prefetched_keys_are_counted_once_and_hold_no_rows(ranks, policy):
     given = policy, "all_to_all", torch.float64
     compare(ranks(trained, ranks.world_size, *given, True), alone(policy, torch.float64), 1e-10)
@@ -209,6 +217,46 @@ def too_many_rows_stay(rank, world_size):
 def test_no_rank_drops_rows_for_a_lookup_that_fails(ranks):
     outcomes = ranks.outcomes(too_many_rows_stay, ranks.world_size)
     raised(outcomes, "TableFullError", "a: the table on rank 1 is full")
+
+
+def a_function_fails_on_one(rank, world_size, strategy, way):
+    failing = []
+
+    def score(keys):
+        if failing and rank == 1:
+            raise OSError("no price")
+        return keys % 13
+
+    layer, _, own = small(rank, world_size, score=score, strategy=strategy, seed=1)
+    group = sparsekit.EmbeddingGroup({"a": layer})
+
+    def bags(keys):
+        return torch.tensor(keys), torch.tensor([0, len(keys)])
+
+    group({"a": bags(own[:8])})
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    failing.append(True)
+    inputs = {"a": bags(own[10:15])}
+    try:
+        if way == "assign":
+            layer.assign(inputs["a"][0], torch.ones(5, 2))
+        if way == "prefetch":
+            group.prefetch(inputs)
+        group(inputs)
+    finally:
+        assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+        failing.clear()
+        group({"a": bags(own[10:15])})  # the ranks are not out of step
+        keys = layer.table.keys()
+        assert (layer.scores[: len(keys)] >> 32).tolist() == (keys % 13).tolist()
+        assert set(keys.tolist()) >= set(own[10:15])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", ["group", "prefetch", "assign"])
+def test_an_error_of_a_score_function_is_raised_on_all_ranks(ranks, strategy, way):
+    outcomes = ranks.outcomes(a_function_fails_on_one, ranks.world_size, strategy, way)
+    raised(outcomes, "RuntimeError", "a: score function ", "score raised OSError: no price")
 
 
 def a_listener_raises_on_one(rank, world_size):

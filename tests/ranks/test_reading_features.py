@@ -12,10 +12,17 @@ from sparsekit import LFU, Feature, MinCount
 from .pool import Ranks
 
 STEPS, DIM, BUDGET, CAPACITY = 20, 4, 30, 100
+
+
+def remainder(keys):
+    return keys % 5
+
+
 TABLES = {
     "plain": {},
     "lru": {"score": "lru", "on_full": "evict", "max_rows": BUDGET},
     "lfu": {"score": LFU(6), "on_full": "evict", "max_rows": BUDGET, "ttl": 9},
+    "function": {"score": remainder, "on_full": "evict", "max_rows": BUDGET, "ttl": 9},
     "admission": {"admission": MinCount(3), "on_full": "evict", "max_rows": BUDGET},
     "padding": {"padding_key": 2, "score": "lfu"},
 }
