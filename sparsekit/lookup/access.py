@@ -16,6 +16,7 @@ from ..distributed.exchange import Exchange, Proposal, attempt
 from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
+from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.life import RowLife
@@ -286,6 +287,8 @@ def _write(
         places = torch.arange(len(keys), device=keys.device)
         vectors = vectors[last.scatter_reduce_(0, numbers, places, "amax")]
     rows = insert(layer, distinct, scores)
+    if layer.life is not None:
+        saved.run_all(layer.life.removal_of_counts(distinct))
     layer.weight.index_copy_(0, rows, vectors.to(layer.weight.dtype))
     count_own_writes([layer.weight])
 

@@ -61,7 +61,8 @@ def clear(layer: EmbeddingTable) -> int:
     def drop(exchange: Exchange | None, what: str) -> int:
         rows = torch.arange(len(layer.table or ()), device=layer.seed.device)
         layer.weight.note_change()
-        remove_rows(layer, rows)
+        if len(rows):
+            remove_rows(layer, rows)
         if layer.life is not None:
             layer.life.forget_counts(layer.weight.device)
             layer.life.erased += len(rows)

@@ -191,10 +191,23 @@ def test_erasing_clearing_and_resetting_forget_counts():
         assert len(layer.table) == 0
 
 
+def test_an_empty_table_with_keys_that_wait_can_be_cleared():
+    layer = layer_of(MinCount(2))
+    out = look_up(layer, 1)
+    assert layer.clear() == 0
+    with pytest.raises(RuntimeError, match="a: its rows have other keys than in the forward"):
+        out.sum().backward()
+    look_up(layer, 1)
+    assert len(layer.table) == 0
+
+
 def test_assigned_keys_are_admitted():
     layer = layer_of(MinCount(5))
+    look_up(layer, 4, 4, 6)
     layer.assign(torch.tensor([4]), torch.ones(1, 4))
     assert torch.equal(look_up(layer, 4).detach(), torch.ones(1, 4, dtype=torch.float64))
+    # Their counts are gone, so that they wait anew once they have been dropped.
+    assert layer.life.counts.state()[:, :2].tolist() == [[6, 1]]
 
 
 def test_a_full_table_refuses_admitted_keys_and_stays_as_it_was():
