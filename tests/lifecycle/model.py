@@ -85,9 +85,15 @@ class Table:
     halve_every: int = 0
     score_of: object = None  # the user's score of a key
     ttl: int | None = None
-    min_count: int = 1
-    waiting: dict = field(default_factory=dict)  # counts of keys that have not been admitted
+    min_count: int | None = None  # of a key that is admitted
+    expire_after: int | None = None
+    sketch: bool = False  # whether counts stay when a key is admitted or erased
+    probability: tuple | None = None  # of admission, and its seed
+    zero: bool = False  # whether absent keys read zeros instead of their initial vectors
+    waiting: dict = field(default_factory=dict)  # of keys without a row: a count, and its clock
     admitted: dict = field(default_factory=dict)  # counts of the batch's new keys before it
+    were_admitted: int = 0
+    refused: int = 0
     rule: object = None
     initial: object = None  # returns the initial vectors of keys
     rows: dict = field(default_factory=dict)
@@ -125,7 +131,7 @@ class Table:
         self.touch([k for k in keys if k in self.rows or k in self.admitted])
         return self.evicted + self.expired - before
 
-    def make_room(self, keys, now):
+    def make_room(self, keys, now, by_hand=False):
         held = self.held() | set(keys)
         if self.ttl is not None:
             every = max(1, self.ttl // 16)
@@ -135,17 +141,45 @@ class Table:
                 old = [k for k, row in self.rows.items() if row.then < oldest]
                 old = [k for k in old if k not in held]
                 self.expired += self.drop(old, (True, now))
-        self.admitted = {}
-        for k in {k for k in keys if k not in self.rows}:
-            before = self.waiting.pop(k, 0)
-            if before + keys.count(k) >= self.min_count:
-                self.admitted[k] = before
-            else:
-                self.waiting[k] = before + keys.count(k)
+        absent = [k for k in dict.fromkeys(keys) if k not in self.rows]
+        self.admitted = dict.fromkeys(absent, 0)
+        if not by_hand and self.probability is not None:
+            self.admit_by_chance(absent, now)
+        elif not by_hand and self.min_count is not None:
+            self.admit_by_count(absent, keys, now)
+        self.stop_waiting(self.admitted)
         new = self.admitted
         if self.max_rows is not None and len(self.rows) + len(new) > self.max_rows:
             left = max(0, min(int(0.95 * self.max_rows), self.max_rows - len(new)))
             self.evict(left, now, held)
+
+    def admit_by_count(self, absent, keys, now):
+        for k in absent:
+            before, then = self.waiting.get(k, (0, now))
+            if self.expire_after is not None and then < now - self.expire_after:
+                before = 0
+            self.waiting[k] = before + keys.count(k), now
+            self.admitted[k] = before
+            if self.waiting[k][0] < self.min_count:
+                self.refuse(k)
+        self.were_admitted += len(self.admitted)
+
+    def admit_by_chance(self, absent, now):
+        p, seed = self.probability
+        for k in absent:
+            if tie(k ^ tie(seed ^ (now << 1))) >> 11 >= p * 2**53:
+                self.refuse(k)
+        self.were_admitted += len(self.admitted)
+
+    def refuse(self, key):
+        del self.admitted[key]
+        self.refused += 1
+
+    def stop_waiting(self, keys):
+        """Remove the counts of keys; a sketch cannot."""
+        for k in keys:
+            if not self.sketch:
+                self.waiting.pop(k, None)
 
     def held(self):
         """Return the keys of backwards to come and of a gradient."""
@@ -190,8 +224,8 @@ class Table:
     # Training.
 
     def vectors(self, keys):
-        """Return the vectors of keys, ``[n, dim]``; initial vectors of absent keys."""
-        vectors = self.initial(keys)
+        """Return the vectors of keys, ``[n, dim]``; initial vectors, or zeros, of absent keys."""
+        vectors = self.initial(keys) * (not self.zero)
         for place, key in enumerate(keys):
             if key in self.rows:
                 vectors[place] = self.rows[key].vector
@@ -234,9 +268,9 @@ class Table:
 
     def saved(self):
         """Return a copy of what a state has."""
-        return copy.deepcopy((self.rows, self.clock, self.step))
+        return copy.deepcopy((self.rows, self.clock, self.step, self.waiting))
 
     def load(self, saved):
-        self.rows, self.clock, self.step = copy.deepcopy(saved)
+        self.rows, self.clock, self.step, self.waiting = copy.deepcopy(saved)
         self.expired_in = None  # rows that were held may have expired
         self.pending.clear()

@@ -4,6 +4,7 @@ Every rank runs the same sequence, drawn from one seed, with its own part of eac
 is whole on every rank, and each rank compares the rows of the keys that it owns.
 """
 
+import contextlib
 import copy
 import io
 import os
@@ -15,14 +16,14 @@ import pytest
 import torch
 
 import sparsekit
+from sparsekit import MinCount, Probability, checkpoint
 from sparsekit.optim import fuse_in_backward
 
 from . import model
 
-# Sequences per engine and number of ranks, and operations in each. With SPARSEKIT_LIFECYCLE=full
-# there are 300 of 500, which take a quarter of an hour on the CPU engine, and longer on the host
-# runner.
-SEQUENCES, STEPS = (300, 500) if os.environ.get("SPARSEKIT_LIFECYCLE") == "full" else (10, 60)
+# Sequences per engine and number of ranks, and operations in each. 300x500 takes a quarter of an
+# hour on the CPU engine, and longer on the host runner.
+SEQUENCES, STEPS = map(int, os.environ.get("SPARSEKIT_LIFECYCLE", "10x60").split("x"))
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 UNIVERSE = [*EXTREMES, *range(1, 60), *(2**32 * i for i in range(1, 30))]
@@ -41,6 +42,15 @@ POLICIES = {
     "lfu": (sparsekit.LFU(0), {"score": "lfu"}),
     "aged lfu": (sparsekit.LFU(7), {"score": "lfu", "halve_every": 7}),
     "function": (remainder, {"score": "user", "score_of": remainder}),
+}
+# How keys are admitted, and the model's settings for it.
+ADMISSIONS = {
+    "all": (None, {}),
+    "counts": (MinCount(2), {"min_count": 2}),
+    "expiring counts": (MinCount(3, expire_after=8), {"min_count": 3, "expire_after": 8}),
+    # So wide that no two of our keys share their places.
+    "sketch": (MinCount(3, sketch_bytes=1 << 16), {"min_count": 3, "sketch": True}),
+    "chance": (Probability(0.4, seed=5), {"probability": (0.4, 5)}),
 }
 RULES = {
     "SGD": (model.SGD, sparsekit.optim.SGD, {"lr": 0.125}),
@@ -68,6 +78,8 @@ OPERATIONS = {
     "save": 2,
     "load": 1,
     "replace": 1,
+    "save_files": 1,
+    "load_files": 0.7,
 }
 
 
@@ -90,9 +102,15 @@ class Pending:
 
 
 class Sequence:
-    """Layers, their optimizer and the model of each table."""
+    """Layers, their optimizer and the model of each table.
 
-    def __init__(self, seed, rank=0, world_size=1):
+    Args:
+        seed: seed of all choices.
+        folder: an empty folder for checkpoints, the same on all ranks.
+        rank, world_size: as of torch.distributed.
+    """
+
+    def __init__(self, seed, folder, rank=0, world_size=1):
         draw = self.draw = random.Random(seed)
         self.rank, self.world_size, self.ranks = rank, world_size, range(world_size)
         self.rule = draw.choice(list(RULES))
@@ -102,7 +120,7 @@ class Sequence:
         of_model, self.kind, self.settings = RULES[self.rule]
         dtype = torch.float32 if TOLERANCE[self.rule] == 0 else torch.float64
         strategy = draw.choice(["auto", "all_to_all", "reduce_scatter"])
-        layers, self.models, self.padding = {}, {}, {}
+        self.made, self.models, self.padding = {}, {}, {}
         for name in "ab":
             policy = draw.choice(list(POLICIES))
             score, of_score = POLICIES[policy]
@@ -112,19 +130,22 @@ class Sequence:
             if ttl is not None and draw.random() < 0.3:
                 budget, max_rows = {}, None
             self.padding[name] = draw.choice([None, None, 1])
-            layers[name] = sparsekit.DistributedEmbedding(
+            admission, of_admission = ADMISSIONS[draw.choice(["all", *ADMISSIONS])]
+            before = draw.choice(["initial", "zero"]) if admission else "initial"
+            plain = partial(
+                sparsekit.DistributedEmbedding,
                 *("sum", 150, DIMS[name], 1),
                 seed=seed + ord(name),
                 name=name,
                 dtype=dtype,
                 strategy=strategy,
-                score=score,
-                ttl=ttl,
                 gradient_reduction=self.reduction,
                 padding_key=self.padding[name],
-                **budget,
             )
-            first = layers[name].vectors(torch.tensor(UNIVERSE))
+            self.made[name] = partial(
+                plain, score=score, ttl=ttl, admission=admission, before_admission=before, **budget
+            )
+            first = plain().vectors(torch.tensor(UNIVERSE))
             initial = dict(zip(UNIVERSE, first, strict=True))
             self.models[name] = model.Table(
                 max_rows,
@@ -133,13 +154,21 @@ class Sequence:
                 initial=lambda keys, initial=initial, like=first: torch.stack(
                     [*(initial[k] for k in keys), like[0]]
                 )[:-1].clone(),
+                zero=before == "zero",
                 **of_score,
+                **of_admission,
             )
+        layers = self.new_layers()
         owned = layers["a"].owned(torch.tensor(UNIVERSE)).tolist()
         self.owned = {UNIVERSE[place] for place in owned}
-        self.take(torch.nn.ModuleDict(layers))
+        self.take(layers)
         self.pending, self.prefetched, self.saved = [], None, None
-        self.drift = 0
+        self.folder, self.saved_files = folder, None
+        self.checkpoints = checkpoint.Checkpoints(folder, complete_every=3, keep=2)
+        self.drift = self.number = 0
+
+    def new_layers(self, **options):
+        return torch.nn.ModuleDict({name: made(**options) for name, made in self.made.items()})
 
     def take(self, layers, state=None):
         """Go on with other layers."""
@@ -316,7 +345,7 @@ class Sequence:
         self.layers[name].assign(torch.tensor(keys[self.rank], dtype=torch.int64), own)
         flat = [key for of_rank in keys for key in of_rank]
         distinct = list(dict.fromkeys(flat))
-        table.make_room(distinct, table.next_clock)
+        table.make_room(distinct, table.next_clock, by_hand=True)
         table.touch(distinct)
         for key, value in zip(flat, (v for of_rank in values for v in of_rank), strict=True):
             table.rows[key].vector = torch.tensor(value, dtype=dtype)
@@ -337,7 +366,9 @@ class Sequence:
             with pytest.raises(RuntimeError, match="weight has a gradient"):
                 layer.erase(own)
             return
-        gone = {key for of_rank in keys for key in of_rank} & table.rows.keys()
+        asked = {key for of_rank in keys for key in of_rank}
+        table.stop_waiting(asked)
+        gone = asked & table.rows.keys()
         assert layer.erase(own) == len(gone) == table.drop(gone)
         self.refused(name, bool(gone))
 
@@ -349,6 +380,7 @@ class Sequence:
                 layer.clear()
             return
         assert layer.clear() == table.drop(list(table.rows))
+        table.waiting.clear()
         self.refused(name, True)
 
     def refused(self, name, changed):
@@ -418,21 +450,57 @@ class Sequence:
         file.seek(0)
         self.take(torch.load(file, weights_only=False), state)
 
+    def save_files(self):
+        """Save a checkpoint, which holds only the changes since the one before, if it may."""
+        self.checkpoints.save(self.number, self.layers, self.optimizer)
+        tables = self.models.items()
+        self.saved_files = {name: (table.saved(), table.user_clock) for name, table in tables}
+
+    def load_files(self):
+        """Go on with new layers that load the latest checkpoint, perhaps by way of other ranks."""
+        if self.saved_files is None or self.prefetched is not None:
+            return
+        self.quiet()
+        path, ranks = self.checkpoints.latest(), self.draw.choice([None, 1, 2, 3])
+        if ranks is not None:
+            resharded = self.folder / f"reshard-{self.number}"
+            if self.rank == 0:
+                checkpoint.reshard(path, resharded, ranks)
+            if self.world_size > 1:
+                torch.distributed.barrier()
+            path = resharded
+        self.take(self.new_layers(seed=0))
+        checkpoint.load(self.layers, path, self.optimizer)
+        for name, table in self.models.items():
+            saved, table.user_clock = self.saved_files[name]
+            table.load(saved)
+            table.evicted = table.expired = table.were_admitted = table.refused = 0
+
     def run(self, steps, check_every=25):
-        """Run random operations; compare keys and scores after each, and all now and then."""
+        """Run random operations; compare keys and scores after each, and all now and then.
+
+        Returns:
+            The number of rows that the model has dropped.
+        """
+        with contextlib.closing(self.checkpoints):
+            return self._run(steps, check_every)
+
+    def _run(self, steps, check_every):
+        dropped = 0
         names, weights = zip(*OPERATIONS.items(), strict=True)
         self.log = []
         for number in range(steps):
-            self.drift = number // 10
+            self.drift, self.number = number // 10, number
             (name,) = self.draw.choices(names, weights)
             if name == "forward" and len(self.pending) > 2:
                 name = "backward"
             self.log.append(name)
             getattr(self, name)()
             self.check_keys()
+            dropped += self.check_told()
             if number % check_every == check_every - 1:
                 self.check_all()
-        return sum(table.evicted + table.expired for table in self.models.values())
+        return dropped
 
     # Comparisons.
 
@@ -446,10 +514,12 @@ class Sequence:
             words = layer.scores[: len(keys)].tolist()
             assert words == [table.word(k) for k in keys], (name, self.log)
             assert int(layer.clock) == table.clock, (name, self.log)
-            self.check_told(name)
+            self.check_counts(name)
             if self.world_size == 1:
-                gone = layer.life.evicted, layer.life.expired
-                assert gone == (table.evicted, table.expired), (name, self.log)
+                life = layer.life
+                counted = life.evicted, life.expired, life.admitted, life.refused
+                of_model = table.evicted, table.expired, table.were_admitted, table.refused
+                assert counted == of_model, (name, self.log)
 
     def difference(self, name, keys, expected):
         """Return what to look at first if the keys of a table are not those of the model."""
@@ -463,7 +533,24 @@ class Sequence:
             "last operations": self.log[-10:],
         }
 
-    def check_told(self, name):
+    def check_counts(self, name):
+        """Compare the counts of keys that have not been admitted."""
+        counts = self.layers[name].life.counts
+        if counts is None:
+            return
+        waiting = {k: of for k, of in self.models[name].waiting.items() if k in self.owned}
+        if self.models[name].sketch:
+            keys = torch.tensor(list(waiting), dtype=torch.int64)
+            found = counts.add(keys, torch.zeros_like(keys), 0).tolist()
+            assert found == [count for count, _ in waiting.values()], (name, self.log)
+        else:
+            found = {key: (count, then) for key, count, then in counts.state().tolist()}
+            assert found == waiting, (name, self.log)
+
+    def check_told(self):
+        return sum(map(self._check_told, self.models))
+
+    def _check_told(self, name):
         """Compare what was told of the dropped rows with what the model has dropped."""
         table, told = self.models[name], self.told[name]
         dropped = {key: row for key, row in table.dropped.items() if key in self.owned}
@@ -474,7 +561,9 @@ class Sequence:
             for one, other in zip((vector, *states), (of_row.vector, *of_row.states), strict=False):
                 assert (one - other).abs().max().item() <= TOLERANCE[self.rule]
         told.clear()
+        gone = len(table.dropped)
         table.dropped.clear()
+        return gone
 
     def check_all(self):
         """Compare vectors and states, and check that nothing is left in free rows."""
@@ -497,6 +586,6 @@ class Sequence:
                 assert not tensor[size:].any(), (name, what, self.log)
 
 
-def run(rank, seed, steps, world_size=1):
+def run(rank, seed, steps, folder, world_size=1):
     """Run a sequence on a rank; return the number of rows that its model has dropped."""
-    return Sequence(seed, rank, world_size).run(steps)
+    return Sequence(seed, folder, rank, world_size).run(steps)

@@ -35,7 +35,7 @@ def test_the_keys_of_a_full_table_are_those_of_the_model(score, ttl, min_count):
         admission=min_count and sparsekit.MinCount(min_count),
     )  # fmt: skip
     optimizer = sparsekit.optim.LazyAdam([layer.weight], lr=0.1)
-    model = Table(60, ttl=ttl, min_count=min_count or 1, **of_model)
+    model = Table(60, ttl=ttl, min_count=min_count, **of_model)
     dropped = 0
     for keys in batches(1, 200, 20, 100):
         values = torch.tensor(keys)
@@ -47,6 +47,6 @@ def test_the_keys_of_a_full_table_are_those_of_the_model(score, ttl, min_count):
         assert sorted(own) == sorted(model.rows)
         assert layer.scores[: len(own)].tolist() == [model.word(k) for k in own]
         if min_count:
-            state = layer.life.counts.state()[:, :2].tolist()
-            assert dict(state) == model.waiting
+            state = layer.life.counts.state().tolist()
+            assert {key: (count, then) for key, count, then in state} == model.waiting
     assert dropped == layer.life.evicted + layer.life.expired > 50
