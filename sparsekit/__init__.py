@@ -26,6 +26,7 @@ from .nn import (  # noqa: E402
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
 from .tables.admission import MinCount, Probability  # noqa: E402
+from .tables.fallback import Fallback  # noqa: E402
 from .tables.hash_table import HashTable  # noqa: E402
 from .tables.life import Evicted, RowCounts  # noqa: E402
 from .tables.reports import raise_errors  # noqa: E402
@@ -56,6 +57,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingGroup",
     "Evicted",
+    "Fallback",
     "Feature",
     "HashTable",
     "MinCount",

@@ -5,15 +5,14 @@ With several ranks, each rank may pass any keys; they are sent to the ranks that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
 
 from .. import ops
 from .._compiling import uncompiled
-from ..distributed.exchange import Exchange, Proposal, attempt
-from ..distributed.wire import pack, packed_sizes, unpack
+from ..distributed.exchange import Proposal, attempt
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
 from ..tables import saved_state as saved
@@ -23,10 +22,12 @@ from ..tables.life import RowLife
 from ..tables.removal import remove_rows
 from ..tables.scores import UserScore
 from ..tables.weight import count_own_writes
+from .fallback import redirected_keys
 from .make_room import Asked, Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
 from .request import check_keys
 from .table_ops import insert
+from .to_owners import ToOwners, exchanged
 from .user_scores import UserScores, scores_of_keys, scores_on_ranks
 
 
@@ -53,11 +54,18 @@ def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)
+    if layer.fallback is not None:
+        found = redirected_keys(layer, exchange, lambda: Asked(checked()), inserts=False)
+
+        def checked() -> torch.Tensor:
+            return found
+
+    if exchange is None:
         return _own_vectors(layer, checked()).view(*keys.shape, layer.embedding_vec_size)
     with exchange.lock:
-        way = _ToOwners(exchange, layer, "vectors of keys", checked)
+        way = ToOwners(exchange, layer, "vectors of keys", checked)
         asked = way.send("keys", way.keys)
-        vectors = _exchanged(
+        vectors = exchanged(
             exchange,
             f"vectors: {way.signature}",
             lambda: _own_vectors(layer, asked),
@@ -89,7 +97,7 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         _write(layer, own, vectors, scores)
         return
     with exchange.lock:
-        way = _ToOwners(exchange, layer, "assign vectors", checked)
+        way = ToOwners(exchange, layer, "assign vectors", checked)
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
         scores = {}
@@ -146,7 +154,7 @@ def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
         layer.check_ranks(None)
         return _erase_own(layer, checked())
     with exchange.lock:
-        way = _ToOwners(exchange, layer, "erase keys", checked)
+        way = ToOwners(exchange, layer, "erase keys", checked)
         come = way.send("keys", way.keys)
         what = f"erased: {way.signature}"
 
@@ -203,6 +211,9 @@ def _items(layer: EmbeddingTable, chunk: int, chosen: torch.Tensor | None) -> It
     """Yield chunks of all rows, or of the chosen ones, int64 ``[n]`` in ascending order."""
     if layer.table is not None:
         keys = layer.table.keys()
+        if layer.fallback is not None:
+            of_users = ~layer.fallback.has(keys)
+            chosen = of_users.nonzero().squeeze(1) if chosen is None else chosen[of_users[chosen]]
         keys = keys if chosen is None else keys[chosen]
     else:
         rows = torch.arange(layer.capacity, device=layer.weight.device)
@@ -226,6 +237,8 @@ def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     check_tensor(layer.name, "keys", keys, KEY_DTYPES, keys.dim())
     check_same_device(layer.name, weight=layer.weight, keys=keys)
     check_keys(layer, keys)
+    if layer.fallback is not None:
+        layer.fallback.check(layer.name, keys)
     return keys.to(torch.int64)
 
 
@@ -301,100 +314,3 @@ def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
             f"'lfu', or with on_full='evict'"
         )
     return layer.life
-
-
-def signature_of(exchange: Exchange, layer: EmbeddingTable, what: str) -> str:
-    """Return the text that identifies an operation on a layer, the same on all ranks.
-
-    Raises:
-        RuntimeError: the layer was made for other ranks; or see `EmbeddingTable.signature`.
-    """
-    layer.check_ranks(exchange)
-    seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
-    of_layer = layer.signature(seed, shard, False)
-    return f"{what} of {of_layer}, lookup number {exchange.lookups}"
-
-
-class _ToOwners:
-    """Groups this rank's keys by owner, and agrees with the other ranks on the counts of keys.
-
-    Args:
-        exchange: the exchange with the owners.
-        layer: the layer of the keys.
-        what: description of the operation, which must be the same on all ranks.
-        keys: returns the keys, int64 ``[n]``; an error that it raises is raised on every rank.
-
-    Attributes:
-        keys: the keys, grouped by owner.
-        order: position of each key in the input.
-        own: number of keys to send to each rank.
-        theirs: number of keys to receive from each rank.
-        asked: number of keys of all ranks.
-        rows: rows in use on all ranks, of a table that drops rows.
-        signature: text that identifies this call, the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        layer: EmbeddingTable,
-        what: str,
-        keys: Callable[[], torch.Tensor],
-    ) -> None:
-        self._exchange = exchange
-        # Count this call like a lookup, before anything can fail.
-        exchange.lookups += 1
-
-        def propose() -> Proposal:
-            self.signature = signature_of(exchange, layer, what)
-            self.keys, counts, self.order = ops.bucketize(keys(), exchange.world_size, layer.owners)
-            sweeps = layer.life is not None and layer.life.sweeps
-            rows = len(cast(HashTable, layer.table)) if sweeps else 0
-            return Proposal(self.signature, counts.unsqueeze(1), (len(self.keys), rows, 0))
-
-        agreed = exchange.agree(what, attempt(propose))
-        self.asked, self.rows, _ = map(sum, zip(*agreed.facts, strict=True))
-        self.own: list[int] = agreed.own[:, 0].tolist()
-        self.theirs: list[int] = agreed.counts[:, 0].tolist()
-        # Enlarge the receive buffers for all messages that may follow, before any of them can fail.
-        for counts, like in ((self.theirs, self.keys), (self.theirs, layer.weight)):
-            exchange.expect(packed_sizes([like], [counts]))
-        exchange.expect(packed_sizes([layer.weight], [self.own]))
-
-    def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
-        """Send the owners one value per key, in the order of `keys`; return the values received."""
-        return _exchanged(
-            self._exchange,
-            f"{what}: {self.signature}",
-            lambda: values,
-            self.own,
-            self.theirs,
-            values,
-        )
-
-
-def _exchanged(
-    exchange: Exchange,
-    what: str,
-    make: Callable[[], torch.Tensor],
-    sent: Sequence[int],
-    come: Sequence[int],
-    like: torch.Tensor,
-) -> torch.Tensor:
-    """Send each rank the rows meant for it, and wait for the rows from all ranks.
-
-    Args:
-        exchange: the exchange of the ranks.
-        what: description of the data, which must be the same on all ranks.
-        make: returns the rows to send, with the rows for rank 0 first; an error that it raises is
-            raised on every rank.
-        sent: number of rows to send to each rank.
-        come: number of rows to receive from each rank.
-        like: a tensor with the dtype of the rows and the shape of a row.
-
-    Returns:
-        The rows received from rank 0, then those from rank 1, and so on.
-    """
-    sizes = packed_sizes([like], [sent]), packed_sizes([like], [come])
-    parts = exchange.send(what, lambda to: pack(to, [make()], [sent]), *sizes)()
-    return unpack(parts, [like], [come])[0]

@@ -12,8 +12,9 @@ from ..distributed.exchange import Exchange, Proposal, attempt
 from ..errors import check_int, check_number
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.removal import remove_rows
-from .access import scored_life, signature_of
+from .access import scored_life
 from .make_room import Sweep
+from .to_owners import signature_of
 
 
 @uncompiled

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .fallback import redirected
 from .plan import LookupPlan
 from .record import LookupRecord
 from .request import Request
@@ -27,7 +28,8 @@ class Local:
         """Finish the lookup; see `Route`."""
         if error is not None:
             raise error
-        asked, finished = as_vectors(self.requests)
+        requests = redirected(self.plan, None, self.requests) if self.plan.redirects else None
+        asked, finished = as_vectors(requests or self.requests)
         pooled, record, found = run(self.plan, asked)
         outputs: Sequence[torch.Tensor] = pooled
         if torch.is_grad_enabled():

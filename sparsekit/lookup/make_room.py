@@ -24,6 +24,7 @@ from ..errors import TableFullError
 from ..ops._group import GROUP_COMBINERS
 from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.fallback import count_fallbacks, fallback_rows
 from ..tables.hash_table import HashTable
 from ..tables.life import LOW_WATERMARK, Evicted, RowLife
 from ..tables.removal import pinned_rows, remove_rows, states_of
@@ -77,8 +78,9 @@ def life_of(table: EmbeddingTable) -> RowLife:
 
 def inserted_keys(request: Request) -> torch.Tensor:
     """Return the keys of a request, int64 ``[n]``, without those that a device drops later."""
-    keys, offsets, bags = request.keys, request.bags.offsets, math.prod(request.shape)
-    if offsets is not None and request.bags.count > bags:  # see `without_waiting`
+    own, bags = request.own_bags(), math.prod(request.shape)
+    keys, offsets = own.values, own.offsets
+    if offsets is not None and own.count > bags:  # see `without_waiting`
         keys = keys[: int(offsets[bags])]
     return keys.to(torch.int64)
 
@@ -125,8 +127,7 @@ def _crowded(
     tables: Sequence[EmbeddingTable], most: Sequence[float], new: Sequence[int]
 ) -> list[bool]:
     """Return which tables may be over their budgets after these numbers of new keys."""
-    limits = [life_of(table).max_rows for table in tables]
-    each = zip(limits, most, new, strict=True)
+    each = zip([life_of(table).max_rows for table in tables], most, new, strict=True)
     return [limit is not None and rows + count > limit for limit, rows, count in each]
 
 
@@ -262,6 +263,7 @@ class Sweep:
         if not self._admits:
             self._keep_to_budget(len(new), rows)
             return
+        self._life.looked_up -= count_fallbacks(self._table.fallback, keys, occurrences)
         if occurrences is not None:
             counts = counts.zero_().index_add_(0, numbers, occurrences[absent])
         admitted, before = self._life.admit(new, counts, self._now)
@@ -313,7 +315,7 @@ class Sweep:
     def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows that must stay: these, and those of `pinned_rows`; -1 is no row."""
         rows = rows.to(torch.int64)
-        held = pinned_rows(self._table.weight)
+        held = [*pinned_rows(self._table.weight), *fallback_rows(self._table.fallback, self._index)]
         return torch.cat([rows, *(one.to(torch.int64) for one in held)]) if held else rows
 
     def _of_ranks(self, numbers: Sequence[int]) -> np.ndarray:

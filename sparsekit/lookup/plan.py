@@ -249,15 +249,14 @@ class LookupPlan:
         strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
+        redirects: whether a table has fallback rows; see `redirected`.
         fits_alone: whether `check_exchange` has found that all tables live on a single process.
     """
 
     def __init__(self, tables: Sequence[EmbeddingTable], reads: Sequence[bool] = ()) -> None:
         self._tables = [ref(table) for table in tables]
         self.reads = reads
-        reading = {
-            x for x, read in zip(tables, reads, strict=False) if read and x.table is not None
-        }
+        reading = {x for x, r in zip(tables, reads, strict=False) if r and x.table is not None}
         self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(tables):
@@ -276,6 +275,7 @@ class LookupPlan:
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}
         distinct = [table for batch in self.batches for table in batch.tables]
+        self.redirects = any(table.fallback is not None for table in distinct)
         self.strategies = {table.strategy for table in distinct}
         most = [t.max_keys_per_rank for t in distinct if t.strategy != "reduce_scatter"]
         limits = [limit for limit in most if limit is not None]

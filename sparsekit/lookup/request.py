@@ -57,7 +57,7 @@ class Request:
     @property
     def keys(self) -> torch.Tensor:
         """The keys, int64 or int32 ``[n]``; repeats allowed."""
-        return self.bags.values if self.first_bag is None else self._own_bags(self.bags).values
+        return self.own_bags().values
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -93,7 +93,8 @@ class Request:
         if self.checked:
             return
         if self.first_bag is not None:
-            self.bags = self._own_bags(check_bags(self.bags, GROUP, 1, NO_LIMIT, None))
+            self.bags = check_bags(self.bags, GROUP, 1, NO_LIMIT, None)
+            self.bags = self.own_bags()
             self.first_bag = None
         if self.combiner != "none":
             slots = self.shape[1] if len(self.shape) > 1 else 1
@@ -110,8 +111,11 @@ class Request:
                 f"maximum has no weights"
             )
 
-    def _own_bags(self, bags: Bags) -> Bags:
-        first, count = cast(int, self.first_bag), math.prod(self.shape)
+    def own_bags(self) -> Bags:
+        """Return the bags of this request alone; see `first_bag`."""
+        bags, first, count = self.bags, self.first_bag, math.prod(self.shape)
+        if first is None:
+            return bags
         begin, end = (int(cast(torch.Tensor, bags.offsets)[b]) for b in (first, first + count))
         return bags.part(first, count, begin, end)
 

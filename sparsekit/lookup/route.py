@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.own_shard import warn_of_parts_not_saved
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
+from .fallback import redirected
 from .local import Local
 from .make_room import Known, known_here, known_of, swept_columns, swept_tables
 from .plan import LookupPlan, PlanCache
@@ -106,9 +108,32 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
     return Local(plan, asked)
 
 
+@dataclass
+class _Redirected:
+    """A lookup whose keys are redirected when it finishes, as earlier lookups may admit some."""
+
+    plan: LookupPlan
+    exchange: Exchange
+    cache: PlanCache
+    tables: Sequence[EmbeddingTable]
+    asked: Asked
+
+    def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
+        """Finish the lookup; see `Route`."""
+        with self.exchange.lock:
+            asked = redirected(self.plan, self.exchange, error or self.asked)
+            return _begin_on_ranks(
+                self.exchange, self.cache, self.tables, asked, redirects=False
+            ).outputs()
+
+
 def _begin_on_ranks(
-    exchange: Exchange, cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
-) -> ByKey | ByBag:
+    exchange: Exchange,
+    cache: PlanCache,
+    tables: Sequence[EmbeddingTable],
+    asked: Asked,
+    redirects: bool = True,
+) -> Route:
     # Count the lookup before anything can fail or be interrupted, so that all ranks have the same
     # count.
     exchange.lookups += 1
@@ -117,6 +142,8 @@ def _begin_on_ranks(
     try:
         plan = cache.plan_for(tables)
         plan.check_exchange(exchange)
+        if plan.redirects and redirects:
+            return _Redirected(plan, exchange, cache, tables, asked)
         made = ByKey(exchange, plan)
     except Exception as error:  # the handshake sends it to the other ranks
         made = error

@@ -97,6 +97,8 @@ def _scored(table: EmbeddingTable, asked: Asked) -> KeyScores:
     keys, occurrences, _ = asked
     # Keys that are only read come 0 times.
     distinct = ops.unique(keys if occurrences is None else keys[occurrences > 0])[0]
+    if table.fallback is not None:
+        distinct = distinct[~table.fallback.has(distinct)]
     if not len(distinct):
         return KeyScores(distinct, distinct)
     score = cast(UserScore, life_of(table).score)

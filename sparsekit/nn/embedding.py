@@ -75,10 +75,10 @@ class DistributedEmbedding(EmbeddingLayer):
             keys must have equal scores on all ranks. Its errors are raised on all ranks, and then
             nothing has changed. None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
-            keys get a row. The others are read as before_admission says, and have no gradient. None
-            admits all.
+            keys get a row. The others are read as before_admission says, and have no gradient,
+            unless that has rows. None admits all.
         before_admission: vector of a key that has no row, in evaluation too: ``"initial"``, its
-            initial vector, or ``"zero"``.
+            initial vector; ``"zero"``; or `sparsekit.Fallback`, rows that keys share and train.
         ttl: units of the table's clock after which a row without a lookup in training expires; its
             key then loses its row within another 1/16 of ttl. None means never. The clock counts
             lookups in training, unless `sparsekit.set_clock` sets it.

@@ -16,6 +16,7 @@ from ..distributed import Exchange, exchange_of
 from ..distributed.world import group_of
 from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
+from .fallback import Fallback
 from .hash_table import HashTable, RowsOf
 from .init_function import resolve
 from .initializers import Constant, Initializer
@@ -262,6 +263,12 @@ class EmbeddingTable(TableTensors):
         """The distribution of the vectors of keys without a row."""
         zeros = self.life is not None and self.life.before_admission == "zero"
         return Constant(0.0) if zeros else self.initializer
+
+    @property
+    def fallback(self) -> Fallback | None:
+        """The rows that keys share until they are admitted; None if there are none."""
+        before = None if self.life is None else self.life.before_admission
+        return before if isinstance(before, Fallback) else None
 
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the positions of the keys that this rank owns, in ascending order."""

@@ -11,6 +11,7 @@ import torch
 from ..errors import check_int
 from . import saved_state as saved
 from .admission import ExactCounts, MinCount, Probability, Sketch, counts_of
+from .fallback import Fallback
 from .options import TableOptions
 from .scores import LFU, Score
 
@@ -81,7 +82,7 @@ class RowLife:
         score: how rows are valued.
         max_rows: budget of rows over all ranks; None if a full table is an error.
         admission: decides which new keys get a row; None for all.
-        before_admission: value of a key that has not been admitted: "initial" or "zero".
+        before_admission: value of a key that has not been admitted: "initial", "zero", or rows.
         counts: how often keys that have not been admitted have come, if admission counts them.
         ttl: units of the clock after which a row without a lookup expires; None for never.
         set_by_user: whether the clock is set by `sparsekit.set_clock`, and lookups do not advance
@@ -102,7 +103,7 @@ class RowLife:
         max_rows: int | None,
         ttl: int | None,
         admission: MinCount | Probability | None,
-        before_admission: str,
+        before_admission: str | Fallback,
         counts: ExactCounts | Sketch | None,
     ) -> None:
         self.score = score
@@ -255,7 +256,7 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
         most_rows: rows of all ranks.
 
     Raises:
-        ValueError: max_rows is more than there are.
+        ValueError: max_rows is more than there are, or fallback rows leave no room.
     """
     if options.score is None:
         return None
@@ -263,6 +264,9 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
     if options.on_full == "evict":
         max_rows = options.max_rows or max(1, int(_BUDGET * most_rows))
         check_int(name, "max_rows", max_rows, 1, most_rows)
+    if isinstance(options.before_admission, Fallback):
+        most = (most_rows if max_rows is None else max_rows) - 1
+        check_int(name, "before_admission.rows", options.before_admission.rows, 1, most)
     counts = counts_of(options.admission, cast(torch.device, options.device))
     policy = options.admission, options.before_admission
     return RowLife(cast(Score, options.score), max_rows, options.ttl, *policy, counts)

@@ -16,6 +16,7 @@ from ..distributed.world import WIRE_DTYPES, settings
 from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .admission import MinCount, Probability
+from .fallback import Fallback
 from .init_function import function_name
 from .initializers import Initializer
 from .scores import LFU, Score, UserScore, score_of
@@ -34,7 +35,7 @@ class TableKeywords(TypedDict, total=False):
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None
     ttl: int | None
     admission: MinCount | Probability | None
-    before_admission: str
+    before_admission: str | Fallback
     gradient_reduction: str
     seed: int | None
     name: str | None
@@ -62,7 +63,7 @@ class TableOptions:
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None = None
     ttl: int | None = None
     admission: MinCount | Probability | None = None
-    before_admission: str = "initial"
+    before_admission: str | Fallback = "initial"
     gradient_reduction: str = "mean"
     seed: int | None = None
     name: str | None = None
@@ -110,6 +111,8 @@ class TableOptions:
         padding_key = self.padding_key
         if padding_key is not None:
             padding_key = check_int(name, "padding_key", padding_key, -(2**63), 2**63 - 1)
+            if isinstance(self.before_admission, Fallback):
+                self.before_admission.check(name, torch.tensor([padding_key], device="cpu"))
         return replace(
             self,
             **self._checked_life(name),
@@ -146,9 +149,10 @@ class TableOptions:
                 f"{name}: admission must be sparsekit.MinCount(...), sparsekit.Probability(...) or "
                 f"None, got {self.admission!r}"
             )
-        check_choice(name, "before_admission", self.before_admission, ("initial", "zero"))
-        if self.before_admission == "zero" and self.admission is None:
-            raise ValueError(f"{name}: before_admission='zero' needs admission")
+        if not isinstance(self.before_admission, Fallback):
+            check_choice(name, "before_admission", self.before_admission, ("initial", "zero"))
+        if self.before_admission != "initial" and self.admission is None:
+            raise ValueError(f"{name}: before_admission={self.before_admission!r} needs admission")
         scored = evicts or any(given.values())
         score = score_of(name, "lru" if self.score is None else self.score) if scored else None
         told = evicts or self.admission is not None or isinstance(score, LFU)

@@ -1,0 +1,72 @@
+"""Rows that keys share until they are admitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import check_int
+from .hash_table import HashTable
+from .key_hash import mixed
+
+# Fallback rows have the smallest keys, which then belong to no one else.
+_FIRST_KEY = -(2**63)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Rows that keys read and train until `admission` gives them rows of their own.
+
+    A hash of the key chooses the row. They are rows of the table like others, except that they are
+    never dropped, and that `items` leaves them out. Their keys are the smallest int64 numbers,
+    which no lookup may have.
+
+    Args:
+        rows: number of rows over all ranks, at least 1.
+
+    Raises:
+        TypeError, ValueError: rows is not an int or out of range.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        check_int("Fallback", "rows", self.rows, 1, 2**31 - 1)
+
+    def keys(self, device: torch.device) -> torch.Tensor:
+        """Return the keys of the rows, int64 ``[rows]``."""
+        return torch.arange(self.rows, device=device) + _FIRST_KEY
+
+    def key_of(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the key of the row that stands for each int64 key."""
+        return mixed(keys) % self.rows + _FIRST_KEY
+
+    def has(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return whether keys are those of the rows."""
+        return keys < _FIRST_KEY + self.rows
+
+    def check(self, name: str, keys: torch.Tensor) -> None:
+        """Raise ValueError if any of a user's keys is that of a row."""
+        if bool((own := self.has(keys)).any()):
+            raise ValueError(
+                f"{name}: key {int(keys[own][0])} is one of the {self.rows} smallest int64 "
+                f"numbers, which are keys of the rows of {self}"
+            )
+
+
+def fallback_rows(fallback: Fallback | None, index: HashTable) -> list[torch.Tensor]:
+    """Return the rows of this rank, with -1 for those of others, in a list; empty without any."""
+    return [] if fallback is None else [index.find(fallback.keys(index.tensors()[0].device))]
+
+
+def count_fallbacks(
+    fallback: Fallback | None, keys: torch.Tensor, occurrences: torch.Tensor | None
+) -> int:
+    """Return how many keys of rows are among the keys that a lookup inserts."""
+    if fallback is None:
+        return 0
+    asked = fallback.has(keys)
+    if occurrences is not None:
+        asked &= occurrences > 0
+    return len(keys[asked].unique())
