@@ -233,26 +233,32 @@ def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
     assert "again" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("model", ["dlrm", "autoencoder"])
-@pytest.mark.time_limit(120)
-def test_torchrun_starts_a_killed_rank_again(model, tmp_path):
-    data = write_data(tmp_path, model)
+@pytest.mark.time_limit(240)
+def test_torchrun_starts_a_killed_rank_again(tmp_path):
+    """One torchrun trains both models, since starting ranks takes longer than training."""
+    data = {model: write_data(tmp_path, model) for model in ("dlrm", "autoencoder")}
 
-    def torchrun(folder, marker):
+    def torchrun(folder, killed):
+        runs = []
+        for model, path in data.items():
+            marker = folder / f"{model}.marker"
+            folder.mkdir(exist_ok=True)
+            if not killed:
+                marker.touch()
+            runs += [str(marker), *command(model, path, folder / model, "--resume")]
         script = Path(__file__).with_name("killed_rank.py")
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        killed = [str(script), str(marker), "1", "10"]
         process = subprocess.run(
-            [sys.executable, *launch, "--max-restarts", "1", *killed,
-             *command(model, data, folder, "--resume")],
+            [sys.executable, *launch, "--max-restarts", "2", str(script), "1", "10", *runs],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=100,
+            timeout=200,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr[-3000:]
         return process.stdout
 
-    (tmp_path / "never").touch()
-    assert "resumed" not in torchrun(tmp_path / "a", tmp_path / "never")
-    assert "resumed from" in torchrun(tmp_path / "b", tmp_path / "once")
-    assert (tmp_path / "once").exists()
-    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    assert "resumed" not in torchrun(tmp_path / "a", killed=False)
+    # The first model is resumed once more, at its end, when the second one's rank is killed.
+    assert torchrun(tmp_path / "b", killed=True).count("resumed from") == 3
+    for model in data:
+        assert (tmp_path / "b" / f"{model}.marker").exists()
+        assert contents(tmp_path / "b" / model) == contents(tmp_path / "a" / model)
