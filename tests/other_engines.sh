@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the op suite on each CPU engine of this processor except the default one, which pytest runs
 # anyway. Called by `make test`; arguments go to pytest. The engines have the same sources, compiled
-# for other instructions, so up to 8 parametrizations of each test are enough.
+# for other instructions, so up to 6 parametrizations of each test are enough.
 # Counts of launches are left out, as they are the same for each engine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,6 +15,6 @@ END
 )
 for engine in $engines; do
   ATEN_CPU_CAPABILITY=${engine/generic/default} "$python" -m pytest -q -n 2 --dist worksteal \
-    -p no:cacheprovider --at-most 8 tests/ops \
+    -p no:cacheprovider --at-most 6 tests/ops \
     -k "not simt and not cuda and not opcheck and not (group_launches and not pieces)" "$@"
 done

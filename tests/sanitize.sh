@@ -6,8 +6,8 @@
 # Called by `make sanitize`; arguments go to pytest. `--fuzz SECONDS SEED` runs the fuzzer under the
 # first two sanitizers instead of the suite.
 # `make test` runs all parametrizations; a sanitizer, which looks at memory and not at results, gets
-# up to 10 of each test, and ThreadSanitizer, which takes half of the time, up to 7.
-# `--at-most 1000` runs them all here, too.
+# up to 8 of each test, and ThreadSanitizer, which takes half of the time, up to 5.
+# `--at-most 1000 --all-cases` runs them all here, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -30,7 +30,7 @@ run() {
   local sanitizer=$1
   shift
   under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 \
-    --at-most 10 "$@"
+    --at-most 8 "$@"
 }
 
 # Tests ask for more memory than the machine has; this must fail as without a sanitizer.
@@ -53,7 +53,7 @@ run asan tests/ops -k simt "$@"
 # tests that measure memory (of strings and of faulty Parquet files), because AddressSanitizer keeps
 # freed memory for a while, and tests whose loaders fork, because this version does not take its
 # locks before a fork: a lock that another thread holds is then never released in the child.
-PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.so) SPARSEKIT_FUZZ_FILES=3000 \
+PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.so) SPARSEKIT_FUZZ_FILES=2000 \
   run asan tests/data tests/test_hashing*.py \
   -k "not no_copy_of_the_strings and not workers_of and not fuzz_parquet" "$@"
 
@@ -61,7 +61,7 @@ PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 # ThreadSanitizer is the slowest, so it gets one dtype: the others use the same kernels.
-TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan tests/ops --at-most 7 \
+TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan tests/ops --at-most 5 \
   -k "simt and not dtype1 and not dtype2" "$@"
 if compgen -G "$reports/race*" >/dev/null; then
   cat "$reports"/race*

@@ -1,4 +1,4 @@
-"""The fuzzer runs for ten seconds on each backend, and reports faults that tests inject."""
+"""The fuzzer runs for five seconds on each backend, and reports faults that tests inject."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def fuzz(*arguments, before=""):
 
 @pytest.mark.parametrize("backend", ["cpu", "simt"])
 def test_ops_and_layers_equal_the_reference(backend):
-    seconds = os.environ.get("SPARSEKIT_FUZZ_SECONDS", "10")
+    seconds = os.environ.get("SPARSEKIT_FUZZ_SECONDS", "5")
     code, printed = fuzz("--backend", backend, "--seconds", seconds, "--seed", str(SEED))
     assert code == 0, printed
     assert "no mismatch" in printed

@@ -24,7 +24,7 @@ from sparsekit.train import Trainer
 
 from .models import assert_equal, contents, keys_of_step, made, train
 
-KILLS = 100
+KILLS = 50
 
 
 def in_a_fork(function):

@@ -54,6 +54,7 @@ def check_equal(layer, form, bags, weights=None):
         torch.testing.assert_close(weights.grad, expected_weights.grad, **close)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("combiner", COMBINERS)
@@ -84,6 +85,7 @@ def test_any_bags_equal_embedding_bag(bags, combiner, weighted, form, dim):
     assert set(layer.table.keys().tolist()) == {key for bag in bags for key in bag}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("combiner", COMBINERS)

@@ -65,6 +65,7 @@ def call(layers, inputs, weights, group=None):
     }
 
 
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_that_of_the_layers(name, fused, device):

@@ -295,8 +295,10 @@ def test_an_interrupted_load_leaves_the_old_state_or_the_new_one(assign):
     loaded.load_state_dict(new.state_dict())
     state, outcomes = new.state_dict(), []
     layer = copy.deepcopy(old)
+    # Every second moment: those of odd numbers without `assign`, the others with it.
     while not interrupt(
-        functools.partial(layer.load_state_dict, state, assign=assign), len(outcomes) + 1
+        functools.partial(layer.load_state_dict, state, assign=assign),
+        2 * len(outcomes) + 1 + assign,
     ):
         is_old = same_state(layer.state_dict(), old.state_dict())
         assert is_old or same_state(layer.state_dict(), loaded.state_dict())

@@ -215,6 +215,7 @@ INDICES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("padding_idx", [None, 0, 2, -2])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("indices", INDICES)
@@ -303,6 +304,7 @@ def test_padding_out_of_range(drop_in, padding_idx):
             drop_in(4, 3, padding_idx=padding_idx)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["mean", "sum", "max"])
 @pytest.mark.parametrize("shape", [(1, 10), (10, 10), (1, 1), (1, 2), (2, 1), (2, 2), (37, 23)])
@@ -319,6 +321,7 @@ def test_bags_of_equal_length(storage, shape, mode, dtype):
         check(theirs, storage, ids.reshape(-1), offsets)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows_dim", [(2, 3), (2, 5), (101, 5), (2, 101)])
 @pytest.mark.parametrize("trained", [False, True])
@@ -358,6 +361,7 @@ def known(mode, include_last_offset, dtype, dtypes):
     return theirs, T([3, 1, 1, 1, 4, 0], dtype=dtypes[0]), T(offsets, dtype=dtypes[1])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtypes", PAIRS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("include_last_offset", [False, True])
@@ -388,6 +392,7 @@ def test_known_example(storage, mode, include_last_offset, dtype, dtypes):
     assert not gradient_by_id(ours).any()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtypes", PAIRS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("include_last_offset", [False, True])
