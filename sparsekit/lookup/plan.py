@@ -70,7 +70,7 @@ class TableBatch:
         self.reads = reads
         writing = [t for t, read in zip(asked, reads, strict=True) if not read] if reads else asked
         asks_first = bool(reads) and any(table.inserts for table in writing)
-        self.first = TableBatch((), writing, inserts) if asks_first else None
+        self.first = TableBatch((), list(dict.fromkeys(writing)), inserts) if asks_first else None
         self.inserts = inserts = inserts and not reads
         indices: dict[EmbeddingTable, int] = {}
         self.table_of_request = [indices.setdefault(table, len(indices)) for table in asked]

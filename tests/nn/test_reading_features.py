@@ -205,6 +205,16 @@ def test_only_readers_drop_no_expired_rows():
     assert len(layer.table) == before == 2
 
 
+def test_several_features_insert_in_a_table_that_another_reads():
+    layer = DistributedEmbedding("sum", 40, DIM, 1, name="a", score="lfu")
+    group = EmbeddingGroup({"a": layer}, {"x": "a", "y": "a", "z": Feature("a", insert=False)})
+    keys = {"x": [1, 2], "y": [2, 3], "z": [3, 4]}
+    out = group({name: T(own).view(-1, 1, 1) for name, own in keys.items()})
+    assert layer.table.keys().tolist() == [1, 2, 3]
+    assert (layer.scores[:3] >> 32).tolist() == [1, 2, 1]
+    assert torch.equal(out["z"], layer.vectors(T([3, 4])))
+
+
 def test_evaluation_and_copies():
     device = torch.device("cpu")
     group = made("lfu", device, {"x": "a", "y": READERS["pooled"], "z": "other"})
