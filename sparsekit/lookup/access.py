@@ -101,8 +101,8 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
         scores = {}
-        if functions := _by_user(layer):
-            scores = scores_on_ranks(functions, lambda _: Asked(come), exchange, way.signature)
+        if by_user := _by_user(layer):
+            scores = scores_on_ranks(by_user, lambda _: Asked(come), exchange, way.signature)
         failed = None
         if layer.life is not None and layer.life.sweeps:
             known = Known(layer, way.rows, way.asked, layer.life.keys_finished)
@@ -126,7 +126,7 @@ def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor)
 
 
 def _by_user(layer: EmbeddingTable) -> list[EmbeddingTable]:
-    """Return the layer, in a list, if a function returns its scores."""
+    """Return the layer, in a list, if the user gives its scores."""
     by_user = layer.life is not None and isinstance(layer.life.score, UserScore)
     return [layer] if by_user else []
 

@@ -40,7 +40,7 @@ from .scored import tables_by_user
 from .second import Gradients, differentiable
 from .slots import NO_LIMIT
 from .table_ops import run
-from .user_scores import UserScores, scores_on_ranks
+from .user_scores import UserScores, inserting, scores_on_ranks
 
 
 def can_go_by_bag(request: Request) -> bool:
@@ -136,9 +136,11 @@ class ByBag:
 
         user_scores: UserScores = {}
         batches = self.plan.batches
-        functions = tables_by_user(batches) if any(x.scored is not None for x in batches) else []
-        if functions:
-            user_scores = scores_on_ranks(functions, keys_of, exchange, self.signature, error)
+        by_user = tables_by_user(batches) if any(x.scored is not None for x in batches) else []
+        if by_user:
+            requests = inserting(self.requests, self.plan.reads)
+            given = by_user, keys_of, exchange, self.signature, requests, error
+            user_scores = scores_on_ranks(*given)
         if self._known and error is None:
             error = make_room_on_ranks(
                 still_inserting(self._known), keys_of, exchange, self.signature
@@ -147,8 +149,8 @@ class ByBag:
         def add_up(to: Parts) -> None:
             if error is not None:
                 raise error
-            requests = [one.request for one in owned]
-            looked_up.append(run(self.plan, requests, True, user_scores))
+            of_ranks = [one.request for one in owned]
+            looked_up.append(run(self.plan, of_ranks, True, user_scores))
             sums = [
                 one.sums(output).to(rows.dtype)
                 for one, output, rows in zip(owned, looked_up[0].outputs, like, strict=True)

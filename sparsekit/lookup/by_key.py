@@ -27,7 +27,7 @@ from .rows import exchange_rows
 from .scored import tables_by_user
 from .second import Gradients, differentiable
 from .unpooled import as_vectors
-from .user_scores import scores_on_ranks
+from .user_scores import inserting, scores_on_ranks
 
 
 class ByKey:
@@ -53,6 +53,7 @@ class ByKey:
         self.of_plan = plan.signature()
         self.signature = f"look up in {self.of_plan}, lookup number {exchange.lookups}"
         self._clients: list[KeyClient] = []
+        self._requests: Sequence[Request] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
         # For each table, the number of places for its keys in each message; None if a message is as
         # large as its content. On a device all messages have fixed sizes if all tables limit their
@@ -79,6 +80,7 @@ class ByKey:
             reports.poll()
         if self._places is not None:
             self._check_places(self._places)
+        self._requests = requests
         asked, self._finished = as_vectors(requests)
         for batch, columns in zip(self.plan.batches, self.plan.columns, strict=True):
             own = asked
@@ -246,9 +248,10 @@ class ByKey:
             self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
         server = KeyServer(self.plan, come, self._keys, self._theirs, self._places, self._counted)
         batches = self.plan.batches
-        functions = tables_by_user(batches) if any(x.scored is not None for x in batches) else []
-        if functions:
-            given = functions, server.keys_of, exchange, self.signature, error
+        by_user = tables_by_user(batches) if any(x.scored is not None for x in batches) else []
+        if by_user:
+            requests = inserting(self._requests, self.plan.reads)
+            given = by_user, server.keys_of, exchange, self.signature, requests, error
             server.user_scores = scores_on_ranks(*given)
         if self._known and error is None:
             error = make_room_on_ranks(

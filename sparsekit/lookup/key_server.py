@@ -36,7 +36,7 @@ class KeyServer:
         counted: columns of the tables for which numbers follow the keys: how often each has come.
 
     Attributes:
-        user_scores: the scores of keys that functions have returned.
+        user_scores: the scores of keys that the user gives.
     """
 
     def __init__(

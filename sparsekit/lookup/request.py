@@ -48,6 +48,7 @@ class Request:
     columns: tuple[int, int] | None = None
     # If the output is jagged, with a vector for each key: the offsets of the bags.
     jagged: torch.Tensor | None = None
+    scores: tuple[torch.Tensor, torch.Tensor] | None = None  # int64 keys of the input, and scores
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ class Scored:
         lives: index of each of these tables, and its `RowLife`.
         touched: those of them whose scores the lookup writes, in training.
         counted: indices of the tables whose scores count how often a key comes.
-        by_user: indices of the tables whose scores a function returns.
+        by_user: indices of the tables whose scores the user gives.
         swept: indices of the tables in which room may have to be made before keys are inserted.
         policies: int64 ``[T, 2]``, the argument ``policies`` of `group_touch_`.
     """
@@ -66,7 +66,7 @@ class Scored:
 
 
 def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
-    """Return the tables whose scores a function returns, among those of `LookupPlan.batches`."""
+    """Return the tables whose scores the user gives, among those of `LookupPlan.batches`."""
     each = [batch for batch in batches if batch.scored is not None]
     return [batch.tables[t] for batch in each for t in batch.scored.by_user]
 

@@ -28,7 +28,7 @@ from .reading import asked_of, insertions
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 from .touch import hold_rows, touch
-from .user_scores import UserScores, scores_of_keys
+from .user_scores import UserScores, inserting, scores_of_keys
 
 # Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
 # op refused its arguments.
@@ -59,7 +59,7 @@ def run(
         agreed: whether all ranks have agreed on the lookup. If so, other ranks go on, and a
             later lookup raises deferred errors. On a device that defers errors, it also raises
             TableFullError for this lookup.
-        user_scores: if all ranks have agreed, the scores of keys that functions have returned.
+        user_scores: if all ranks have agreed, the scores of keys that the user gives.
 
     Raises:
         TypeError, ValueError, IndexError: keys or offsets are not valid for a table; nothing has
@@ -105,7 +105,7 @@ def run_into(
         asked: for each of `LookupPlan.batches`, the requests, which have been checked, and their
             descriptors.
         outs: for each batch, the tensor to write to; the descriptors give the positions in it.
-        user_scores: the scores of keys that functions have returned.
+        user_scores: the scores of keys that the user gives.
     """
     calls = []
     for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
@@ -256,11 +256,12 @@ class TableOps:
             self._prepare(late)
 
     def score_keys(self) -> None:
-        """Have functions score the keys, unless that has been done; nothing else changes."""
+        """Score the keys as the user says, unless that has been done; change nothing else."""
         scored = self._batch.scored
         if scored is not None and scored.by_user and self._user_scores is None:
             tables = [self._batch.tables[t] for t in scored.by_user]
-            self._user_scores = scores_of_keys(tables, self._keys_of)
+            requests = inserting(self._requests, self._batch.reads)
+            self._user_scores = scores_of_keys(tables, self._keys_of, requests)
 
     def _make_room(self, swept: Sequence[int]) -> None:
         """Drop rows of tables that the keys might overfill, and rows that have expired."""

@@ -62,6 +62,7 @@ def _vectors_of(request: Request) -> Request:
     if request.checked or not change_without_waiting(request, slots):
         request.check()
     asked = one_by_one(request.table, request.keys)
+    asked.scores = request.scores
     if request.bags.count > math.prod(request.shape):  # there is an extra bag of keys left out
         asked.bags = Bags(request.keys, key_by_key(len(request.keys), request.offsets), None)
     return asked

@@ -1,4 +1,4 @@
-"""Calls the functions that score keys, and writes what they have returned."""
+"""Scores of the user: what functions return for keys, or calls have beside their keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 
 from .. import ops
 from ..distributed.exchange import Exchange, Proposal, attempt
+from ..distributed.wire import pack, packed_sizes, unpack
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
-from ..tables.init_function import function_name
 from ..tables.scores import MOST_SCORE, UserScore
+from .feature_matrix import is_scipy_csr
 from .make_room import Asked, Keys, life_of
+from .request import Request
 
 
 class KeyScores(NamedTuple):
@@ -32,18 +34,68 @@ class KeyScores(NamedTuple):
 UserScores = dict[EmbeddingTable, KeyScores]
 
 
-def scores_of_keys(tables: Sequence[EmbeddingTable], keys: Keys) -> UserScores:
-    """Call the functions of tables, before a lookup changes anything.
+def beside(request: Request, inputs: Any, scores: Any) -> Request:
+    """Note the scores that a call has beside its keys in a request, and return the request.
 
     Args:
-        tables: tables whose scores a function returns.
+        request: the request for these inputs.
+        inputs: the keys, in any form that a layer accepts.
+        scores: an int64 score for each key, flat or in the shape of a dense tensor of keys.
+
+    Raises:
+        TypeError, ValueError: the table takes no such scores, or they are not valid.
+    """
+    life = request.table.life
+    if life is None or life.score != UserScore(None):
+        raise ValueError(f"{request.name}: scores needs a layer with score='given'")
+    if isinstance(inputs, torch.Tensor) and inputs.layout == torch.sparse_csr:
+        floats = inputs.is_floating_point()  # a feature matrix
+        keys: Any = inputs.col_indices() if floats else inputs.values()
+    elif isinstance(inputs, torch.Tensor) and inputs.layout == torch.sparse_coo:
+        keys = inputs._values()
+    elif isinstance(inputs, torch.Tensor) and not inputs.is_nested:
+        keys = inputs
+    elif isinstance(inputs, (tuple, list)):
+        keys = inputs[0]
+    elif is_scipy_csr(inputs):
+        keys = torch.from_numpy(inputs.indices).to(request.table.weight.device)
+    else:
+        keys = inputs.values()
+    flat = keys.reshape(-1)
+    _check(f"{request.name}: scores must be", scores, (flat.shape, keys.shape), flat)
+    request.scores = flat.to(torch.int64), scores.reshape(-1)
+    return request
+
+
+def inserting(requests: Sequence[Request], reads: Sequence[bool]) -> Sequence[Request]:
+    """Return the requests that may insert keys; `reads` says which do not, or is empty."""
+    if not reads:
+        return requests
+    return [request for request, read in zip(requests, reads, strict=True) if not read]
+
+
+def scores_of_keys(
+    tables: Sequence[EmbeddingTable], keys: Keys, requests: Sequence[Request] | None = None
+) -> UserScores:
+    """Return the scores of keys, before a lookup changes anything.
+
+    Args:
+        tables: tables whose scores the user gives.
         keys: returns the keys of a table that this rank owns.
+        requests: the requests with scores beside their keys; None if no call has them, and rows
+            are to keep theirs.
 
     Raises:
         RuntimeError: a function has raised.
-        TypeError, ValueError: a function has returned anything but scores.
+        TypeError, ValueError: a function has returned anything but scores, or there are none
+            beside keys.
     """
-    return {table: _scored(table, keys(table)) for table in tables}
+    return {
+        table: _returned(table, keys(table))
+        if requests is None or not _is_given(table)
+        else _among(table, *_pairs(table, requests), keys(table))
+        for table in tables
+    }
 
 
 def scores_on_ranks(
@@ -51,26 +103,47 @@ def scores_on_ranks(
     keys: Keys,
     exchange: Exchange,
     signature: str,
+    requests: Sequence[Request] | None = None,
     error: Exception | None = None,
 ) -> UserScores:
-    """Call the functions of tables on all ranks; raise an error of one rank on all of them.
+    """Return the scores of keys like `scores_of_keys`; raise an error of one rank on all of them.
 
     Args:
-        tables: tables whose scores a function returns, the same on all ranks.
+        tables: tables whose scores the user gives, the same on all ranks.
         keys: returns the keys of a table that this rank owns, from all ranks.
         exchange: the exchange of the ranks.
         signature: text that identifies the lookup, the same on all ranks.
+        requests: this rank's requests with scores beside their keys; see `scores_of_keys`.
         error: an error of this rank, which the other ranks do not know yet.
     """
+    given = [] if requests is None else [table for table in tables if _is_given(table)]
+    others = [table for table in tables if table not in given]
     made: UserScores = {}
+    pairs: list[torch.Tensor] = []  # keys grouped by owner, and their scores, of each table
     what = f"score keys: {signature}"
 
     def score() -> Proposal:
-        made.update(scores_of_keys(tables, keys))
+        made.update(scores_of_keys(others, keys))
         nothing = torch.empty(exchange.world_size, 0, dtype=torch.int64, device=exchange.device)
-        return Proposal(what, nothing)
+        counts = [nothing]
+        for table in given:
+            own, scores = _highest(*_pairs(table, cast("Sequence[Request]", requests)))
+            grouped, of_ranks, order = ops.bucketize(own, exchange.world_size, table.owners)
+            pairs.extend((grouped, scores[order]))
+            counts += [of_ranks.unsqueeze(1)] * 2
+        return Proposal(what, torch.cat(counts, 1))
 
-    exchange.agree(what, error or attempt(score))
+    agreed = exchange.agree(what, error or attempt(score))
+    if not given:
+        return made
+    own, come = agreed.own.T.tolist(), agreed.counts.T.tolist()
+    sizes = packed_sizes(pairs, own), packed_sizes(pairs, come)
+    for each in sizes:
+        exchange.expect(each)
+    parts = exchange.send(f"scores: {signature}", lambda to: pack(to, pairs, own), *sizes)()
+    received = unpack(parts, pairs, come)
+    for table, own_keys, scores in zip(given, received[::2], received[1::2], strict=True):
+        made[table] = _among(table, own_keys, scores, keys(table))
     return made
 
 
@@ -92,36 +165,94 @@ def score_writes(
     )
 
 
-@torch.no_grad()
-def _scored(table: EmbeddingTable, asked: Asked) -> KeyScores:
-    keys, occurrences, _ = asked
-    # Keys that are only read come 0 times.
+def _is_given(table: EmbeddingTable) -> bool:
+    """Return whether scores come beside keys."""
+    return cast(UserScore, life_of(table).score).function is None
+
+
+def _pairs(table: EmbeddingTable, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys of requests for a table that have a score, and their scores."""
+    own = [request for request in requests if request.table is table]
+    for request in own:
+        if request.scores is None and len(request.bags.values):
+            raise ValueError(
+                f"{request.name}: with score='given' a lookup in training needs scores, one for "
+                f"each key"
+            )
+    pairs = [request.scores for request in own if request.scores is not None]
+    none = torch.empty(0, dtype=torch.int64, device=table.weight.device)
+    each = zip(*pairs, (none, none), strict=True)
+    keys, scores = map(torch.cat, each)
+    return keys, scores
+
+
+def _highest(keys: torch.Tensor, scores: torch.Tensor) -> KeyScores:
+    """Return distinct keys, and the highest score of each."""
+    distinct, numbers, _ = ops.unique(keys)
+    return KeyScores(
+        distinct, torch.zeros_like(distinct).scatter_reduce_(0, numbers, scores, "amax")
+    )
+
+
+def _among(
+    table: EmbeddingTable, keys: torch.Tensor, scores: torch.Tensor, asked: Asked
+) -> KeyScores:
+    """Return distinct keys that a lookup inserts or finds, and the highest score of each."""
+    scored = _highest(keys, scores)
+    # Padding and keys beyond a limit of bags have scores, but are not looked up.
+    among = torch.isin(scored.keys, _distinct(table, asked))
+    return KeyScores(scored.keys[among], scored.scores[among])
+
+
+def _distinct(table: EmbeddingTable, asked: Asked) -> torch.Tensor:
+    """Return the distinct keys, but not fallback rows', nor those that are only read."""
+    keys, occurrences, _ = asked  # those that are only read come 0 times
     distinct = ops.unique(keys if occurrences is None else keys[occurrences > 0])[0]
-    if table.fallback is not None:
-        distinct = distinct[~table.fallback.has(distinct)]
+    return distinct if table.fallback is None else distinct[~table.fallback.has(distinct)]
+
+
+@torch.no_grad()
+def _returned(table: EmbeddingTable, asked: Asked) -> KeyScores:
+    """Return what a table's function returns; without one, the scores that rows have."""
+    distinct = _distinct(table, asked)
+    score = cast(UserScore, life_of(table).score)
+    if score.function is None:
+        rows = cast(HashTable, table.table).find(distinct)
+        words = cast(torch.Tensor, table.scores)[rows.clamp(min=0)]
+        return KeyScores(distinct, torch.where(rows < 0, 0, score.order(words, 0)))
     if not len(distinct):
         return KeyScores(distinct, distinct)
-    score = cast(UserScore, life_of(table).score)
-    named = f"{table.name}: score function {function_name(score.function)}"
     try:
         scores: object = score.function(distinct.clone())
     except Exception as error:
-        raise RuntimeError(f"{named} raised {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"{table.name}: score function {score.called} raised {type(error).__name__}: {error}"
+        ) from error
+    what = f"{table.name}: the result of score function {score.called} must be"
+    return KeyScores(distinct, _check(what, scores, (distinct.shape,), distinct))
+
+
+def _check(
+    what: str, scores: object, shapes: Sequence[torch.Size], keys: torch.Tensor
+) -> torch.Tensor:
+    """Check scores of keys, int64 ``[n]``, and return them.
+
+    Raises:
+        TypeError, ValueError: they are no scores; the error begins with `what`.
+    """
     if not isinstance(scores, torch.Tensor):
-        raise TypeError(f"{named} must return a tensor, got {type(scores).__name__}")
+        raise TypeError(f"{what} a tensor, got {type(scores).__name__}")
     if scores.dtype != torch.int64:
-        raise TypeError(f"{named} must return int64 scores, got {scores.dtype}")
-    if scores.shape != distinct.shape or scores.device != distinct.device:
+        raise TypeError(f"{what} int64, got {scores.dtype}")
+    if scores.shape not in shapes or scores.device != keys.device:
+        listed = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in shapes))
         raise ValueError(
-            f"{named} must return a score for each of {len(distinct)} keys, of shape "
-            f"{tuple(distinct.shape)} on {distinct.device}, got shape {tuple(scores.shape)} on "
-            f"{scores.device}"
+            f"{what} of shape {listed} on {keys.device}, one for each key, got shape "
+            f"{tuple(scores.shape)} on {scores.device}"
         )
-    outside = ((scores < 0) | (scores > MOST_SCORE)).nonzero()
+    flat = scores.reshape(-1)
+    outside = ((flat < 0) | (flat > MOST_SCORE)).nonzero()
     if len(outside):
         at = int(outside[0])
-        raise ValueError(
-            f"{named} must return scores in [0, 2^32), got {int(scores[at])} for key "
-            f"{int(distinct[at])}"
-        )
-    return KeyScores(distinct, scores)
+        raise ValueError(f"{what} in [0, 2^32), got {int(flat[at])} for key {int(keys[at])}")
+    return scores

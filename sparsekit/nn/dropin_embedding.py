@@ -9,6 +9,7 @@ import torch
 from .._compiling import uncompiled
 from ..lookup import Asked, look_up, refused
 from ..lookup.request import Request, ask_vectors
+from ..lookup.user_scores import beside
 from ..tables.options import TableKeywords
 from .dropin import DropIn, rows_of, with_vectors
 from .keywords import takes_table_options
@@ -159,10 +160,13 @@ class Embedding(DropIn):
         return with_vectors(layer, embeddings, freeze)
 
     @uncompiled
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, *, scores: torch.Tensor | None = None) -> torch.Tensor:
         """Look up the vector of each id; see Shape above."""
         try:
-            asked: Asked = [self.request(input)]
+            request = self.request(input)
+            if scores is not None:
+                beside(request, input, scores)
+            asked: Asked = [request]
         except BaseException as error:
             asked = refused([self], error)
         return look_up(self.plan_cache, [self], asked)[0]

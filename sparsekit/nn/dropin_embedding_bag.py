@@ -10,6 +10,7 @@ from .._compiling import uncompiled
 from ..errors import check_choice
 from ..lookup import Asked, look_up, refused
 from ..lookup.request import Request, ask_bags
+from ..lookup.user_scores import beside
 from ..tables.options import TableKeywords
 from .dropin import DropIn, rows_of, with_vectors
 from .embedding import STRATEGIES
@@ -151,10 +152,15 @@ class EmbeddingBag(DropIn):
         input: torch.Tensor,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
+        *,
+        scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Pool the vectors of each bag's ids; see Shape above."""
         try:
-            asked: Asked = [self._asked(input, offsets, per_sample_weights)]
+            request = self._asked(input, offsets, per_sample_weights)
+            if scores is not None:
+                beside(request, input, scores)
+            asked: Asked = [request]
         except BaseException as error:
             asked = refused([self], error)
         return look_up(self.plan_cache, [self], asked)[0]

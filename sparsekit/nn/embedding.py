@@ -12,6 +12,7 @@ from ..errors import check_choice
 from ..lookup import Asked, look_up, refused
 from ..lookup.request import Request, ask_bags, ask_vectors
 from ..lookup.slots import check_combiner, check_max_nnz
+from ..lookup.user_scores import beside
 from ..tables.options import TableKeywords, TableOptions, check_count
 from .keywords import takes_table_options
 from .layer import EmbeddingLayer
@@ -73,7 +74,8 @@ class DistributedEmbedding(EmbeddingLayer):
             training. It is called by the rank that owns the keys, once a lookup, with the distinct
             keys, int64 ``[n]``, and returns int64 ``[n]`` in [0, 2^32) on the same device; equal
             keys must have equal scores on all ranks. Its errors are raised on all ranks, and then
-            nothing has changed. None means ``"lru"`` where scores are needed.
+            nothing has changed. ``"given"``: what the ``scores`` of the last lookup in training
+            say. None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
             keys get a row. The others are read as before_admission says, and have no gradient,
             unless that has rows. None admits all.
@@ -188,19 +190,28 @@ class DistributedEmbedding(EmbeddingLayer):
         self.max_feature_num = max_feature_num
 
     @uncompiled
-    def forward(self, inputs: Any, sample_weights: Any = None) -> torch.Tensor:
+    def forward(
+        self, inputs: Any, sample_weights: Any = None, scores: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Pool the vectors of each bag's keys.
 
         Args:
             inputs: the bags; see Shape above.
             sample_weights: one weight for each key, floating point: flat ``[n]``, or in the form
                 of inputs. A KeyedJaggedTensor has its own weights.
+            scores: with score="given", an int64 score in [0, 2^32) for each key, flat ``[n]`` in
+                the order of the keys, or in the shape of a dense tensor of keys. A lookup in
+                training must have them; of a key that comes several times, on all ranks, the
+                highest counts.
 
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
         try:
-            asked: Asked = [self.request(inputs, sample_weights)]
+            request = self.request(inputs, sample_weights)
+            if scores is not None:
+                beside(request, inputs, scores)
+            asked: Asked = [request]
         except BaseException as error:
             asked = refused([self], error)
         return look_up(self.plan_cache, [self], asked)[0]
@@ -279,10 +290,13 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         self.dynamic_input = dynamic_input
 
     @uncompiled
-    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+    def forward(self, keys: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
         try:
-            asked: Asked = [self.request(keys)]
+            request = self.request(keys)
+            if scores is not None:
+                beside(request, keys, scores)
+            asked: Asked = [request]
         except BaseException as error:
             asked = refused([self], error)
         return look_up(self.plan_cache, [self], asked)[0]

@@ -14,6 +14,7 @@ from ..lookup import Asked, PlanCache, Route, begin, finish, look_up, refused
 from ..lookup.inputs import is_keyed_jagged
 from ..lookup.request import GROUP, Request, ask_bags
 from ..lookup.slots import POOLINGS
+from ..lookup.user_scores import beside
 from ..tables.embedding_table import EmbeddingTable
 from .any_names import LayersByName, name_in_state
 from .features import (
@@ -112,7 +113,12 @@ class EmbeddingGroup(torch.nn.Module):
         self._begun: tuple[Any, Route] | None = None
 
     @uncompiled
-    def forward(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> Any:
+    def forward(
+        self,
+        inputs: Any,
+        sample_weights: Mapping[str, Any] | None = None,
+        scores: Mapping[str, torch.Tensor] | None = None,
+    ) -> Any:
         """Look up the inputs of all features.
 
         Args:
@@ -120,18 +126,21 @@ class EmbeddingGroup(torch.nn.Module):
                 features; or a KeyedJaggedTensor.
             sample_weights: weights of each input's keys, by name; inputs without weights may be
                 left out. A KeyedJaggedTensor has its own weights.
+            scores: scores of each input's keys, by name, for layers with score="given"; see
+                `DistributedEmbedding.forward`. In a KeyedJaggedTensor they are of the name's keys.
 
         Returns:
             The form that `output` selects, by default a dict.
 
         Raises:
-            TypeError: inputs or sample_weights is not a mapping.
+            TypeError: inputs, sample_weights or scores is not a mapping.
             ValueError: a name is missing or unknown.
             The layers raise further errors.
         """
         if self._begun is None:
             tables = self._tables()
-            outputs = look_up(self._plan_cache, tables, self._ask(tables, inputs, sample_weights))
+            asked = self._ask(tables, inputs, sample_weights, scores)
+            outputs = look_up(self._plan_cache, tables, asked)
         else:
             (expected, route), self._begun = self._begun, None
             error = None
@@ -150,12 +159,17 @@ class EmbeddingGroup(torch.nn.Module):
         return keyed_tensor_class()(list(self.features), dims, values)
 
     @uncompiled
-    def prefetch(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> None:
+    def prefetch(
+        self,
+        inputs: Any,
+        sample_weights: Mapping[str, Any] | None = None,
+        scores: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Start to send the keys of the next batch while work on the current batch goes on.
 
         Call it before or after the backward of a batch. The next call of the group must pass the
-        same object as `inputs`, and needs no sample_weights. Nothing is looked up before that call,
-        so the result is the same as without prefetch.
+        same object as `inputs`, and needs neither sample_weights nor scores. Nothing is looked up
+        before that call, so the result is the same as without prefetch.
 
         On CUDA it is best called between the group and the dense part of a batch: sending waits for
         work already queued on the current stream, and overlaps with later work.
@@ -167,7 +181,7 @@ class EmbeddingGroup(torch.nn.Module):
         if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
         tables = self._tables()
-        asked = self._ask(tables, inputs, sample_weights)
+        asked = self._ask(tables, inputs, sample_weights, scores)
         self._begun = inputs, begin(self._plan_cache, tables, asked)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,7 +196,11 @@ class EmbeddingGroup(torch.nn.Module):
         return self._asked
 
     def _ask(
-        self, tables: Sequence[EmbeddingTable], inputs: Any, weights: Mapping[str, Any] | None
+        self,
+        tables: Sequence[EmbeddingTable],
+        inputs: Any,
+        weights: Mapping[str, Any] | None,
+        scores: Mapping[str, torch.Tensor] | None,
     ) -> Asked:
         """Return a request for each feature, or the error that the inputs have caused."""
         join = self.output != "dict"
@@ -190,11 +208,12 @@ class EmbeddingGroup(torch.nn.Module):
             if is_keyed_jagged(inputs):
                 self._check_slots("a KeyedJaggedTensor")
                 plan = self._plan_cache.plan_for(tables)
-                return ask_keyed(plan, self.features, inputs, weights, join)
+                keyed = ask_keyed(plan, self.features, inputs, weights, join)
+                return self._with_scores(keyed, inputs, scores)
             requests = self._ask_each(inputs, {} if weights is None else weights)
             if join:
                 share_columns(requests)
-            return requests
+            return self._with_scores(requests, inputs, scores)
         except BaseException as error:
             return refused(tables, error)
 
@@ -210,24 +229,46 @@ class EmbeddingGroup(torch.nn.Module):
                     f"slot_num={slots}"
                 )
 
-    def _ask_each(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
+    def _with_scores(
+        self,
+        requests: Sequence[Request],
+        inputs: Mapping[str, Any],
+        scores: Mapping[str, torch.Tensor] | None,
+    ) -> Sequence[Request]:
+        """Note the scores of each input in its request, and return the requests."""
+        if scores is not None:
+            self._check_names("scores", scores)
+            for name, request in zip(self.features, requests, strict=True):
+                if name in scores:
+                    beside(request, inputs[name], scores[name])
+        return requests
+
+    def _check_mapping(self, argument: str, given: Any) -> str:
         what = "features" if self.has_features else "layers"
-        for argument, given in (("inputs", inputs), ("sample_weights", weights)):
-            if not hasattr(given, "keys"):
-                raise TypeError(
-                    f"EmbeddingGroup: {argument} must be a mapping with the names of {what}, got "
-                    f"{type(given).__name__}"
-                )
+        if not hasattr(given, "keys"):
+            raise TypeError(
+                f"EmbeddingGroup: {argument} must be a mapping with the names of {what}, got "
+                f"{type(given).__name__}"
+            )
+        return what
+
+    def _check_names(self, argument: str, given: Mapping[str, Any]) -> None:
+        what = self._check_mapping(argument, given)
+        if unknown := [name for name in given if name not in self.features]:
+            raise ValueError(
+                f"EmbeddingGroup: {argument} must be of the {what} {list(self.features)}, got "
+                f"{unknown}"
+            )
+
+    def _ask_each(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
+        what = self._check_mapping("inputs", inputs)
+        self._check_mapping("sample_weights", weights)
         if set(inputs) != set(self.features):
             raise ValueError(
                 f"EmbeddingGroup: inputs must have the {what} {list(self.features)}, got "
                 f"{list(inputs) or 'none'}"
             )
-        if unknown := [name for name in weights if name not in self.features]:
-            raise ValueError(
-                f"EmbeddingGroup: sample_weights must be of the {what} {list(self.features)}, got "
-                f"{unknown}"
-            )
+        self._check_names("sample_weights", weights)
         if self.has_features:
             return ask_each(asked_of(self.features, self._tables()), inputs, weights)
         calls = (

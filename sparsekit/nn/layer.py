@@ -179,8 +179,8 @@ class EmbeddingLayer(EmbeddingTable):
         Args:
             chunk: largest number of rows in a chunk.
             min_score: leave out rows with a lower score, as `Evicted.scores` has it: the clock of
-                the last lookup in training (LRU), the aged count (LFU), or what the layer's
-                function returned. None yields all rows.
+                the last lookup in training (LRU), the aged count (LFU), or what the
+                user says. None yields all rows.
 
         Yields:
             ``keys`` int64 ``[n]`` and ``vectors`` ``[n, dim]``, a copy in the dtype of weight.

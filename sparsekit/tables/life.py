@@ -36,7 +36,7 @@ class Evicted(NamedTuple):
         states: states of optimizers, by the optimizer's class and the state's name, such as
             ``"LazyAdam.exp_avg"``; each ``[n, ...]``.
         scores: int64 ``[n]``, in the units of the table's score: the clock for LRU, aged counts for
-            LFU, or what the function has returned.
+            LFU, or what the user says.
         expired: whether the rows were older than ttl; otherwise the table was over its budget.
     """
 

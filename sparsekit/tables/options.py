@@ -17,7 +17,6 @@ from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .admission import MinCount, Probability
 from .fallback import Fallback
-from .init_function import function_name
 from .initializers import Initializer
 from .scores import LFU, Score, UserScore, score_of
 
@@ -169,8 +168,8 @@ class TableOptions:
             )
         if self.max_keys_per_rank is not None and isinstance(score, UserScore):
             raise ValueError(
-                f"{name}: score={function_name(score.function)} cannot have max_keys_per_rank, "
-                f"whose lookups do not have ranks agree that the function has not failed"
+                f"{name}: score={score.called} cannot have max_keys_per_rank, whose ranks do not "
+                f"agree on scores before rows change"
             )
         return {"score": score}
 

@@ -17,7 +17,7 @@ from .init_function import function_name
 # Words other than LRU's have a number in their upper half and the clock of the last touch in their
 # lower half.
 _LOW = 0xFFFFFFFF
-# Largest score of a function.
+# Largest score that a user may give.
 MOST_SCORE = _LOW
 
 
@@ -97,16 +97,25 @@ class LFU(_Dated):
 
 @dataclass(frozen=True)
 class UserScore(_Dated):
-    """The score of a key is what a function returned for it in its last lookup in training."""
+    """The score of a key is what the user has said in its last lookup in training.
 
-    function: Callable[[torch.Tensor], torch.Tensor]
+    Attributes:
+        function: returns the scores of keys; None if calls have them beside their keys.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor] | None
     # `group_touch_` writes the clock, and `user_scores` then the score.
     kind: ClassVar[int] = LRU.kind
     name: ClassVar[str] = "user"
     halve_every: ClassVar[int] = 0
 
     def __repr__(self) -> str:
-        return f"UserScore({function_name(self.function)})"
+        return f"UserScore({self.called})"
+
+    @property
+    def called(self) -> str:
+        """The name of the function, or the word for scores beside keys."""
+        return "given" if self.function is None else function_name(self.function)
 
     def order(self, words: torch.Tensor, now: int) -> torch.Tensor:
         """Return numbers >= 0, int64 ``[n]``; the row with the smallest one is dropped first."""
@@ -128,10 +137,10 @@ def score_of(name: str, score: object) -> Score:
         return score
     if callable(score) and not isinstance(score, type):
         return UserScore(score)
-    known: dict[object, Score] = {"lru": LRU(), "lfu": LFU()}
+    known: dict[object, Score] = {"lru": LRU(), "lfu": LFU(), "given": UserScore(None)}
     if not isinstance(score, str) or score not in known:
         raise ValueError(
-            f"{name}: score must be 'lru', 'lfu', sparsekit.LRU(), sparsekit.LFU(...) or a "
-            f"function of keys, got {score!r}"
+            f"{name}: score must be 'lru', 'lfu', 'given', sparsekit.LRU(), "
+            f"sparsekit.LFU(...) or a function of keys, got {score!r}"
         )
     return known[score]

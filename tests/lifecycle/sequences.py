@@ -37,11 +37,17 @@ def remainder(keys):
     return keys % 13
 
 
+def worth(salt, keys):
+    """Return a score for each key of a lookup."""
+    return (keys % 13 + salt) % 13
+
+
 POLICIES = {
     "lru": ("lru", {}),
     "lfu": (sparsekit.LFU(0), {"score": "lfu"}),
     "aged lfu": (sparsekit.LFU(7), {"score": "lfu", "halve_every": 7}),
     "function": (remainder, {"score": "user", "score_of": remainder}),
+    "given": ("given", {"score": "user"}),
 }
 # How keys are admitted, and the model's settings for it.
 ADMISSIONS = {
@@ -120,10 +126,11 @@ class Sequence:
         of_model, self.kind, self.settings = RULES[self.rule]
         dtype = torch.float32 if TOLERANCE[self.rule] == 0 else torch.float64
         strategy = draw.choice(["auto", "all_to_all", "reduce_scatter"])
-        self.made, self.models, self.padding = {}, {}, {}
+        self.made, self.models, self.padding, self.given = {}, {}, {}, []
         for name in "ab":
             policy = draw.choice(list(POLICIES))
             score, of_score = POLICIES[policy]
+            self.given += [name] if score == "given" else []
             ttl = draw.choice([None, None, 5, 20, 40])
             max_rows = draw.randint(15, 50)
             budget = {"on_full": "evict", "max_rows": max_rows}
@@ -216,6 +223,15 @@ class Sequence:
         lengths = torch.tensor([0, *map(len, bags[self.rank])])
         return torch.tensor(values, dtype=torch.int64), lengths.cumsum(0)
 
+    def scores(self, inputs, salt):
+        """Return the scores of inputs, as arguments of a group."""
+        given = {
+            name: worth(salt, keys)
+            for name, (keys, _) in inputs.items()
+            if FEATURES.get(name, name) in self.given
+        }
+        return {"scores": given} if given else {}
+
     def scale(self):
         return 1 / self.world_size if self.reduction == "mean" else 1
 
@@ -231,13 +247,17 @@ class Sequence:
         """
         inserts |= self.prefetched is not None and what == "group"
         self.group.train(inserts)
+        salt = self.draw.randrange(13)
+        inputs = {name: self.own(one) for name, one in bags.items()}
         if what == "group":
-            inputs = {name: self.own(one) for name, one in bags.items()}
             if self.prefetched is not None:
-                (inputs, bags), self.prefetched = self.prefetched, None
-            outputs = list(self.group(inputs).values())
+                (inputs, bags, salt), self.prefetched = self.prefetched, None
+                outputs = list(self.group(inputs).values())
+            else:
+                outputs = list(self.group(inputs, **self.scores(inputs, salt)).values())
         else:
-            outputs = [self.layers[what](self.own(bags[what])).squeeze(1)]
+            scores = self.scores(inputs, salt).get("scores", {}).get(what)
+            outputs = [self.layers[what](inputs[what], scores=scores).squeeze(1)]
         of_tables = {}
         for name, one in bags.items():
             of_tables.setdefault(FEATURES.get(name, name), []).append(one)
@@ -250,6 +270,8 @@ class Sequence:
                 for bag in of_rank
             ]
             keys = [key for bag in flat for key in bag]
+            if table in self.given:
+                self.models[table].score_of = partial(worth, salt)
             if inserts:
                 self.models[table].train(keys)
             known = {key for key in keys if key in self.models[table].rows}
@@ -326,8 +348,9 @@ class Sequence:
             self.group.train()
             bags = {name: self.bags() for name in FEATURES}
             inputs = {name: self.own(one) for name, one in bags.items()}
-            self.group.prefetch(inputs)
-            self.prefetched = inputs, bags
+            salt = self.draw.randrange(13)
+            self.group.prefetch(inputs, **self.scores(inputs, salt))
+            self.prefetched = inputs, bags, salt
 
     def some_keys(self, but=None):
         """Return keys of each rank."""
@@ -345,6 +368,9 @@ class Sequence:
         self.layers[name].assign(torch.tensor(keys[self.rank], dtype=torch.int64), own)
         flat = [key for of_rank in keys for key in of_rank]
         distinct = list(dict.fromkeys(flat))
+        if name in self.given:  # rows keep their scores
+            counts = {key: row.count for key, row in table.rows.items()}
+            table.score_of = lambda key: counts.get(key, 0)
         table.make_room(distinct, table.next_clock, by_hand=True)
         table.touch(distinct)
         for key, value in zip(flat, (v for of_rank in values for v in of_rank), strict=True):

@@ -141,22 +141,18 @@ def bad(keys):
 
 # Functions that are called with the keys 2 and 3, and the end of the error.
 RETURNED = {
-    "below": (bad, ValueError, "must return scores in [0, 2^32), got -3 for key 2"),
+    "below": (bad, ValueError, "must be in [0, 2^32), got -3 for key 2"),
     "above": (lambda keys: keys << 40, ValueError,
-              "must return scores in [0, 2^32), got 2199023255552 for key 2"),
-    "a list": (lambda keys: keys.tolist(), TypeError, "must return a tensor, got list"),
-    "nothing": (lambda keys: None, TypeError, "must return a tensor, got NoneType"),
-    "floats": (lambda keys: keys.float(), TypeError,
-               "must return int64 scores, got torch.float32"),
+              "must be in [0, 2^32), got 2199023255552 for key 2"),
+    "a list": (lambda keys: keys.tolist(), TypeError, "must be a tensor, got list"),
+    "nothing": (lambda keys: None, TypeError, "must be a tensor, got NoneType"),
+    "floats": (lambda keys: keys.float(), TypeError, "must be int64, got torch.float32"),
     "too few": (lambda keys: keys[1:], ValueError,
-                "must return a score for each of 2 keys, of shape (2,) on cpu, got shape (1,) on "
-                "cpu"),
+                "must be of shape (2,) on cpu, one for each key, got shape (1,) on cpu"),
     "a column": (lambda keys: keys[:, None], ValueError,
-                 "must return a score for each of 2 keys, of shape (2,) on cpu, got shape (2, 1) "
-                 "on cpu"),
+                 "must be of shape (2,) on cpu, one for each key, got shape (2, 1) on cpu"),
     "elsewhere": (lambda keys: keys.to("meta"), ValueError,
-                  "must return a score for each of 2 keys, of shape (2,) on cpu, got shape (2,) on "
-                  "meta"),
+                  "must be of shape (2,) on cpu, one for each key, got shape (2,) on meta"),
     "an error": (lambda keys: {}[5], RuntimeError, "raised KeyError: 5"),
 }  # fmt: skip
 WAYS = {
@@ -184,6 +180,8 @@ def test_what_a_function_must_not_return(case, way):
     before = copy.deepcopy(group.state_dict())
     use.append(function)
     named = f"score function {score.__qualname__} {message}"
+    if error is not RuntimeError:
+        named = f"the result of {named}"
     with pytest.raises(error, match=rf"^ids: {re.escape(named)}$"):
         WAYS[way](group, torch.tensor([2, 3]))
     after = group.state_dict()

@@ -27,6 +27,7 @@ POLICIES = {
     "lfu and ttl": {"score": "lfu", "ttl": 8},
     "function": {"score": remainder},
     "function and ttl": {"score": remainder, "ttl": 8},
+    "given": {"score": "given"},
 }
 ADMISSIONS = {
     "counts": {"admission": sparsekit.MinCount(2, expire_after=12), "score": sparsekit.LFU(6)},
@@ -64,6 +65,15 @@ def part(bags, rank, world_size):
     return keys, torch.tensor([0, *map(len, own)]).cumsum(0)
 
 
+def scores(step, bags, rank, world_size):
+    """Return a score for each key of a rank's bags, which depends on its place and the step."""
+    of_bags = [
+        [(31 * key + 7 * place + step * number) % 50 for place, key in enumerate(bag)]
+        for number, bag in enumerate(bags)
+    ]
+    return part(of_bags, rank, world_size)[0]
+
+
 def trained(rank, world_size, policy, strategy, dtype, grouped=False):
     """Train; return what each step dropped and left, and keys, vectors, scores, states at last."""
     layer = sparsekit.DistributedEmbedding(
@@ -82,10 +92,17 @@ def trained(rank, world_size, policy, strategy, dtype, grouped=False):
     layer.life.on_evict = lambda evicted: told.extend(evicted.keys.tolist())
     steps = batches()
     inputs = [{"a": part(bags, rank, world_size)} for bags in steps]
+    more = [{} for _ in steps]
+    if policy == "given":
+        more = [{"scores": scores(*each, rank, world_size)} for each in enumerate(steps)]
+    of_group = [{name: {"a": given} for name, given in each.items()} for each in more]
     for number, bags in enumerate(steps):
-        out = group(inputs[number])["a"] if grouped else layer(inputs[number]["a"])
-        if grouped and number + 1 < STEPS:
-            group.prefetch(inputs[number + 1])
+        if not grouped:
+            out = layer(inputs[number]["a"], **more[number])
+        else:
+            out = group(inputs[number], **({} if number else of_group[number]))["a"]
+            if number + 1 < STEPS:
+                group.prefetch(inputs[number + 1], **of_group[number + 1])
         upstream = torch.arange(len(bags) * DIM).view(-1, 1, DIM)[rank::world_size] % 7 - 3.0
         # The gradient is the mean over ranks.
         (out.view(-1, 1, DIM) * upstream * world_size).sum().backward()
@@ -128,7 +145,7 @@ def test_ranks_drop_what_one_rank_drops_and_train_to_its_weights(ranks, policy, 
     compare(ranks(trained, ranks.world_size, *given), alone(policy, dtype), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("policy", ["lfu", "ttl", "function"])
+@pytest.mark.parametrize("policy", ["lfu", "ttl", "function", "given"])
 def test_prefetched_keys_are_counted_once_and_hold_no_rows(ranks, policy):
     given = policy, "all_to_all", torch.float64
     compare(ranks(trained, ranks.world_size, *given, True), alone(policy, torch.float64), 1e-10)
@@ -257,6 +274,40 @@ def a_function_fails_on_one(rank, world_size, strategy, way):
 def test_an_error_of_a_score_function_is_raised_on_all_ranks(ranks, strategy, way):
     outcomes = ranks.outcomes(a_function_fails_on_one, ranks.world_size, strategy, way)
     raised(outcomes, "RuntimeError", "a: score function ", "score raised OSError: no price")
+
+
+def wrong_scores_on_one(rank, world_size, strategy, wrong):
+    layer, _, own = small(rank, world_size, score="given", strategy=strategy, seed=1)
+    group = sparsekit.EmbeddingGroup({"a": layer})
+
+    def look(keys, scores):
+        bags = {"a": (torch.tensor(keys), torch.tensor([0, len(keys)]))}
+        group(bags, scores={} if scores is None else {"a": torch.tensor(scores)})
+
+    look(own[:8], [3] * 8)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    try:
+        look(own[10:13], wrong if rank == 1 else [1, 2, 3])
+    finally:
+        assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+        look(own[10:13], [1, 2, 3])  # the ranks are not out of step
+        keys = layer.table.keys().tolist()
+        found = dict(zip(keys, (layer.scores[: len(keys)] >> 32).tolist(), strict=True))
+        assert [found[key] for key in own[10:13]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, "a: with score='given' a lookup in training needs scores, one for each key"),
+        ([1, 2], "a: scores must be of shape (3,) on cpu, one for each key, got shape (2,) on cpu"),
+        ([1, -2, 3], "a: scores must be in [0, 2^32), got -2 for key "),
+    ],
+)
+def test_wrong_scores_of_a_rank_are_refused_on_all(ranks, strategy, wrong, message):
+    outcomes = ranks.outcomes(wrong_scores_on_one, ranks.world_size, strategy, wrong)
+    raised(outcomes, "ValueError", message)
 
 
 def a_listener_raises_on_one(rank, world_size):

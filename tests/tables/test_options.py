@@ -114,11 +114,11 @@ def test_options_that_are_taken(changes, differs):
          "max_rows must be in [1, 9223372036854775807], got 0"),
         ({"ttl": 0}, ValueError, "ttl must be in [1, 4611686018427387904], got 0"),
         ({"score": "old"}, ValueError,
-         "score must be 'lru', 'lfu', sparsekit.LRU(), sparsekit.LFU(...) or a function of keys, "
-         "got 'old'"),
+         "score must be 'lru', 'lfu', 'given', sparsekit.LRU(), sparsekit.LFU(...) or a function "
+         "of keys, got 'old'"),
         ({"score": len, "max_keys_per_rank": 1}, ValueError,
-         "score=len cannot have max_keys_per_rank, whose lookups do not have ranks agree that the "
-         "function has not failed"),
+         "score=len cannot have max_keys_per_rank, whose ranks do not agree on scores before rows "
+         "change"),
         ({"score": "lfu", "max_keys_per_rank": 1}, ValueError,
          "score='lfu' cannot have max_keys_per_rank, whose messages have room neither for the rows "
          "in use nor for how often keys come"),
