@@ -81,7 +81,7 @@ def table_of(keys):
     second = table.find_or_insert(keys)
     results = first, before, second, table.find(keys + 1), table.keys()
     kept = torch.arange(len(table), device=keys.device) % 3 > 0
-    new_rows = torch.where(kept, kept.cumsum(0) - 1, -1).int()
+    new_rows = ops.compact_rows((~kept).nonzero().squeeze(1), len(table))
     ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)
     table.size.copy_(kept.sum().reshape(1))
     found = ops.lowest_rows(
@@ -90,7 +90,7 @@ def table_of(keys):
     moved = keys[: len(kept)].clone()
     zero = torch.zeros((), dtype=keys.dtype, device="cpu")
     ops.move_rows_([moved], new_rows, len(table), [zero])
-    return *results, *found, moved, table.find(keys), table.keys(), table.size
+    return *results, *found, new_rows, moved, table.find(keys), table.keys(), table.size
 
 
 def full_table(keys):

@@ -51,7 +51,8 @@ namespace sparsekit::ops {
   X(kGroupMaxKeys, "group_bucketize", "max_keys_per_rank") \
   X(kExchangePlace, "group_exchange_rows", "places")       \
   X(kExchangeTable, "group_exchange_rows", "come")         \
-  X(kMovedRow, "move_rows_", "new_rows")
+  X(kMovedRow, "move_rows_", "new_rows")                   \
+  X(kGoneRow, "compact_rows", "gone")
 
 enum class DeviceError {
 #define SPARSEKIT_NAME(name, op, argument) name,

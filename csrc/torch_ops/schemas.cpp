@@ -16,6 +16,7 @@ constexpr const char* kSchemas[] = {
     " Tensor keys, int capacity, Tensor? num_keys=None) -> (Tensor rows, Tensor status)",
     "hash_table_keys(Tensor buckets, Tensor hash_seed, Tensor size) -> Tensor",
     "hash_table_renumber_(Tensor(a!) buckets, Tensor hash_seed, Tensor new_rows) -> ()",
+    "compact_rows(Tensor gone, SymInt size) -> Tensor",
     "lowest_rows(Tensor scores, Tensor buckets, int size, int kind, int halve_every, int now,"
     " Tensor pinned, int count) -> (Tensor rows, Tensor orders, Tensor keys)",
     "move_rows_(Tensor(a!)[] tensors, Tensor new_rows, int left, Tensor[] initial) -> ()",

@@ -23,9 +23,10 @@ from ..tables.removal import remove_rows
 from ..tables.scores import UserScore
 from ..tables.weight import count_own_writes
 from .fallback import redirected_keys
-from .make_room import Asked, Known, make_room_here, make_room_on_ranks, rows_at_most
+from .make_room import Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
 from .request import check_keys
+from .sweep import Asked
 from .table_ops import insert
 from .to_owners import ToOwners, exchanged
 from .user_scores import UserScores, scores_of_keys, scores_on_ranks

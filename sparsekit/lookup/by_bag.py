@@ -31,7 +31,7 @@ from ..distributed.wire import (
 from ..ops._checks import accumulate_dtype
 from ..tables.embedding_table import EmbeddingTable
 from .inputs import Bags, offsets_of
-from .make_room import Asked, Known, make_room_on_ranks, still_inserting
+from .make_room import Known, make_room_on_ranks, still_inserting
 from .plan import LookupPlan
 from .reading import asked_of
 from .record import LookupRecord, LookupResult
@@ -39,6 +39,7 @@ from .request import Request, one_by_one
 from .scored import tables_by_user
 from .second import Gradients, differentiable
 from .slots import NO_LIMIT
+from .sweep import Asked
 from .table_ops import run
 from .user_scores import UserScores, inserting, scores_on_ranks
 

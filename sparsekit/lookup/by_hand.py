@@ -13,7 +13,7 @@ from ..errors import check_int, check_number
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.removal import remove_rows
 from .access import scored_life
-from .make_room import Sweep
+from .sweep import Sweep
 from .to_owners import signature_of
 
 
@@ -41,7 +41,8 @@ def evict(layer: EmbeddingTable, fraction: float | None, keep: int | None) -> in
         count = in_use - keep if keep is not None else round(float(fraction or 0) * in_use)
         if count <= 0:
             return 0
-        return sweep.drop_lowest(count, torch.empty(0, dtype=torch.int64, device=layer.seed.device))
+        new_rows = sweep.drop_lowest(count)
+        return 0 if new_rows is None else int((new_rows < 0).sum())
 
     return _together(layer, f"evict (fraction {fraction}, keep {keep})", check, drop)
 

@@ -20,11 +20,8 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.fallback import Fallback
 from ..tables.hash_table import HashTable
 from .make_room import (
-    Asked,
     Known,
-    insert_admitted,
     inserted_keys,
-    life_of,
     make_room_here,
     make_room_on_ranks,
     rows_at_most,
@@ -33,6 +30,7 @@ from .padding import is_padding
 from .plan import LookupPlan
 from .reading import asked_of
 from .request import Request
+from .sweep import Asked, insert_admitted, life_of
 from .to_owners import ToOwners, exchanged
 
 
@@ -115,7 +113,7 @@ def _absent_on_ranks(
 
     def distinct() -> torch.Tensor:
         nonlocal keys, numbers, counts
-        keys, occurrences, _ = ask()
+        keys, occurrences, *_ = ask()
         of_rank, numbers, counts = ops.unique(keys)
         if occurrences is not None:
             counts = torch.zeros_like(counts).index_add_(0, numbers, occurrences)

@@ -12,10 +12,10 @@ from ..distributed.wire import Layout, Parts
 from ..ops._group import GROUP_COMBINERS, FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from .descriptors import Descriptors, no_offsets
-from .make_room import Asked
 from .plan import LookupPlan
 from .record import LookupResult
 from .request import OnDemand, Request, one_by_one
+from .sweep import Asked
 from .table_ops import run_into
 from .user_scores import UserScores
 

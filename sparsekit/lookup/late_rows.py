@@ -1,4 +1,4 @@
-"""Applies the optimizer steps that free rows have missed, before new keys get them."""
+"""Applies the optimizer steps that rows have missed, before they are read or get new keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from .. import ops
 from ..tables.embedding_table import EmbeddingTable
+from .max_norm import limit_norms
+from .plan import TableBatch
+from .record import entries_of_tables
 from .request import Request
 
 
@@ -32,3 +36,34 @@ def catch_up_free_rows(
         keys = sum(len(request.keys) for request in requests if request.table is table)
         end = min(size + keys, table.capacity)
         weight.catch_up(torch.arange(size, end, device=weight.device))
+
+
+def prepare_rows(
+    batch: TableBatch,
+    weights: Sequence[torch.Tensor],
+    found: Sequence[Any],
+    features: torch.Tensor,
+    late: Mapping[int, Any],
+) -> None:
+    """Apply missed optimizer steps to the rows about to be read, and limit the rows' norms.
+
+    Args:
+        batch: the tables of the lookup.
+        weights: their weights.
+        found: its results: index, rows, counts and bags.
+        features: its features, as ops describe them.
+        late: weights whose rows may have missed steps, by table.
+    """
+    index, rows_of_all, counts, bags = found
+    entries = entries_of_tables(bags, features, len(weights))
+    numbers = None if counts is None else counts.tolist()
+    for t in {**late, **batch.max_norms}:
+        own = entries[t]
+        if numbers is None or rows_of_all is None:
+            rows = ops.unique(index[own])[0]
+        else:
+            rows = rows_of_all[own.start : own.start + numbers[t]]
+        if t in late:
+            late[t].catch_up(rows.to(torch.int64))
+        if t in batch.max_norms:
+            limit_norms(weights[t], rows, *batch.max_norms[t])

@@ -9,48 +9,23 @@ only if the bound is above the budget do they exchange more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.autograd.graph import increment_version
 
-from .. import ops
 from .._reports import errors_are_deferred
-from ..distributed.exchange import Exchange, Proposal
-from ..errors import TableFullError
-from ..ops._group import GROUP_COMBINERS
-from ..tables import saved_state as saved
+from ..distributed.exchange import Exchange
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.fallback import count_fallbacks, fallback_rows
 from ..tables.hash_table import HashTable
-from ..tables.life import LOW_WATERMARK, Evicted, RowLife
-from ..tables.removal import pinned_rows, remove_rows, states_of
-from ..tables.weight import own_writes
-from .descriptors import no_offsets
-from .lowest import lowest
-from .plan import LookupPlan
+from .descriptors import Descriptors
+from .plan import LookupPlan, TableBatch
+from .record import entries_of_tables
 from .request import Request
+from .sweep import Asked, Sweep, life_of
 
-_find_or_insert = saved.builtin_of(torch.ops.sparsekit.group_find_or_insert_)
-
-
-class Asked(NamedTuple):
-    """Keys of this rank that are about to be looked up in a table.
-
-    Attributes:
-        keys: int64 ``[n]``.
-        occurrences: how often each has come to be inserted, int64 ``[n]``, which may be 0; None if
-            each has come once.
-        rows: the row of each, or -1, int32 or int64 ``[n]``; None if they have not been found yet.
-    """
-
-    keys: torch.Tensor
-    occurrences: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-
+_find = torch.ops.sparsekit.group_find.default
 
 Keys = Callable[[EmbeddingTable], Asked]
 
@@ -69,11 +44,6 @@ class Known(NamedTuple):
     rows: int
     asked: int
     finished: int
-
-
-def life_of(table: EmbeddingTable) -> RowLife:
-    """Return the life of a table's rows, which has scores."""
-    return cast(RowLife, table.life)
 
 
 def inserted_keys(request: Request) -> torch.Tensor:
@@ -121,6 +91,70 @@ def make_room_here(
         sweep = Sweep(table, None, "", by_hand)
         if sweep.is_due(over):
             sweep.run(keys(table))
+
+
+def may_exceed(table: EmbeddingTable) -> bool:
+    """Return whether a table may exceed its budget until a lookup has inserted its keys.
+
+    A sweep then drops the same rows as one before the lookup would, and need not find out first
+    which keys are new. A listener might change the rows that the lookup has found.
+    """
+    life = life_of(table)
+    return not (life.sweeps_always or life.makes_room_first or life.on_evict is not None)
+
+
+def drop_rows(
+    batch: TableBatch,
+    tables: Sequence[int],
+    in_use: Mapping[int, int],
+    inserted: Mapping[int, int],
+    found: Sequence[Any],
+    features: torch.Tensor,
+) -> None:
+    """Drop rows of tables that a lookup has brought over their budgets.
+
+    The rows that the lookup has found stay, but get other numbers.
+
+    Args:
+        batch: the tables of the lookup.
+        tables: indices of tables that `may_exceed` their budgets.
+        in_use: number of rows in use, by table.
+        inserted: number of keys that it has inserted, by table; 0 where it is left out.
+        found: its results: index, rows, counts and bags.
+        features: its features, as ops describe them.
+    """
+    budgets = [cast(int, life_of(batch.tables[t]).max_rows) for t in tables]
+    over = [t for t, budget in zip(tables, budgets, strict=True) if in_use[t] > budget]
+    if not over:
+        return
+    _, rows, counts, bags = found
+    entries, numbers = entries_of_tables(bags, features, len(batch.tables)), counts.tolist()
+    for t in over:
+        own = rows[entries[t].start :][: numbers[t]]
+        sweep = Sweep(batch.tables[t], None, "")
+        new_rows = sweep.keep_to_budget(0, own, inserted.get(t, 0))
+        if new_rows is not None:
+            own.copy_(new_rows.index_select(0, own))
+
+
+def rows_now(
+    batch: TableBatch, tables: Sequence[int], passed: Any, given: Descriptors
+) -> list[torch.Tensor]:
+    """Return the rows of a lookup's keys in tables, int32, or -1, before it inserts keys.
+
+    Args:
+        batch: the tables of the lookup.
+        tables: indices of the tables.
+        passed: the arguments of ops for them, see `TableBatch.tensors`.
+        given: the keys of the lookup.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        index, bags, _ = _find(
+            *(passed.buckets, passed.hash_seeds, batch.described),
+            *(given.keys, given.offsets, given.features),
+        )
+    own = entries_of_tables(bags, given.features, len(batch.tables))
+    return [index[own[t]] for t in tables]
 
 
 def _crowded(
@@ -209,192 +243,3 @@ def make_room_on_ranks(
                 exchange.agree(what, error)
             failed = failed or error
     return failed
-
-
-class Sweep:
-    """Drops expired rows of a table, and the lowest rows of a table over its budget.
-
-    Attributes:
-        agreeing: whether the other ranks wait for this rank.
-    """
-
-    def __init__(
-        self, table: EmbeddingTable, exchange: Exchange | None, what: str, by_hand: bool = True
-    ) -> None:
-        self.agreeing = False
-        self._table, self._exchange, self._what = table, exchange, what
-        life = self._life = life_of(table)
-        self._admits = life.admission is not None and not by_hand
-        self._index = cast(HashTable, table.table)
-        self._scores = cast(torch.Tensor, table.scores)
-        # The lookup is about to advance the clock.
-        self._now = life.now(cast(torch.Tensor, table.clock)) + (not life.set_by_user)
-
-    def is_due(self, crowded: bool) -> bool:
-        """Return whether there may be something to do before keys are inserted.
-
-        Args:
-            crowded: whether the table may be over its budget.
-        """
-        self._expires, self._crowded = self._life.expiry_is_due(self._now), crowded
-        self.agreeing = crowded and self._exchange is not None
-        return crowded or self._expires or self._admits
-
-    def run(self, asked: Asked) -> None:
-        """Drop what is to be dropped, and insert the keys that are admitted."""
-        keys, occurrences, rows = asked
-        if rows is None:
-            rows = self._index.find(keys)
-        if self._expires:
-            size = len(self._index)
-            oldest = self._life.oldest(self._now)
-            old = self._life.score.touched(self._scores[:size]) < oldest
-            pinned = self._pinned(rows)
-            old[pinned[pinned >= 0]] = False
-            gone = old.nonzero().squeeze(1)
-            if len(gone):
-                self._drop(gone, expired=True)
-                rows = self._index.find(keys)
-            self._life.have_expired(self._now)
-        if not self._crowded and not self._admits:
-            return
-        absent = rows < 0 if occurrences is None else (rows < 0) & (occurrences > 0)
-        new, numbers, counts = ops.unique(keys[absent])
-        if not self._admits:
-            self._keep_to_budget(len(new), rows)
-            return
-        self._life.looked_up -= count_fallbacks(self._table.fallback, keys, occurrences)
-        if occurrences is not None:
-            counts = counts.zero_().index_add_(0, numbers, occurrences[absent])
-        admitted, before = self._life.admit(new, counts, self._now)
-        if self._crowded:
-            self._keep_to_budget(len(admitted), rows)
-        insert_admitted(self._table, admitted, self._life.score.words_of(before, self._now))
-        self._life.admitted += len(admitted)
-        self._life.refused += len(new) - len(admitted)
-
-    def _keep_to_budget(self, new: int, rows: torch.Tensor) -> None:
-        """Make room for new keys, but not at the cost of these rows."""
-        budget = cast(int, self._life.max_rows)
-        in_use, of_all = self._sums(len(self._index), new)
-        if in_use + of_all <= budget:
-            self.agreeing = False
-            return
-        left = max(0, min(int(LOW_WATERMARK * budget), budget - of_all))
-        self.drop_lowest(in_use - left, rows, new)
-
-    def drop_lowest(self, count: int, rows: torch.Tensor, new: int = 0) -> int:
-        """Drop the `count` rows with the lowest scores of all ranks, at least 1, but not `rows`.
-
-        Nothing is dropped if a rank would still have no room for its `new` keys, since its rows
-        must stay.
-
-        Returns:
-            The number of rows that this rank has dropped.
-        """
-        size, score = len(self._index), self._life.score
-        gone, order, keys = ops.lowest_rows(
-            *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
-            *(self._now, self._pinned(rows), count),
-        )
-        if self._exchange is not None:  # the lowest rows of all ranks are among those of each
-            of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
-            bits = int(of_ranks.max()).bit_length()
-            gone = gone[lowest(order, keys, count, bits, self._sums)]
-        (full_ranks,) = self._sums(int(size - len(gone) + new > self._table.capacity))
-        self.agreeing = False
-        if full_ranks or not len(gone):
-            return 0
-        self._drop(gone, expired=False)
-        return len(gone)
-
-    def in_use(self) -> int:
-        """Return the number of rows in use on all ranks."""
-        return self._sums(len(self._index))[0]
-
-    def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows that must stay: these, and those of `pinned_rows`; -1 is no row."""
-        rows = rows.to(torch.int64)
-        held = [*pinned_rows(self._table.weight), *fallback_rows(self._table.fallback, self._index)]
-        return torch.cat([rows, *(one.to(torch.int64) for one in held)]) if held else rows
-
-    def _of_ranks(self, numbers: Sequence[int]) -> np.ndarray:
-        """Return the numbers of all ranks, int64 ``[world_size, len(numbers)]``."""
-        exchange = cast(Exchange, self._exchange)
-        counts = torch.tensor(numbers, device=exchange.device).expand(exchange.world_size, -1)
-        return exchange.agree(self._what, Proposal(self._what, counts)).counts
-
-    def _sums(self, *numbers: int) -> Sequence[int]:
-        """Return the sums of numbers over all ranks."""
-        if self._exchange is None:
-            return numbers
-        return cast(list[int], self._of_ranks(numbers).sum(0).tolist())
-
-    def _drop(self, gone: torch.Tensor, expired: bool) -> None:
-        """Remove rows, int64 ``[k]`` in ascending order; count them, and tell the listener."""
-        life, table = self._life, self._table
-        if life.on_evict is not None:
-            table.catch_up(gone)
-            states = {
-                name: tensor.index_select(0, gone).to_dense() if tensor.is_sparse else tensor[gone]
-                for name, tensor, _ in states_of(table.weight)
-            }
-            told = Evicted(
-                self._index.keys()[gone],
-                table.weight.detach()[gone],
-                states,
-                life.score.order(self._scores[gone], self._now),
-                expired,
-            )
-        remove_rows(table, gone)
-        if expired:
-            life.expired += len(gone)
-        else:
-            life.evicted += len(gone)
-        if life.on_evict is not None:
-            life.on_evict(told)
-
-
-def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tensor) -> None:
-    """Give rows to distinct int64 keys ``[n]`` that have none, with initial vectors.
-
-    Their counts are removed in the same step, so that each key has either a row or a count.
-
-    Args:
-        table: the table.
-        keys: the keys.
-        words: their scores, int64 ``[n]``.
-
-    Raises:
-        TableFullError: this rank has too few free rows; the table is unchanged.
-    """
-    index, count = cast(HashTable, table.table), len(keys)
-    if count == 0:
-        return
-    size = len(index)
-    if size + count > table.capacity:
-        raise TableFullError(table.name, table.rank, size, table.capacity, count)
-    table.catch_up(torch.arange(size, size + count, device=keys.device))  # the rows, while free
-    buckets, hash_seed, in_use = index.tensors()
-    columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
-    scores = cast(torch.Tensor, table.scores)[size : size + count]
-    calls = [
-        partial(
-            _find_or_insert,
-            [buckets],
-            [hash_seed],
-            [in_use],
-            [table.weight.detach()],
-            [table.seed],
-            torch.tensor([[0, table.capacity, table.world_size]], device="cpu"),
-            torch.tensor([table.initializer.numbers], dtype=torch.float64, device="cpu"),
-            [keys],
-            [no_offsets(keys.device)],
-            torch.tensor([columns], device="cpu"),
-        ),
-        partial(torch.Tensor.copy_, scores, words),
-        *life_of(table).removal_of_counts(keys),
-    ]
-    with own_writes([table.weight]):
-        increment_version([table.weight])
-        saved.run_all(calls)

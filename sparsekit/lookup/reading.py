@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ..tables.embedding_table import EmbeddingTable
-from .make_room import Asked, inserted_keys
+from .make_room import inserted_keys
 from .plan import TableBatch
 from .request import Request, one_by_one
+from .sweep import Asked
 
 
 def asked_of(table: EmbeddingTable, requests: Sequence[Request], reads: Sequence[bool]) -> Asked:

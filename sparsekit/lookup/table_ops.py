@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from .. import ops
 from .._pybind import each_is
 from .._reports import DEFERRING_DEVICES, Reports, errors_are_deferred, reports_of
 from ..tables.embedding_table import EmbeddingTable
@@ -20,13 +19,13 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
-from .late_rows import catch_up_free_rows
-from .make_room import Asked, life_of, make_room_here, rows_at_most
-from .max_norm import limit_norms
+from .late_rows import catch_up_free_rows, prepare_rows
+from .make_room import drop_rows, make_room_here, may_exceed, rows_at_most, rows_now
 from .plan import LookupPlan, TableBatch
 from .reading import asked_of, insertions
-from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
+from .record import CallRecord, LookupRecord, LookupResult
 from .request import Request, one_by_one
+from .sweep import Asked, life_of
 from .touch import hold_rows, touch
 from .user_scores import UserScores, inserting, scores_of_keys
 
@@ -164,6 +163,8 @@ class TableOps:
         self._checked = False  # whether all requests have been checked
         # By table, the rows of its keys before new ones are inserted, if they are known.
         self._rows_before: dict[EmbeddingTable, torch.Tensor] = {}
+        self._new: dict[int, int] = {}  # number of new rows, by table
+        self._may_exceed = not batch.reads  # see `may_exceed`
         # Tensors of the tables, and the arguments of ops for them.
         self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
@@ -194,6 +195,7 @@ class TableOps:
 
     def find(self) -> None:
         """Find the rows of all keys; in training, insert new keys. Raises the errors of `run`."""
+        over: list[int] = []  # tables that may be over their budgets after the keys are inserted
         tables, sources = self._batch, self._descriptors
         weights, seeds, *hash_tables = self._passed
         asked = sources.keys, sources.offsets, sources.features
@@ -208,7 +210,7 @@ class TableOps:
         if scored is not None and scored.swept and self._sweeps:
             if reports is not None:
                 reports.poll()  # they tell how many rows are in use
-            self._make_room(scored.swept)
+            over = self._make_room(scored.swept)
         if tables.first is not None:
             self._insert_first(tables.first)
         report = None if reports is None else self._report(reports)
@@ -235,25 +237,26 @@ class TableOps:
             if report is not None and reports is not None:
                 report.send(reports, waits=not self._agreed)
         except Exception as refusal:
-            explain_refusal(refusal, self._requests, self._batch.tables)
+            if not (over and "is full" in str(refusal)):
+                explain_refusal(refusal, self._requests, self._batch.tables)
+            self._note_new_rows(before)  # tables that are not full have their new keys
+            self._may_exceed = False
+            for t in {*over} - {*self._new}:
+                life_of(tables.tables[t]).makes_room_first = True
+            return self.find()
         if tables.inserts and not tables.seen:
             tables.have_keys()
-        new: dict[int, int] = {}  # number of new rows, by table
-        if counted and (now := self._sizes()) != before:
-            # Increment the versions. Otherwise a backward that has saved a weight would silently
-            # use the weight's new rows.
-            each = zip(tables.hashed, before, now, strict=True)
-            new = {t: size - then for t, then, size in each if size > then}
-            changed = [self.weights[t] for t in new]
-            increment_version(changed)
-            count_own_writes(changed)
+        if counted:
+            self._note_new_rows(before)
+        found = self.found()[:4]
+        if over:
+            in_use = dict(zip(tables.hashed, self._sizes(), strict=True))
+            drop_rows(tables, over, in_use, self._new, found, sources.features)
         if scored is not None and scored.touched and not tables.reads:
-            found = self.found()[:4]
-            counts = new if self._ticks else None
-            user_scores = self._user_scores or {}
-            touch(self._batch, scored, found, self._descriptors, counts, user_scores)
+            new = self._new if self._ticks else None
+            touch(tables, scored, found, sources, new, self._user_scores or {})
         if late or tables.max_norms:
-            self._prepare(late)
+            prepare_rows(tables, self.weights, found, sources.features, late)
 
     def score_keys(self) -> None:
         """Score the keys as the user says, unless that has been done; change nothing else."""
@@ -263,34 +266,48 @@ class TableOps:
             requests = inserting(self._requests, self._batch.reads)
             self._user_scores = scores_of_keys(tables, self._keys_of, requests)
 
-    def _make_room(self, swept: Sequence[int]) -> None:
-        """Drop rows of tables that the keys might overfill, and rows that have expired."""
+    def _note_new_rows(self, before: Sequence[int]) -> None:
+        """Count the new rows since the numbers of rows in use were these."""
+        now = self._sizes()
+        if now == before:
+            return
+        # Increment the versions. Otherwise a backward that has saved a weight would silently use
+        # the weight's new rows.
+        each = zip(self._batch.hashed, before, now, strict=True)
+        new = {t: size - then for t, then, size in each if size > then}
+        changed = [self.weights[t] for t in new]
+        increment_version(changed)
+        count_own_writes(changed)
+        self._new.update(new)
+
+    def _make_room(self, swept: Sequence[int]) -> list[int]:
+        """Drop rows of tables that the keys might overfill, and rows that have expired.
+
+        Returns:
+            The tables left to `drop_rows`, which costs less, since it knows the new rows.
+        """
         batch, sources = self._batch, self._descriptors
-        tables = [batch.tables[t] for t in swept]
+        waits = sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device)
+        over: list[int] = []
+        if waits and self._may_exceed:
+            over = [t for t in swept if may_exceed(batch.tables[t])]
+            if len(over) == len(swept):
+                return over
+            swept = sorted({*swept} - {*over})
         entries = entries_by_table(sources.limits, sources.keys, len(batch.names))
-        most: Sequence[float]
-        if sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device):
-            sizes = dict(zip(batch.hashed, self._sizes(), strict=True))
-            most = [sizes[t] for t in swept]
-        else:
-            most = [rows_at_most(table) for table in tables]
-        asked = [entries[t] for t in swept]
+        tables, asked = [batch.tables[t] for t in swept], [entries[t] for t in swept]
+        most = list(map(rows_at_most, tables))
         make_room_here(tables, most, asked, self._keys_of, absent=partial(self._absent, swept))
+        return over
 
     def _absent(self, swept: Sequence[int]) -> list[int]:
         """Return, for each of these tables, how many keys have no row, repeats counted."""
-        sources = self._descriptors
-        asked = sources.keys, sources.offsets, sources.features
-        buckets, hash_seeds = self._passed.buckets, self._passed.hash_seeds
+        tables = [self._batch.tables[t] for t in swept]
         try:
-            with torch._C._AutoDispatchBelowAutograd():
-                index, bags, _ = _find(buckets, hash_seeds, self._batch.described, *asked)
+            rows = rows_now(self._batch, swept, self._passed, self._descriptors)
         except Exception as refusal:
             explain_refusal(refusal, self._requests, self._batch.tables)
         self._checked = True
-        own = entries_of_tables(bags, sources.features, len(self.weights))
-        rows = [index[own[t]] for t in swept]
-        tables = [self._batch.tables[t] for t in swept]
         # The listener of one table may change the next one before that is swept.
         if all(life_of(table).on_evict is None for table in tables):
             self._rows_before = dict(zip(tables, rows, strict=True))
@@ -304,7 +321,8 @@ class TableOps:
                 request.check()
             self._checked = True
         asked = asked_of(table, self._requests, self._batch.reads)
-        return asked._replace(rows=self._rows_before.get(table))
+        inserted = self._new.get(self._batch.tables.index(table), 0)
+        return asked._replace(rows=self._rows_before.get(table), inserted=inserted)
 
     def _insert_first(self, first: TableBatch) -> None:
         """Insert the keys of the requests that insert; the others read what is there then."""
@@ -351,23 +369,6 @@ class TableOps:
                 unseen = sources.keys, self._passed.seeds, self._batch.initializers
                 _pool(outs, self._passed.weights, *found, *given, *unseen)
         return outs
-
-    def _prepare(self, late: dict[int, Any]) -> None:
-        """Apply missed optimizer steps to the rows about to be read, and limit the rows' norms."""
-        limits = self._batch.max_norms
-        features = self._descriptors.features
-        entries = entries_of_tables(self._bags, features, len(self.weights))
-        counts = None if self._counts is None else self._counts.tolist()
-        for t in {**late, **limits}:
-            own = entries[t]
-            if counts is None or self.rows is None:
-                rows = ops.unique(self._index[own])[0]
-            else:
-                rows = self.rows[own.start : own.start + counts[t]]
-            if t in late:
-                late[t].catch_up(rows.to(torch.int64))
-            if t in limits:
-                limit_norms(self.weights[t], rows, *limits[t])
 
 
 def new_outs(

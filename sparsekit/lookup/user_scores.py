@@ -15,8 +15,9 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.scores import MOST_SCORE, UserScore
 from .feature_matrix import is_scipy_csr
-from .make_room import Asked, Keys, life_of
+from .make_room import Keys
 from .request import Request
+from .sweep import Asked, life_of
 
 
 class KeyScores(NamedTuple):
@@ -206,7 +207,7 @@ def _among(
 
 def _distinct(table: EmbeddingTable, asked: Asked) -> torch.Tensor:
     """Return the distinct keys, but not fallback rows', nor those that are only read."""
-    keys, occurrences, _ = asked  # those that are only read come 0 times
+    keys, occurrences, *_ = asked  # those that are only read come 0 times
     distinct = ops.unique(keys if occurrences is None else keys[occurrences > 0])[0]
     return distinct if table.fallback is None else distinct[~table.fallback.has(distinct)]
 

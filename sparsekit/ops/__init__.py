@@ -7,6 +7,7 @@ from ._group_gradients import (
 )
 from .bucketize import bucketize
 from .catch_up_rows import catch_up_rows_
+from .compact_rows import compact_rows
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
 from .group_bucketize import group_bucketize, group_exchange_rows
@@ -31,6 +32,7 @@ from .update_rows import update_rows_
 __all__ = [
     "bucketize",
     "catch_up_rows_",
+    "compact_rows",
     "embedding_bag",
     "gather_rows",
     "group_bucketize",

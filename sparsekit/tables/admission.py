@@ -11,7 +11,7 @@ import torch
 
 from ..errors import check_int, check_number
 from . import saved_state as saved
-from .hash_table import HashTable, rows_without
+from .hash_table import HashTable
 from .key_hash import mixed
 
 # Rows of a count-min sketch: an estimate is too high by more than e / width of all counts with a
@@ -21,6 +21,7 @@ _INT64 = torch.int64
 # Smallest capacity of exact counts.
 _LEAST_COUNTS = 1024
 
+_compact = torch.ops.sparsekit.compact_rows.default
 _renumber = saved.builtin_of(torch.ops.sparsekit.hash_table_renumber_)
 _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
@@ -137,7 +138,7 @@ class ExactCounts:
         rows, in_use = rows[rows >= 0], len(self.index)
         if len(rows) == 0:
             return []
-        new_rows, left = rows_without(rows, in_use), in_use - len(rows)
+        new_rows, left = _compact(rows, in_use), in_use - len(rows)
         return [
             partial(_renumber, buckets, hash_seed, new_rows),
             partial(_move, [self.words], new_rows, left, [torch.tensor(0, device="cpu")]),

@@ -343,23 +343,3 @@ class HashTable(torch.nn.Module):
         """Return size, capacity and load factor."""
         size = "?" if self.size.is_meta else len(self)
         return f"size={size}, capacity={self.capacity}, load_factor={self.load_factor}"
-
-
-def rows_without(gone: torch.Tensor, size: int) -> torch.Tensor:
-    """Return new numbers of rows so that the rows that stay are the first ones.
-
-    The last rows get the numbers of rows that go.
-
-    Args:
-        gone: int64 ``[k]``, the rows that go, distinct and in ascending order.
-        size: rows in use.
-
-    Returns:
-        int32 ``[size]``, the new number of each row, or -1 for a row that goes.
-    """
-    new_rows = torch.arange(size, dtype=torch.int32, device=gone.device)
-    new_rows.index_fill_(0, gone, -1)
-    last_rows = new_rows[size - len(gone) :]
-    sources = (last_rows >= 0).nonzero().squeeze(1)
-    last_rows.index_copy_(0, sources, gone[: len(sources)].to(torch.int32))
-    return new_rows

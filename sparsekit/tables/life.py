@@ -94,6 +94,8 @@ class RowLife:
         looked_up: number of this rank's keys with rows in lookups in training, on the CPU.
         new: number of them that got their rows there, other than by admission.
         on_evict: called with the rows that a sweep drops.
+        makes_room_first: whether a lookup makes room before it inserts keys, since the free rows
+            were once too few for the new keys of a lookup in a full table.
         keys_finished: sum of the distinct keys that all ranks have asked for in finished lookups.
     """
 
@@ -116,6 +118,7 @@ class RowLife:
         self.evicted = self.expired = self.erased = self.admitted = self.refused = 0
         self.looked_up = self.new = 0
         self.on_evict: Callable[[Evicted], Any] | None = None
+        self.makes_room_first = False
         self.keys_finished = 0
         # The clock as it was last read or written, the tensor, and the tensor's version then.
         self._now = 0

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ..distributed.shard_gradient import ShardGradient
 from . import saved_state as saved
-from .hash_table import HashTable, rows_without
+from .hash_table import HashTable
 from .in_flight import InFlight
 from .row_states import row_tensors, sparse_writes
 from .weight import EmbeddingWeight, own_writes
@@ -19,6 +19,7 @@ from .weight import EmbeddingWeight, own_writes
 if TYPE_CHECKING:
     from .embedding_table import EmbeddingTable
 
+_compact = torch.ops.sparsekit.compact_rows.default
 _renumber = saved.builtin_of(torch.ops.sparsekit.hash_table_renumber_)
 _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
@@ -35,7 +36,7 @@ def _optimizers(weight: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 
 @torch.no_grad()
-def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> None:
+def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     """Remove the keys of rows, and overwrite all that belongs to them.
 
     The last rows in use move to the rows that become free, with their vectors, scores and states;
@@ -45,12 +46,15 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> None:
     Args:
         table: a table with a hash table.
         gone: int64 ``[k]``, distinct rows in use, in ascending order.
+
+    Returns:
+        int32 ``[rows in use before]``, the new number of each row, or -1 for one that is removed.
     """
     index = cast(HashTable, table.table)
     weight = table.weight
     before = len(index)
     left = before - len(gone)
-    new_rows = rows_without(gone, before)
+    new_rows = _compact(gone, before)
     buckets, hash_seed, size = index.tensors()
     grad = weight.grad
     if grad is not None and not grad.is_sparse and not grad.is_contiguous():
@@ -78,6 +82,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> None:
         # The index and all that belongs to rows must change together, even if the program is
         # interrupted.
         saved.run_all(calls)
+    return new_rows
 
 
 @lru_cache(maxsize=64)

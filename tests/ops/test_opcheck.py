@@ -185,6 +185,7 @@ CASES = {
         (*buckets_of(5, 6, 7), int64(1, -1, 0).int()),
         (*buckets_of(), int64().int()),
     ],
+    "compact_rows": lambda: [(int64(1, 3), 5), (int64(), 2), (int64(), 0)],
     "lowest_rows": lambda: [
         (int64(3, 1, 2), buckets_of(5, 6, 7)[0], 3, kind, 7, 9, int64(1), count)
         for kind in (1, 2)

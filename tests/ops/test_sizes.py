@@ -101,6 +101,8 @@ CASES = {
         OPS.hash_table_renumber_,
         lambda h: (HashTable(5).buckets, ints(3), none(h, dtype=torch.int32)),
     ),
+    "compact, many rows": (OPS.compact_rows, lambda h: (ints(), h)),
+    "compact, many gone": (OPS.compact_rows, lambda h: (long(h), h)),
     "lowest, many scores": (
         OPS.lowest_rows,
         lambda h: (long(h), HashTable(5).buckets, 3, 1, 0, 0, ints(), 2),

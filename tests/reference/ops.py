@@ -42,6 +42,15 @@ def mixed(keys: torch.Tensor) -> list[int]:
     return hashes
 
 
+def compact_rows(gone: torch.Tensor, size: int) -> torch.Tensor:
+    """Move the last rows that stay, one by one, into the places of the first rows that go."""
+    left, places, new_rows = size - len(gone), gone.tolist(), []
+    for row in range(size):
+        stays = row not in gone
+        new_rows.append((row if row < left else places.pop(0)) if stays else -1)
+    return torch.tensor(new_rows, dtype=torch.int32)
+
+
 def lowest_rows(
     scores: torch.Tensor,
     buckets: torch.Tensor,
