@@ -123,16 +123,21 @@ class Table:
             return row.count
         return row.count >> min(32, now // self.halve_every - row.then // self.halve_every)
 
-    def train(self, keys):
-        """Look keys up in training; return the number of those that were dropped before."""
+    def train(self, keys, read=()):
+        """Look keys up in training; return the number of those that were dropped before.
+
+        Args:
+            keys: keys of features that insert.
+            read: keys of all features.
+        """
         before = self.evicted + self.expired
-        self.make_room(keys, self.next_clock)
+        self.make_room(keys, self.next_clock, read=read)
         self.clock = self.next_clock
         self.touch([k for k in keys if k in self.rows or k in self.admitted])
         return self.evicted + self.expired - before
 
-    def make_room(self, keys, now, by_hand=False):
-        held = self.held() | set(keys)
+    def make_room(self, keys, now, by_hand=False, read=()):
+        held = self.held().union(keys, read)
         if self.ttl is not None:
             every = max(1, self.ttl // 16)
             if self.expired_in != now // every:

@@ -165,6 +165,7 @@ class Sequence:
                 **of_score,
                 **of_admission,
             )
+        self.reads = draw.choice([[], [], ["g"], ["h"], ["f", "g"], ["f", "h"]])
         layers = self.new_layers()
         owned = layers["a"].owned(torch.tensor(UNIVERSE)).tolist()
         self.owned = {UNIVERSE[place] for place in owned}
@@ -180,7 +181,11 @@ class Sequence:
     def take(self, layers, state=None):
         """Go on with other layers."""
         self.layers = layers
-        self.group = sparsekit.EmbeddingGroup(layers, FEATURES)
+        features = {
+            name: sparsekit.Feature(table, insert=name not in self.reads)
+            for name, table in FEATURES.items()
+        }
+        self.group = sparsekit.EmbeddingGroup(layers, features)
         self.optimizer = self.kind(layers.parameters(), **self.settings)
         if state is not None:
             self.optimizer.load_state_dict(state)
@@ -260,20 +265,25 @@ class Sequence:
             outputs = [self.layers[what](inputs[what], scores=scores).squeeze(1)]
         of_tables = {}
         for name, one in bags.items():
-            of_tables.setdefault(FEATURES.get(name, name), []).append(one)
+            of_tables.setdefault(FEATURES.get(name, name), []).append((name, one))
         found = {}
         for table, several in of_tables.items():
-            flat = [
-                [key for key in bag if key != self.padding[table]]
-                for one in several
-                for of_rank in one
-                for bag in of_rank
-            ]
+            of_features = {
+                name: [
+                    [key for key in bag if key != self.padding[table]]
+                    for of_rank in one
+                    for bag in of_rank
+                ]
+                for name, one in several
+            }
+            flat = [bag for own in of_features.values() for bag in own]
             keys = [key for bag in flat for key in bag]
             if table in self.given:
                 self.models[table].score_of = partial(worth, salt)
-            if inserts:
-                self.models[table].train(keys)
+            inserting = [name for name in of_features if name not in self.reads]
+            if inserts and inserting:
+                inserted = [key for name in inserting for bag in of_features[name] for key in bag]
+                self.models[table].train(inserted, keys)
             known = {key for key in keys if key in self.models[table].rows}
             found[table] = model.Lookup(flat, known), self.models[table].pooled(flat)
         places = dict.fromkeys(of_tables, 0)
