@@ -54,10 +54,12 @@ def redirected(
 
     made: list[Request] = []
     tables = dict.fromkeys(table for table in plan.tables if table.fallback is not None)
-    keys = {
-        table: redirected_keys(table, exchange, partial(ask, table), table.inserts)
-        for table in tables
-    }
+    reads = plan.reads or [False] * len(plan.tables)
+    writing = {table for table, read in zip(plan.tables, reads, strict=True) if not read}
+    keys = {}
+    for table in tables:
+        inserts = table.inserts and table in writing
+        keys[table] = redirected_keys(table, exchange, partial(ask, table), inserts)
     for request in cast("Sequence[Request]", asked):
         if request.table in keys:
             count = len(inserted_keys(request))

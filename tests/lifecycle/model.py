@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 MASK = 2**64 - 1
+FIRST = -(2**63)
 
 
 def tie(key):
@@ -90,6 +91,7 @@ class Table:
     sketch: bool = False  # whether counts stay when a key is admitted or erased
     probability: tuple | None = None  # of admission, and its seed
     zero: bool = False  # whether absent keys read zeros instead of their initial vectors
+    fallback: int = 0  # rows that keys without a row share
     waiting: dict = field(default_factory=dict)  # of keys without a row: a count, and its clock
     admitted: dict = field(default_factory=dict)  # counts of the batch's new keys before it
     were_admitted: int = 0
@@ -131,9 +133,15 @@ class Table:
             read: keys of all features.
         """
         before = self.evicted + self.expired
+        for k in self.shared - self.rows.keys():
+            (vector,) = self.initial([k])
+            self.rows[k] = Row(
+                0, 0, vector, tuple(torch.zeros_like(vector) for _ in self.rule.states)
+            )
         self.make_room(keys, self.next_clock, read=read)
         self.clock = self.next_clock
-        self.touch([k for k in keys if k in self.rows or k in self.admitted])
+        found = [k if k in self.admitted else self.placed(k) for k in keys]
+        self.touch([k for k in found if k in self.rows or k in self.admitted])
         return self.evicted + self.expired - before
 
     def make_room(self, keys, now, by_hand=False, read=()):
@@ -186,9 +194,21 @@ class Table:
             if not self.sketch:
                 self.waiting.pop(k, None)
 
+    @property
+    def shared(self):
+        """The keys of fallback rows: the smallest int64 numbers."""
+        return {FIRST + f for f in range(self.fallback)}
+
+    def placed(self, key):
+        """Return the key whose row, if any, a key reads."""
+        if not self.fallback or key in self.rows:
+            return key
+        signed = tie(key) - (2**64 if tie(key) >= 2**63 else 0)
+        return FIRST + signed % self.fallback
+
     def held(self):
-        """Return the keys of backwards to come and of a gradient."""
-        return set(self.grad or ()).union(*(lookup.keys for lookup in self.pending))
+        """Return the keys of backwards to come, of a gradient, and of fallback rows."""
+        return self.shared.union(self.grad or (), *(lookup.keys for lookup in self.pending))
 
     def touch(self, keys):
         now = self.clock
@@ -201,7 +221,7 @@ class Table:
             row = self.rows.setdefault(key, Row(0, now))
             row.count, row.then = self.aged(row, now) + 1 + self.admitted.pop(key, 0), now
             if self.score_of is not None:
-                row.count = self.score_of(key)
+                row.count = 0 if key in self.shared else self.score_of(key)
 
     def evict(self, left, now, held):
         """Drop the lowest until `left` rows are left; return how many were dropped."""

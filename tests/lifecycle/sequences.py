@@ -27,6 +27,7 @@ SEQUENCES, STEPS = map(int, os.environ.get("SPARSEKIT_LIFECYCLE", "10x60").split
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 UNIVERSE = [*EXTREMES, *range(1, 60), *(2**32 * i for i in range(1, 30))]
+ROWS = sparsekit.Fallback(3)
 # Features of the group, and the layers that they ask.
 FEATURES = {"f": "a", "g": "a", "h": "b"}
 DIMS = {"a": 3, "b": 4}
@@ -127,6 +128,7 @@ class Sequence:
         dtype = torch.float32 if TOLERANCE[self.rule] == 0 else torch.float64
         strategy = draw.choice(["auto", "all_to_all", "reduce_scatter"])
         self.made, self.models, self.padding, self.given = {}, {}, {}, []
+        self.universe = list(UNIVERSE)
         for name in "ab":
             policy = draw.choice(list(POLICIES))
             score, of_score = POLICIES[policy]
@@ -138,7 +140,10 @@ class Sequence:
                 budget, max_rows = {}, None
             self.padding[name] = draw.choice([None, None, 1])
             admission, of_admission = ADMISSIONS[draw.choice(["all", *ADMISSIONS])]
-            before = draw.choice(["initial", "zero"]) if admission else "initial"
+            before = draw.choice(["initial", "zero", ROWS]) if admission else "initial"
+            if before is ROWS:
+                # The smallest key is that of a fallback row.
+                self.universe[UNIVERSE.index(-(2**63))] = -(2**63) + ROWS.rows
             plain = partial(
                 sparsekit.DistributedEmbedding,
                 *("sum", 150, DIMS[name], 1),
@@ -152,8 +157,9 @@ class Sequence:
             self.made[name] = partial(
                 plain, score=score, ttl=ttl, admission=admission, before_admission=before, **budget
             )
-            first = plain().vectors(torch.tensor(UNIVERSE))
-            initial = dict(zip(UNIVERSE, first, strict=True))
+            every = [*UNIVERSE, *(-(2**63) + f for f in range(1, ROWS.rows + 1))]
+            first = plain().vectors(torch.tensor(every))
+            initial = dict(zip(every, first, strict=True))
             self.models[name] = model.Table(
                 max_rows,
                 ttl=ttl,
@@ -162,13 +168,14 @@ class Sequence:
                     [*(initial[k] for k in keys), like[0]]
                 )[:-1].clone(),
                 zero=before == "zero",
+                fallback=ROWS.rows if before is ROWS else 0,
                 **of_score,
                 **of_admission,
             )
         self.reads = draw.choice([[], [], ["g"], ["h"], ["f", "g"], ["f", "h"]])
         layers = self.new_layers()
-        owned = layers["a"].owned(torch.tensor(UNIVERSE)).tolist()
-        self.owned = {UNIVERSE[place] for place in owned}
+        owned = layers["a"].owned(torch.tensor(every)).tolist()
+        self.owned = {every[place] for place in owned}
         self.take(layers)
         self.pending, self.prefetched, self.saved = [], None, None
         self.folder, self.saved_files = folder, None
@@ -212,7 +219,7 @@ class Sequence:
 
     def key(self):
         place = int(len(UNIVERSE) * self.draw.random() ** 3) + self.drift
-        return UNIVERSE[place % len(UNIVERSE)]
+        return self.universe[place % len(UNIVERSE)]
 
     def bags(self):
         """Return the bags of each rank."""
@@ -284,7 +291,8 @@ class Sequence:
             if inserts and inserting:
                 inserted = [key for name in inserting for bag in of_features[name] for key in bag]
                 self.models[table].train(inserted, keys)
-            known = {key for key in keys if key in self.models[table].rows}
+            flat = [[self.models[table].placed(key) for key in bag] for bag in flat]
+            known = {key for bag in flat for key in bag if key in self.models[table].rows}
             found[table] = model.Lookup(flat, known), self.models[table].pooled(flat)
         places = dict.fromkeys(of_tables, 0)
         each = zip(outputs, bags.items(), strict=True)

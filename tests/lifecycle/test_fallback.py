@@ -182,6 +182,20 @@ def test_features_that_read_use_them_and_do_not_count():
     assert layer.row_counts()[-2:] == (4, 1)  # asked and found, of key 5 alone
 
 
+def test_only_features_that_read_change_nothing():
+    layer = layer_of(**WITH, ttl=1)
+    for key in range(3):
+        layer(bag(*[key] * COUNT))
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    group = sparsekit.EmbeddingGroup({"a": layer}, {"y": Feature("a", insert=False)})
+    out = group({"y": bag(9)})
+    assert torch.equal(out["y"], layer.weight[layer.table.find(T([Redirecting.shared(9)]))])
+    assert all(torch.equal(before[name], t) for name, t in layer.state_dict().items())
+    new = layer_of(**WITH)
+    sparsekit.EmbeddingGroup({"a": new}, {"y": Feature("a", insert=False)})({"y": bag(9, 9, 9)})
+    assert len(new.table) == len(new.life.counts.state()) == 0
+
+
 def test_functions_score_keys_of_users_only():
     scored = []
 
