@@ -245,6 +245,7 @@ def test_sample_weights_of_any_floating_dtype(device, given_dtype):
     assert torch.equal(leaf.grad.cpu(), weight.cpu().sum(1)[rows].to(given_dtype))
 
 
+@pytest.mark.pairs(any_device=True)
 @weighted_or_not
 @all_combiners
 def test_bits_do_not_depend_on_threads(device, combiner, weighted):

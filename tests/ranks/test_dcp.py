@@ -71,6 +71,8 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(pools, tmp_path, opt
         own = {"rows": ROWS // world} | OPTIONS[options]
         saved[world] = together(pools[world](begin, world, tmp_path / str(world), own))
     for source, world in itertools.product(WORLDS, WORLDS):
+        if options != "hash" and source == world:
+            continue
         own = {"rows": ROWS // world} | OPTIONS[options]
         found = pools[world](go_on, world, tmp_path / str(source), own)
         assert_equal(together([loaded for loaded, _ in found]), saved[source])
