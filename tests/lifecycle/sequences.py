@@ -4,7 +4,6 @@ Every rank runs the same sequence, drawn from one seed, with its own part of eac
 is whole on every rank, and each rank compares the rows of the keys that it owns.
 """
 
-import contextlib
 import copy
 import io
 import os
@@ -122,7 +121,8 @@ class Sequence:
         self.rank, self.world_size, self.ranks = rank, world_size, range(world_size)
         self.rule = draw.choice(list(RULES))
         self.fused = draw.random() < 0.4
-        self.reduction = "mean" if world_size == 2 and draw.random() < 0.5 else "sum"
+        # All draws are the same for any number of ranks, which may go on with another one's files.
+        self.reduction = "mean" if draw.random() < 0.5 and world_size == 2 else "sum"
         self.sets_clock = draw.random() < 0.4
         of_model, self.kind, self.settings = RULES[self.rule]
         dtype = torch.float32 if TOLERANCE[self.rule] == 0 else torch.float64
@@ -520,20 +520,32 @@ class Sequence:
             table.load(saved)
             table.evicted = table.expired = table.were_admitted = table.refused = 0
 
+    def take_over(self, first):
+        """Go on with what `leave` has left before operation `first`, perhaps on other ranks."""
+        self.number = first
+        self.draw.seed(first)
+        self.saved_files = torch.load(self.folder / "models", weights_only=False)
+        self.load_files()
+        self.check_keys()
+        self.check_all()
+
+    def leave(self):
+        """Save the layers and the models, and end."""
+        self.save_files()
+        if self.rank == 0:
+            torch.save(self.saved_files, self.folder / "models")
+        self.checkpoints.close()
+
     def run(self, steps, check_every=25):
         """Run random operations; compare keys and scores after each, and all now and then.
 
         Returns:
             The number of rows that the model has dropped.
         """
-        with contextlib.closing(self.checkpoints):
-            return self._run(steps, check_every)
-
-    def _run(self, steps, check_every):
-        dropped = 0
+        dropped, first = 0, self.number
         names, weights = zip(*OPERATIONS.items(), strict=True)
         self.log = []
-        for number in range(steps):
+        for number in range(first, first + steps):
             self.drift, self.number = number // 10, number
             (name,) = self.draw.choices(names, weights)
             if name == "forward" and len(self.pending) > 2:
@@ -630,6 +642,14 @@ class Sequence:
                 assert not tensor[size:].any(), (name, what, self.log)
 
 
-def run(rank, seed, steps, folder, world_size=1):
-    """Run a sequence on a rank; return the number of rows that its model has dropped."""
-    return Sequence(seed, folder, rank, world_size).run(steps)
+def run(rank, seed, steps, folder, world_size=1, first=0):
+    """Run a sequence on a rank; return the number of rows that its model has dropped.
+
+    If `first` is not 0, the sequence goes on after as many operations of another one.
+    """
+    sequence = Sequence(seed, folder, rank, world_size)
+    if first:
+        sequence.take_over(first)
+    dropped = sequence.run(steps)
+    sequence.leave()
+    return dropped
