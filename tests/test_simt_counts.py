@@ -188,7 +188,7 @@ def test_a_step_of_layers_takes_few_launches(tables, most):
     assert total.waits == 0
 
 
-@pytest.mark.parametrize(("tables", "score"), [(1, "lru"), (26, "lfu"), (500, "lfu")])
+@pytest.mark.parametrize(("tables", "score"), [(1, "lru"), (26, "lfu"), (150, "lfu")])
 def test_scores_and_eviction_take_two_launches_more(tables, score):
     """As long as no table is over its budget."""
     one = {"tables": tables, "fused": True, "batch": 4, "nnz": 2, "dim": 8, "keys": 20}

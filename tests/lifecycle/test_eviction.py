@@ -25,6 +25,7 @@ SCORES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("ttl", [None, 20])
 @pytest.mark.parametrize("min_count", [None, 2, 4])

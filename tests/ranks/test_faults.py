@@ -221,6 +221,7 @@ def test_settings_that_must_agree(two_ranks_over, function):
 
 
 def no_memory_for_what_was_announced(rank):
+    sparsekit.init(timeout=4)
     module = layer("users")
     step(module, [1, 2])
     if rank == 1:
