@@ -124,6 +124,11 @@ def test_keys_that_are_left_out_have_no_score():
     layer = bags(padding_key=0, max_nnz=2, truncate=True)
     layer((T([0, 5, 6, 7, 0]), T([0, 4, 5])), scores=T([9, 8, 7, 6, 5]))
     assert scores_of(layer) == {5: 8, 6: 7}
+    layer((T([7, 8]), T([0, 1, 2])), scores=T([3, 4]))
+    before = layer.scores.clone()
+    layer((T([5, 6, 7]), T([0, 3, 3])), scores=T([8, 7, 6]))  # 7 has a row, and is cut off
+    assert scores_of(layer) == {5: 8, 6: 7, 7: 3, 8: 4}
+    assert torch.equal(layer.scores[2:], before[2:])
 
 
 def test_features_that_share_a_table_and_one_that_only_reads():
