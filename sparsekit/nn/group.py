@@ -200,7 +200,7 @@ class EmbeddingGroup(torch.nn.Module):
         tables: Sequence[EmbeddingTable],
         inputs: Any,
         weights: Mapping[str, Any] | None,
-        scores: Mapping[str, torch.Tensor] | None,
+        scores: Mapping[str, torch.Tensor] | None = None,
     ) -> Asked:
         """Return a request for each feature, or the error that the inputs have caused."""
         join = self.output != "dict"
