@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from sparsekit import DistributedEmbedding, EmbeddingGroup, optim
-from sparsekit.lookup.plan import PlanCache, remember
+from sparsekit.lookup import PlanCache, remember
 from sparsekit.nn import Constant
 from tests.nn.keyed import Keyed
 
