@@ -260,17 +260,15 @@ class LookupPlan:
         self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(tables):
-            key = (
-                *(table.weight.dtype, table.dtype_on_wire),
-                *(table.inserts_all, table.gradient_divisor, table in reading),
-            )
+            # Without `inserts_all`, tables that change their modes together stay together.
+            modes = table.inserts, table.admits_all, table in reading
+            key = table.weight.dtype, table.dtype_on_wire, table.gradient_divisor, modes
             positions.setdefault(key, []).append(i)
-        self.batches = [
-            TableBatch(
-                own, [tables[i] for i in own], inserts, [reads[i] for i in own if reads_some]
-            )
-            for (_, _, inserts, _, reads_some), own in positions.items()
-        ]
+        self.batches = []
+        for own in positions.values():
+            of_batch, mixed = [tables[i] for i in own], tables[own[0]] in reading
+            asks = of_batch, of_batch[0].inserts_all, [reads[i] for i in own if mixed]
+            self.batches.append(TableBatch(own, *asks))
         ends = list(itertools.accumulate(len(batch.dims) for batch in self.batches))
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}

@@ -85,7 +85,14 @@ def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> R
 def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
     """Finish a lookup that `begin` has begun; see `Route.outputs`."""
     # Tables may have changed since the lookup began.
-    route.plan = route.plan.up_to_date()
+    plan, route.plan = route.plan, route.plan.up_to_date()
+    batches = [[batch.positions for batch in one.batches] for one in (plan, route.plan)]
+    if isinstance(route, ByKey) and batches[0] != batches[1]:
+        names = ", ".join(dict.fromkeys(table.name for table in plan.tables))
+        error = error or RuntimeError(
+            f"{names}: some of these layers have changed their mode since their keys were "
+            f"prefetched, and others have not; change all of them, or call the group first"
+        )
     return route.outputs(error)
 
 

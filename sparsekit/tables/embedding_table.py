@@ -256,7 +256,12 @@ class EmbeddingTable(TableTensors):
     @property
     def inserts_all(self) -> bool:
         """Return whether a lookup gives rows to all new keys."""
-        return self.inserts and (self.life is None or self.life.admission is None)
+        return self.inserts and self.admits_all
+
+    @property
+    def admits_all(self) -> bool:
+        """Return whether new keys need no admission."""
+        return self.life is None or self.life.admission is None
 
     @property
     def absent(self) -> Initializer:

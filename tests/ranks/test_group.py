@@ -228,6 +228,29 @@ def another_batch_than_the_one_prefetched(rank):
     group(batches[2])
 
 
+def modes_after_prefetch(rank, alone):
+    layers = {
+        name: sparsekit.DistributedEmbedding("sum", 99, 4, 1, name=name, seed=1, **options)
+        for name, options in (("a", {}), ("b", {"admission": sparsekit.MinCount(1)}), ("c", {}))
+    }
+    group = sparsekit.EmbeddingGroup(layers)
+    keys = torch.tensor([rank, 50, 50])
+    inputs = {name: (keys + i, torch.tensor([0, 3])) for i, name in enumerate(layers)}
+    group(inputs)
+    expected = group.eval()(inputs)
+    group.train().prefetch(inputs)
+    (layers["a"] if alone else group).eval()
+    for name, output in group(inputs).items():
+        assert torch.equal(output, expected[name])
+
+
+def test_the_modes_of_all_layers_may_change_after_prefetch(ranks):
+    ranks(modes_after_prefetch, False)
+    for outcome in ranks.outcomes(modes_after_prefetch, True):
+        assert outcome.type == "RuntimeError"
+        assert "a, b, c: some of these layers have changed their mode" in outcome.message
+
+
 def test_prefetch_changes_nothing_but_time(ranks):
     ranks(prefetched)
     prefetched(0)
