@@ -182,6 +182,10 @@ def test_early_stopping_by_the_validation_file(clicks, capsys):
         (["trainer.patience=0", "data.validation=README.md"], r"trainer\.patience must be >= 1"),
         (["table.on_full=grow"], "user: on_full must be "),
         (["table.max_rows=5"], "max_rows=5 needs on_full='evict'"),
+        (
+            ["table.on_full=evict", "table.low_watermark=1.5"],
+            r"user: low_watermark must be in \(0, 1\], got 1\.5",
+        ),
         (["table.score=mru"], "score must be 'lru', 'lfu'"),
         (["table.admission=0"], r"Probability: p must be in \(0, 1\], got 0"),
         (["table.admission=1.5"], r"Probability: p must be in \(0, 1\], got 1\.5"),

@@ -69,7 +69,7 @@ CLICKS = {
     "--trainer.tensorboard": ("true", {"logs": "TensorBoard"}),
 }
 TABLE = {
-    **{"on_full": "evict", "max_rows": 90, "score": "lfu", "ttl": 9},
+    **{"on_full": "evict", "max_rows": 90, "low_watermark": 0.75, "score": "lfu", "ttl": 9},
     "admission": sparsekit.MinCount(1),
 }
 CHECKPOINT = {"path": ("ckpt", {}), "out": ("out", {"written": "out"})}
@@ -110,6 +110,7 @@ COMMANDS = {
         **CLICKS,
         "--table.on_full": ("evict", {"DLRM.options": TABLE}),
         "--table.max_rows": ("90", {"DLRM.options": TABLE}),
+        "--table.low_watermark": ("0.75", {"DLRM.options": TABLE}),
         "--table.score": ("lfu", {"DLRM.options": TABLE}),
         "--table.ttl": ("9", {"DLRM.options": TABLE}),
         "--table.admission": ("1", {"DLRM.options": TABLE}),
@@ -128,6 +129,7 @@ COMMANDS = {
         **CLICKS,
         "--table.on_full": ("evict", {"DeepFM.options": TABLE}),
         "--table.max_rows": ("90", {"DeepFM.options": TABLE}),
+        "--table.low_watermark": ("0.75", {"DeepFM.options": TABLE}),
         "--table.score": ("lfu", {"DeepFM.options": TABLE}),
         "--table.ttl": ("9", {"DeepFM.options": TABLE}),
         "--table.admission": ("1", {"DeepFM.options": TABLE}),

@@ -18,7 +18,7 @@ from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.fallback import count_fallbacks, fallback_rows
 from ..tables.hash_table import HashTable
-from ..tables.life import LOW_WATERMARK, Evicted, RowLife
+from ..tables.life import Evicted, RowLife
 from ..tables.removal import pinned_rows, remove_rows, states_of
 from ..tables.weight import own_writes
 from .descriptors import no_offsets
@@ -129,7 +129,7 @@ class Sweep:
         if in_use + of_all <= budget:
             self.agreeing = False
             return None
-        left = max(0, min(int(LOW_WATERMARK * budget), budget - of_all))
+        left = max(0, min(int(self._life.low_watermark * budget), budget - of_all))
         return self.drop_lowest(in_use - left, rows, new)
 
     def drop_lowest(

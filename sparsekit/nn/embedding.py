@@ -61,13 +61,15 @@ class DistributedEmbedding(EmbeddingLayer):
         padding_key: entries with this key are left out, neither counted nor inserted.
         on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged. ``"evict"``
             makes room: before a batch whose new keys would put more than max_rows rows in use, the
-            keys with the lowest scores lose their rows, until 95% of max_rows are left or the batch
-            fits. Keys of the batch stay, and so do those of a backward to come and of a gradient;
-            if there are only such keys, TableFullError is raised. A key that comes again is new.
-            The choice is exact, over all ranks, and the same on any number of them. See
-            docs/lifecycle.md.
+            keys with the lowest scores lose their rows, until low_watermark of max_rows are left,
+            or fewer if the batch needs more. Keys of the batch stay, and so do those of a backward
+            to come and of a gradient; if there are only such keys, TableFullError is raised. A key
+            that comes again is new. The choice is exact, over all ranks, and the same on any number
+            of them. See docs/lifecycle.md.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
             of all ranks' rows.
+        low_watermark: fraction of max_rows, in (0, 1], that a table that makes room leaves in use.
+            Near 1 keys stay longer, and more lookups make room.
         score: value of a row, which decides what goes first. ``"lru"``: the time of its last lookup
             in training. ``"lfu"`` or `sparsekit.LFU`: the number of times that its key has come in
             training, halved again and again. A function: what it returned at the last lookup in

@@ -15,10 +15,6 @@ from .fallback import Fallback
 from .options import TableOptions
 from .scores import LFU, Score
 
-# Fraction of the budget that a sweep leaves in use. The next sweep comes when the difference has
-# been used up, so a sweep, which reads all scores, pays for many new keys.
-LOW_WATERMARK = 0.95
-
 # Fraction of all ranks' rows that is the default of max_rows. The rest is for the differences
 # between ranks, since a hash of the key decides which rank gets a new key.
 _BUDGET = 0.9
@@ -81,6 +77,9 @@ class RowLife:
     Attributes:
         score: how rows are valued.
         max_rows: budget of rows over all ranks; None if a full table is an error.
+        low_watermark: fraction of the budget that a sweep leaves in use. The next sweep comes when
+            the difference has been used up, so a sweep, which reads all scores, pays for many new
+            keys.
         admission: decides which new keys get a row; None for all.
         before_admission: value of a key that has not been admitted: "initial", "zero", or rows.
         counts: how often keys that have not been admitted have come, if admission counts them.
@@ -103,6 +102,7 @@ class RowLife:
         self,
         score: Score,
         max_rows: int | None,
+        low_watermark: float,
         ttl: int | None,
         admission: MinCount | Probability | None,
         before_admission: str | Fallback,
@@ -110,6 +110,7 @@ class RowLife:
     ) -> None:
         self.score = score
         self.max_rows = max_rows
+        self.low_watermark = low_watermark
         self.ttl = ttl
         self.admission = admission
         self.before_admission = before_admission
@@ -128,8 +129,8 @@ class RowLife:
 
     def __str__(self) -> str:
         return (
-            f"max_rows {self.max_rows}, {self.score}, ttl {self.ttl}, {self.admission} "
-            f"({self.before_admission} before), "
+            f"max_rows {self.max_rows}, low_watermark {self.low_watermark}, {self.score}, "
+            f"ttl {self.ttl}, {self.admission} ({self.before_admission} before), "
         )
 
     @property
@@ -271,8 +272,11 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
         most = (most_rows if max_rows is None else max_rows) - 1
         check_int(name, "before_admission.rows", options.before_admission.rows, 1, most)
     counts = counts_of(options.admission, cast(torch.device, options.device))
-    policy = options.admission, options.before_admission
-    return RowLife(cast(Score, options.score), max_rows, options.ttl, *policy, counts)
+    return RowLife(
+        cast(Score, options.score),
+        *(max_rows, options.low_watermark, options.ttl),
+        *(options.admission, options.before_admission, counts),
+    )
 
 
 def begin_ticks(lives: Sequence[tuple[RowLife, torch.Tensor]]) -> list[int]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _pybind, hashing
 from ..distributed.world import WIRE_DTYPES, settings
-from ..errors import check_choice, check_int
+from ..errors import check_choice, check_int, check_number
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .admission import MinCount, Probability
 from .fallback import Fallback
@@ -31,6 +31,7 @@ class TableKeywords(TypedDict, total=False):
     padding_key: int | None
     on_full: str
     max_rows: int | None
+    low_watermark: float
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None
     ttl: int | None
     admission: MinCount | Probability | None
@@ -59,6 +60,7 @@ class TableOptions:
     padding_key: int | None = None
     on_full: str = "error"
     max_rows: int | None = None
+    low_watermark: float = 0.95
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None = None
     ttl: int | None = None
     admission: MinCount | Probability | None = None
@@ -141,6 +143,11 @@ class TableOptions:
             if not evicts:
                 raise ValueError(f"{name}: max_rows={self.max_rows} needs on_full='evict'")
             check_count(name, "max_rows", self.max_rows)
+        low_watermark = check_number(name, "low_watermark", self.low_watermark)
+        if not 0 < low_watermark <= 1:
+            raise ValueError(f"{name}: low_watermark must be in (0, 1], got {low_watermark}")
+        if low_watermark != TableOptions.low_watermark and not evicts:
+            raise ValueError(f"{name}: low_watermark={low_watermark} needs on_full='evict'")
         if self.ttl is not None:
             check_count(name, "ttl", self.ttl, 2**62)
         if not isinstance(self.admission, (MinCount, Probability, type(None))):
@@ -171,7 +178,7 @@ class TableOptions:
                 f"{name}: score={score.called} cannot have max_keys_per_rank, whose ranks do not "
                 f"agree on scores before rows change"
             )
-        return {"score": score}
+        return {"score": score, "low_watermark": low_watermark}
 
 
 def keyword_parameters() -> list[inspect.Parameter]:

@@ -82,6 +82,7 @@ class Table:
     """Keys with a vector, optimizer states and a score each."""
 
     max_rows: int | None = None
+    low_watermark: float = 0.95
     score: str = "lru"
     halve_every: int = 0
     score_of: object = None  # the user's score of a key
@@ -163,7 +164,7 @@ class Table:
         self.stop_waiting(self.admitted)
         new = self.admitted
         if self.max_rows is not None and len(self.rows) + len(new) > self.max_rows:
-            left = max(0, min(int(0.95 * self.max_rows), self.max_rows - len(new)))
+            left = max(0, min(int(self.low_watermark * self.max_rows), self.max_rows - len(new)))
             self.evict(left, now, held)
 
     def admit_by_count(self, absent, keys, now):

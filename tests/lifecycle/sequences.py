@@ -135,7 +135,8 @@ class Sequence:
             self.given += [name] if score == "given" else []
             ttl = draw.choice([None, None, 5, 20, 40])
             max_rows = draw.randint(15, 50)
-            budget = {"on_full": "evict", "max_rows": max_rows}
+            low = draw.choice([0.95, 0.95, 0.5, 0.99, 1.0])
+            budget = {"on_full": "evict", "max_rows": max_rows, "low_watermark": low}
             if ttl is not None and draw.random() < 0.3:
                 budget, max_rows = {}, None
             self.padding[name] = draw.choice([None, None, 1])
@@ -162,6 +163,7 @@ class Sequence:
             initial = dict(zip(every, first, strict=True))
             self.models[name] = model.Table(
                 max_rows,
+                low_watermark=low,
                 ttl=ttl,
                 rule=of_model(),
                 initial=lambda keys, initial=initial, like=first: torch.stack(

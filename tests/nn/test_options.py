@@ -71,7 +71,7 @@ def test_signatures_show_each_option_with_its_default(kind):
 # The defaults of all options whose default is not None.
 DEFAULTS = {
     "use_hashtable": True, "key_dtype": torch.int64, "on_full": "error", "insert": True,
-    "before_admission": "initial",
+    "before_admission": "initial", "low_watermark": 0.95,
     "gradient_reduction": "mean", "strategy": "auto", "truncate": False, "dynamic_input": False,
     "mode": "mean", "norm_type": 2.0, "include_last_offset": False, "sparse": True,
     "scale_grad_by_freq": False, "_freeze": False,
@@ -95,6 +95,7 @@ WRONG = [
     {"padding_idx": 1, "padding_key": 0}, {"dtype": torch.int64}, {"device": "mps"},
     {"placement": "rank"}, {"embedding_initializer": 3}, {"num_embedding": 9},
     {"max_keys_per_rank": 0}, {"insert": 1}, {"wire_dtype": torch.float16},
+    {"on_full": "evict", "low_watermark": 0.0}, {"low_watermark": 0.5},
 ]  # fmt: skip
 WRONG_BESIDE_VECTORS = [
     {"num_embeddings": 2}, {"padding_idx": 3}, {"scale_grad_by_freq": True}, {"max_norm": -1.0},

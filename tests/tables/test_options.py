@@ -1,5 +1,6 @@
 """Tests of a table's options: bounds, defaults that depend on other settings, and messages."""
 
+import math
 import re
 
 import numpy as np
@@ -31,7 +32,7 @@ CHECKED = {
     "padding_key": None, "on_full": "error", "gradient_reduction": "mean", "seed": None,
     "name": None, "process_group": None, "placement": "hash", "wire_dtype": None,
     "max_keys_per_rank": None, "insert": True, "max_rows": None, "score": None, "ttl": None,
-    "admission": None, "before_admission": "initial",
+    "admission": None, "before_admission": "initial", "low_watermark": 0.95,
 }  # fmt: skip
 
 
@@ -65,6 +66,11 @@ CHECKED = {
             {"on_full": "evict", "max_rows": 5, "score": "lfu"},
             {"on_full": "evict", "max_rows": 5, "score": LFU()},
         ),
+        *(
+            ({"on_full": "evict", "low_watermark": low, "score": LRU()}, None)
+            for low in (5e-324, 0.99, 1, np.float64(0.5))
+        ),
+        ({"low_watermark": 0.95}, {}),
         ({"ttl": 3}, {"ttl": 3, "score": LRU()}),
         ({"score": LFU(7)}, None),
         ({"admission": MinCount(2)}, {"admission": MinCount(2), "score": LRU()}),
@@ -87,6 +93,7 @@ def test_options_that_are_taken(changes, differs):
     assert checked == {**CHECKED, **(changes if differs is None else differs)}
     for name in ("max_vocabulary_size_per_gpu", "embedding_vec_size"):
         assert type(checked[name]) is int
+    assert type(checked["low_watermark"]) is float
     assert checked["padding_key"] is None or type(checked["padding_key"]) is int
 
 
@@ -112,6 +119,13 @@ def test_options_that_are_taken(changes, differs):
         ({"max_rows": 5}, ValueError, "max_rows=5 needs on_full='evict'"),
         ({"max_rows": 0, "on_full": "evict"}, ValueError,
          "max_rows must be in [1, 9223372036854775807], got 0"),
+        *(({"low_watermark": low, "on_full": "evict"}, ValueError,
+           f"low_watermark must be in (0, 1], got {float(low)}")
+          for low in (0, -0.5, 1.0000001, math.nan, math.inf)),
+        *(({"low_watermark": low, "on_full": "evict"}, TypeError,
+           f"low_watermark must be a number, got {low!r}") for low in ("0.9", None, True)),
+        ({"low_watermark": 0.9}, ValueError, "low_watermark=0.9 needs on_full='evict'"),
+        ({"low_watermark": 1, "ttl": 3}, ValueError, "low_watermark=1.0 needs on_full='evict'"),
         ({"ttl": 0}, ValueError, "ttl must be in [1, 4611686018427387904], got 0"),
         ({"score": "old"}, ValueError,
          "score must be 'lru', 'lfu', 'given', sparsekit.LRU(), sparsekit.LFU(...) or a function "
@@ -234,9 +248,9 @@ def test_counts():
 def test_keywords_as_parameters():
     parameters = keyword_parameters()
     assert [each.name for each in parameters] == [
-        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_rows", "score", "ttl",
-        "admission", "before_admission", "gradient_reduction", "seed", "name", "process_group",
-        "placement", "wire_dtype", "max_keys_per_rank", "insert",
+        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_rows", "low_watermark",
+        "score", "ttl", "admission", "before_admission", "gradient_reduction", "seed", "name",
+        "process_group", "placement", "wire_dtype", "max_keys_per_rank", "insert",
     ]  # fmt: skip
     for each in parameters:
         assert each.kind == each.KEYWORD_ONLY

@@ -58,6 +58,7 @@ class TableConfig:
 
     on_full: str | None = None
     max_rows: int | None = None
+    low_watermark: float | None = None
     score: str | None = None
     ttl: int | None = None
     admission: float | None = None
