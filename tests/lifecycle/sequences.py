@@ -134,8 +134,8 @@ class Sequence:
             score, of_score = POLICIES[policy]
             self.given += [name] if score == "given" else []
             ttl = draw.choice([None, None, 5, 20, 40])
-            max_rows = draw.randint(15, 50)
-            low = draw.choice([0.95, 0.95, 0.5, 0.99, 1.0])
+            max_rows = draw.randint(6, 30)
+            low = draw.choice([0.95, 0.95, 0.5, 0.75, 1.0])
             budget = {"on_full": "evict", "max_rows": max_rows, "low_watermark": low}
             if ttl is not None and draw.random() < 0.3:
                 budget, max_rows = {}, None

@@ -27,16 +27,16 @@ SCORES = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("ttl", [None, 20])
+@pytest.mark.parametrize(("ttl", "low"), [(None, 0.95), (20, 0.6)])
 @pytest.mark.parametrize("min_count", [None, 2, 4])
-def test_the_keys_of_a_full_table_are_those_of_the_model(score, ttl, min_count):
+def test_the_keys_of_a_full_table_are_those_of_the_model(score, ttl, low, min_count):
     given, of_model = SCORES[score]
     layer = sparsekit.EmbeddingBag(
         80, 4, mode="sum", on_full="evict", max_rows=60, score=given, ttl=ttl, name="a",
-        admission=min_count and sparsekit.MinCount(min_count),
+        admission=min_count and sparsekit.MinCount(min_count), low_watermark=low,
     )  # fmt: skip
     optimizer = sparsekit.optim.LazyAdam([layer.weight], lr=0.1)
-    model = Table(60, ttl=ttl, min_count=min_count, **of_model)
+    model = Table(60, low, ttl=ttl, min_count=min_count, **of_model)
     dropped = 0
     for keys in batches(1, 200, 20, 100):
         values = torch.tensor(keys)
