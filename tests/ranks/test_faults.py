@@ -178,6 +178,10 @@ def other_reduction_on_one(rank):
     step(layer("users", gradient_reduction=reduction), [1, 2])
 
 
+def other_watermark_on_one(rank):
+    step(layer("users", on_full="evict", low_watermark=(0.95, 0.9)[rank]), [1, 2])
+
+
 def other_seed_on_one(rank):
     step(layer("users", seed=rank), [1, 2])
 
@@ -211,7 +215,12 @@ def other_seed_on_one_later(rank):
     "function",
     [
         *(no_grad_on_one, other_reduction_on_one, other_seed_on_one, other_padding_on_one),
-        *(no_grad_on_one_later, frozen_on_one_later, other_seed_on_one_later),
+        *(
+            no_grad_on_one_later,
+            frozen_on_one_later,
+            other_seed_on_one_later,
+            other_watermark_on_one,
+        ),
     ],
 )
 def test_settings_that_must_agree(two_ranks_over, function):
