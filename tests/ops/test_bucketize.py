@@ -77,10 +77,11 @@ def test_every_world_size(device, backend):
 
 
 @pytest.mark.parametrize("world_size", [1, 5, 8, 2048])
-def test_all_keys_on_one_owner(device, world_size):
-    check(torch.arange(40_000) * world_size + world_size - 1, world_size, device)
+def test_all_keys_on_one_owner(device, backend, world_size):
+    n = 40_000 if backend == "cpu" else 10_000
+    check(torch.arange(n) * world_size + world_size - 1, world_size, device)
     last = torch.full((65536,), world_size - 1, dtype=torch.int16)
-    check(torch.arange(40_000), world_size, device, last)
+    check(torch.arange(n), world_size, device, last)
 
 
 def test_order_is_that_of_the_input(device):
