@@ -238,9 +238,10 @@ def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     check_tensor(layer.name, "keys", keys, KEY_DTYPES, keys.dim())
     check_same_device(layer.name, weight=layer.weight, keys=keys)
     check_keys(layer, keys)
+    keys = keys.to(torch.int64)
     if layer.fallback is not None:
         layer.fallback.check(layer.name, keys)
-    return keys.to(torch.int64)
+    return keys
 
 
 def _checked_pairs(

@@ -219,6 +219,16 @@ def test_padding_is_padding():
     assert layer(bag(7)).count_nonzero() == 0
 
 
+def test_keys_of_32_bits_are_those_of_64():
+    layer, keys = layer_of(**WITH), T([0, 1, ROWS, -1, -(2**31)])
+    layer((keys.int(), T([0, len(keys)])))
+    vectors = torch.ones(len(keys), DIM, dtype=torch.float64)
+    assert bool((layer.vectors(keys.int()) == layer.vectors(keys)).all())
+    layer.assign(keys.int(), vectors)
+    assert torch.equal(layer.vectors(keys.int()), vectors)
+    assert layer.erase(keys.int()) == len(keys)
+
+
 def test_layers_that_insert_nothing_read_them(tmp_path):
     layer = layer_of(**WITH)
     optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.1)
