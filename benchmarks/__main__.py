@@ -58,6 +58,7 @@ SUITES: dict[str, Benchmarks] = {
     "curves": {
         "hash_table": curves.hash_table,
         "load": curves.load,
+        "evict": curves.evict,
         "unique": curves.unique,
         "segment_sum": curves.segment_sum,
         "embedding_bag": curves.embedding_bag,

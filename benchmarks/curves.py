@@ -110,6 +110,45 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
         )
 
 
+class _FullTable:
+    """A table at its budget, and keys for lookups in training of as many keys as a sweep drops."""
+
+    def __init__(self, rows: int) -> None:
+        spare = max(rows // 10, 8192)
+        self._layer = sparsekit.DistributedEmbedding(
+            "sum", rows + spare, 16, 1, on_full="evict", max_rows=rows, name="full"
+        )
+        self.keys, self._batch, self._seen = rows // 20, min(4096, rows // 20), 0
+        for _ in range(21):
+            self.bring()
+
+    def bring(self) -> None:
+        """Look up new keys, each of which drops a row in the end."""
+        self._look_up(self._seen)
+        self._seen += self.keys
+
+    def ask(self) -> None:
+        """Look up the keys of the last call of `bring`."""
+        self._look_up(self._seen - self.keys)
+
+    def _look_up(self, first: int) -> None:
+        for keys in torch.arange(first, first + self.keys).split(self._batch):
+            self._layer(keys[:, None, None])
+
+
+def evict(cpu: Cpu) -> Iterator[Comparison]:
+    """Measure lookups of new keys in full tables; the peer is lookups of keys that have rows."""
+    for rows in [1_000] if cpu.quick else [10**5, 10**6, 10**7]:
+        table = _FullTable(rows)
+        yield from cpu.compare(
+            f"{table.keys:,} new keys in a full table of {rows:,} rows",
+            [table.bring],
+            {"keys with rows": [table.ask]},
+            threads=1,
+            curve=Curve("eviction", "1 thread", "rows of the table", rows, table.keys),
+        )
+
+
 def unique(cpu: Cpu) -> Iterator[Comparison]:
     """Measure unique for different numbers of distinct keys, and of repeats of each key."""
     points = [(n, 1) for n in _sizes(cpu, 10**7)]
