@@ -74,10 +74,10 @@ def use_everything():
             show(f"{name} insert", table.find_or_insert(keys[:5000]), table.buckets)
             show(f"{name} find", table.find(keys), table.keys())
             kept = torch.arange(len(table)) % 3 > 0
-            new_rows = torch.where(kept, kept.cumsum(0) - 1, -1).int()
+            new_rows = ops.compact_rows((~kept).nonzero().squeeze(1), len(table))
             ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)
             table.size.fill_(int(kept.sum()))
-            show(f"{name} renumber", table.buckets, table.keys())
+            show(f"{name} renumber", new_rows, table.buckets, table.keys())
             in_use, scores = len(table), integers(0, 50, len(table))
             pinned = integers(0, in_use, 300)
             for kind in (1, 2):
