@@ -13,7 +13,7 @@ constexpr int64_t kRows = 1 << 16;
 int64_t compact_rows(const int64_t* gone, int64_t k, int64_t size, int32_t* new_rows,
                      const ParallelFor& parallel_for) {
   for (int64_t i = 0; i < k; ++i) {
-    if (gone[i] < (i == 0 ? 0 : gone[i - 1] + 1) || gone[i] >= size) return i;
+    if (gone[i] <= (i == 0 ? -1 : gone[i - 1]) || gone[i] >= size) return i;
   }
   const int64_t left = size - k;
   parallel_for(0, left, kRows, [=](int64_t begin, int64_t end) {

@@ -24,8 +24,11 @@ SPARSEKIT_KERNEL compact_rows_kernel(const int64_t* gone, int64_t k, int64_t siz
                                      int32_t* new_rows, int64_t* bad_row) {
   const int64_t left = size - k;
   for (int64_t row = simt::global_thread(); row < size; row += simt::global_threads()) {
-    if (row < k && (gone[row] < (row == 0 ? 0 : gone[row - 1] + 1) || gone[row] >= size)) {
-      simt::atomic_min(bad_row, row);
+    if (row < k) {
+      const int64_t before = row == 0 ? -1 : gone[row - 1];
+      if (gone[row] <= before || gone[row] < 0 || gone[row] >= size) {
+        simt::atomic_min(bad_row, row);
+      }
     }
     const int64_t below = count_below(gone, k, row);
     int64_t number = row;
