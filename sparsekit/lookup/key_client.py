@@ -176,7 +176,7 @@ class KeyClient:
         batch = self.batch
         if self.width is None:
             grads = [grads[i] for i in batch.positions]
-        given = grads_or_zeros(batch, grads, batch.dims, self._features)
+        given = grads_or_zeros(batch, grads, batch.dims, self._features, self._like)
         index, rows, *rest = self._found(vectors, columns, begins)
         with torch._C._AutoDispatchBelowAutograd():
             _backward_at(

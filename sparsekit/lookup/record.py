@@ -171,7 +171,7 @@ class CallRecord:
         if len(taken) < len(dims):
             wanted = set(taken)  # other tables get gradients of length 0
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
-        given = grads_or_zeros(self.batch, grads, dims, features)
+        given = grads_or_zeros(self.batch, grads, dims, features, self.weights[0])
         asked_of = index, rows, counts, bags, features, self.sample_weights, key_starts
 
         def updates() -> list[Update]:
@@ -237,7 +237,9 @@ class CallRecord:
         """Pool these vectors as the lookup pooled its rows, and add the results to `outs`."""
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
-        given = grads_or_zeros(self.batch, own_grads, self.batch.dims, self.features)
+        given = grads_or_zeros(
+            self.batch, own_grads, self.batch.dims, self.features, self.weights[0]
+        )
         index, rows, counts, bags, key_starts = found
         tables = [
             torch.zeros_like(weight) if own is None else own.to_dense().contiguous()
@@ -266,8 +268,13 @@ def grads_or_zeros(
     grads: Sequence[torch.Tensor | None],
     dims: Sequence[int],
     features: torch.Tensor,
+    like: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return the gradients of all requests to these tables, with zeros instead of None."""
+    """Return the gradients of all requests to these tables, with zeros instead of None.
+
+    On ranks all of them may be None, since every rank answers for each table; the zeros then have
+    the dtype and device of `like`.
+    """
     given = [grad for grad in grads if grad is not None]
     if len(given) == len(grads):
         return given
@@ -275,4 +282,5 @@ def grads_or_zeros(
     column = features.T
     bags.index_add_(0, column[FeatureColumn.tensor], column[FeatureColumn.bags])
     each = zip(grads, bags.tolist(), batch.table_of_request, strict=True)
-    return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
+    like = given[0] if given else like
+    return [like.new_zeros(n * dims[t]) if g is None else g for g, n, t in each]

@@ -198,6 +198,36 @@ def test_each_layer_of_a_group_has_its_own_gradient_reduction(ranks):
     assert [sum(of_layer) for of_layer in zip(*of_ranks, strict=True)] == [1, n]
 
 
+def left_out_of_the_loss(rank, left_out):
+    """Train with tables of two dtypes, one of which the loss leaves out on these ranks."""
+    made = {
+        str(dtype): sparsekit.DistributedEmbedding(
+            "sum", 50, 4, 1, dtype=dtype, strategy="all_to_all", name=f"of_{dtype}"
+        )
+        for dtype in (torch.float32, torch.float64)
+    }
+    group = sparsekit.EmbeddingGroup(made)
+    optimizer = sparsekit.optim.SGD(group.parameters(), lr=1.0)
+    keys = torch.arange(8).reshape(4, 1, 2)
+    before = {name: layer.vectors(torch.arange(8)) for name, layer in made.items()}
+    outputs = group(dict.fromkeys(made, keys))
+    kept = list(outputs.values())[: 1 if rank in left_out else 2]
+    sum(out.double().sum() for out in kept).backward()
+    optimizer.step()
+    changed = [
+        before[name] - layer.vectors(torch.arange(8)).detach() for name, layer in made.items()
+    ]
+    return [change.double() for change in changed]
+
+
+@pytest.mark.parametrize("left_out", [(0,), (0, 1)], ids=["one rank", "both ranks"])
+def test_a_loss_may_leave_out_all_tables_of_a_dtype(two_ranks, left_out):
+    for single, double in two_ranks(left_out_of_the_loss, left_out):
+        torch.testing.assert_close(single, torch.ones_like(single))
+        expected = torch.full_like(double, (2 - len(left_out)) / 2)
+        torch.testing.assert_close(double, expected)
+
+
 def prefetched(rank):
     """Compare steps with and without prefetch."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
