@@ -187,8 +187,8 @@ def test_early_stopping_by_the_validation_file(clicks, capsys):
             r"user: low_watermark must be in \(0, 1\], got 1\.5",
         ),
         (["table.score=mru"], "score must be 'lru', 'lfu'"),
-        (["table.admission=0"], r"Probability: p must be in \(0, 1\], got 0"),
-        (["table.admission=1.5"], r"Probability: p must be in \(0, 1\], got 1\.5"),
+        (["table.admission=0"], r"table\.admission must be a whole .* in \(0, 1\), got 0$"),
+        (["table.admission=1.5"], r"table\.admission must be a whole .*, got 1\.5$"),
         (["optimizer.warmup_steps=-1"], "warmup_steps must be in"),
     ],
 )

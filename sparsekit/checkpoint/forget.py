@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections import Counter, defaultdict
@@ -59,8 +58,9 @@ def forget(
         The number of rows that have been removed, from all files together.
 
     Raises:
-        CheckpointError: a file is damaged, there is no checkpoint, a save is being written there,
-            another job saves into the folder, or a file cannot be written.
+        CheckpointError: a file is damaged, there is no checkpoint, the chain of a checkpoint beside
+            `path` cannot be read, a save is being written there, another job saves into the folder,
+            or a file cannot be written.
         TypeError: keys are no integers.
         ValueError: there is no such table, or it has no hash table.
     """
@@ -106,11 +106,12 @@ def _related(chains: Iterable[Chain]) -> list[list[Chain]]:
 def _chains_with(path: Path) -> list[Chain]:
     """Return the chains of all checkpoints beside `path` that share a checkpoint with its chain."""
     first = chain(path)[0][0]
-    chains: list[Chain] = []
-    for each in entries(path.parent):
-        if (each / MANIFEST).exists() and not each.name.startswith("."):
-            with contextlib.suppress(CheckpointError):
-                chains.append(chain(each))
+    # One whose chain cannot be read is an error: it may follow `path`, and have the keys.
+    chains = [
+        chain(each)
+        for each in entries(path.parent)
+        if (each / MANIFEST).exists() and not each.name.startswith(".")
+    ]
     return [links for links in chains if links[0][0] == first]
 
 

@@ -129,7 +129,7 @@ class Sweep:
         if in_use + of_all <= budget:
             self.agreeing = False
             return None
-        left = max(0, min(int(self._life.low_watermark * budget), budget - of_all))
+        left = max(0, min(round(self._life.low_watermark * budget), budget - of_all))
         return self.drop_lowest(in_use - left, rows, new)
 
     def drop_lowest(

@@ -152,6 +152,18 @@ def test_one_checkpoint_and_its_chain(tmp_path):
     assert checkpoint.forget(alone, [key]) == 0
 
 
+def test_a_neighbour_whose_chain_cannot_be_read(tmp_path):
+    """It may follow the checkpoint and have the keys, so that it must not be passed over."""
+    *_, states = chain_in(tmp_path, steps=3)
+    manifest = tmp_path / "step-000000000002" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    key = int(states[0]["keys"][0])
+    with pytest.raises(CheckpointError, match=f"{manifest}: "):
+        checkpoint.forget(tmp_path / "step-000000000000", [key])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_some_tables_of_several(tmp_path):
     model, optimizers = model_of(hash_table=False)
     train_model(model, optimizers, 0, 2)

@@ -164,7 +164,7 @@ class Table:
         self.stop_waiting(self.admitted)
         new = self.admitted
         if self.max_rows is not None and len(self.rows) + len(new) > self.max_rows:
-            left = max(0, min(int(self.low_watermark * self.max_rows), self.max_rows - len(new)))
+            left = max(0, min(round(self.low_watermark * self.max_rows), self.max_rows - len(new)))
             self.evict(left, now, held)
 
     def admit_by_count(self, absent, keys, now):

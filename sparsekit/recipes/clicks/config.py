@@ -67,13 +67,19 @@ class TableConfig:
         """Return the options that have been set, as a layer takes them.
 
         Raises:
-            TypeError, ValueError: the number for admission is out of range.
+            ValueError: the number for admission is out of range.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         if self.admission is not None:
-            whole = self.admission >= 1 and self.admission.is_integer()
-            policy = MinCount(int(self.admission)) if whole else Probability(self.admission)
-            given["admission"] = policy
+            if self.admission >= 1 and self.admission.is_integer():
+                given["admission"] = MinCount(int(self.admission))
+            elif 0 < self.admission < 1:
+                given["admission"] = Probability(self.admission)
+            else:
+                raise ValueError(
+                    f"table.admission must be a whole number, the count at which a key gets a row, "
+                    f"or a probability in (0, 1), got {self.admission:g}"
+                )
         return given
 
 
