@@ -21,6 +21,7 @@ from .nn import (  # noqa: E402
     Feature,
     group_embedding_lookup_sparse,
     load_torch_state_dict,
+    memory_report,
     replace_embeddings,
     set_clock,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "hashing",
     "init",
     "load_torch_state_dict",
+    "memory_report",
     "nn",
     "ops",
     "optim",

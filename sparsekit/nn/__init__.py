@@ -10,6 +10,7 @@ from .embedding import All2AllDenseEmbedding, DistributedEmbedding
 from .features import Feature
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .load_torch import load_torch_state_dict
+from .memory_report import MemoryReport, TableMemory, memory_report
 from .replace import Replacement, replace_embeddings
 
 __all__ = [
@@ -22,11 +23,14 @@ __all__ = [
     "EmbeddingWeight",
     "Feature",
     "Initializer",
+    "MemoryReport",
     "Normal",
     "Replacement",
+    "TableMemory",
     "Uniform",
     "group_embedding_lookup_sparse",
     "load_torch_state_dict",
+    "memory_report",
     "replace_embeddings",
     "set_clock",
 ]

@@ -1,0 +1,164 @@
+"""Reports how much memory the tables of a module have, and how much of it rows in use need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..tables.admission import ExactCounts
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.removal import states_of
+
+
+class Bytes(NamedTuple):
+    """Size of a part of a table in bytes.
+
+    Attributes:
+        in_use: size of what belongs to rows in use.
+        reserved: size of the tensors, which have a place for each row of the capacity.
+    """
+
+    in_use: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class TableMemory:
+    """Memory of this rank's part of a table.
+
+    Attributes:
+        name: name of the layer.
+        rows: number of rows in use.
+        capacity: number of rows that there are.
+        vectors: of the weight.
+        states: states of optimizers with an entry for each row, by the optimizer's class and the
+            state's name, such as ``"LazyAdam.exp_avg"``.
+        index: of the hash table. Keys lie anywhere in it, so that all of it is in use.
+        scores: of the rows' scores; 0 without eviction, ttl or admission.
+        waiting: counts of keys that wait for admission, with their index.
+    """
+
+    name: str
+    rows: int
+    capacity: int
+    vectors: Bytes
+    states: dict[str, Bytes]
+    index: Bytes
+    scores: Bytes
+    waiting: Bytes
+
+    @property
+    def total(self) -> Bytes:
+        """The sum of all parts."""
+        parts = self.vectors, *self.states.values(), self.index, self.scores, self.waiting
+        return _sum(parts)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of all tables of a module on this rank; ``print`` shows it, parts as reserved.
+
+    Attributes:
+        tables: one entry for each table, in the order of the module's layers.
+    """
+
+    tables: tuple[TableMemory, ...]
+
+    @property
+    def total(self) -> Bytes:
+        """The sum over all tables."""
+        return _sum(table.total for table in self.tables)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]]
+        rows = [("table", "rows", "of", *_PARTS, "in use", "reserved")]
+        for table in self.tables:
+            states = _sum(table.states.values())
+            parts = table.vectors, states, table.index, table.scores, table.waiting
+            sizes = [part.reserved for part in parts]
+            sizes += [table.total.in_use, table.total.reserved]
+            rows.append((table.name, f"{table.rows:,}", f"{table.capacity:,}", *map(_text, sizes)))
+        rows.append(("all", *[""] * (2 + len(_PARTS)), *map(_text, self.total)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+
+_PARTS = "vectors", "states", "index", "scores", "waiting"
+
+
+@torch.no_grad()
+def memory_report(module: torch.nn.Module) -> MemoryReport:
+    """Report the memory of all tables in a module, without gradients and without the dense part.
+
+    Each rank reports its own part. States are there from an optimizer's first step on. On CUDA the
+    call waits for the device, which knows the number of rows in use.
+
+    Args:
+        module: a layer, a group, or a model with layers; without any, the report has no tables.
+
+    Example:
+        >>> layer = sparsekit.Embedding(1000, 8, name="users")
+        >>> layer(torch.arange(10)).sum().backward()
+        >>> report = sparsekit.memory_report(layer)
+        >>> report.tables[0].vectors
+        Bytes(in_use=320, reserved=32000)
+    """
+    tables = (one for one in module.modules() if isinstance(one, EmbeddingTable))
+    return MemoryReport(tuple(map(_of_table, tables)))
+
+
+def _of_table(table: EmbeddingTable) -> TableMemory:
+    weight = table.weight
+    rows = table.capacity if table.table is None else 0 if weight.is_meta else len(table.table)
+
+    def of_rows(tensor: torch.Tensor | None) -> Bytes:
+        if tensor is None:
+            return Bytes(0, 0)
+        if tensor.is_sparse:  # such as a momentum of torch's SGD
+            size = tensor._indices().nbytes + tensor._values().nbytes
+            return Bytes(size, size)
+        return Bytes(tensor.nbytes // len(tensor) * rows, tensor.nbytes)
+
+    index = [] if table.table is None else list(table.table.tensors())
+    counts = None if table.life is None else table.life.counts
+    waiting = [] if counts is None else [counts.words]
+    if isinstance(counts, ExactCounts):
+        waiting += counts.index.tensors()
+    return TableMemory(
+        name=table.name,
+        rows=rows,
+        capacity=table.capacity,
+        vectors=of_rows(weight.detach()),
+        states={} if weight.is_meta else {n: of_rows(state) for n, state, _ in states_of(weight)},
+        index=_whole(index),
+        scores=of_rows(table.scores),
+        waiting=_whole(waiting),
+    )
+
+
+def _whole(tensors: Iterable[torch.Tensor]) -> Bytes:
+    size = sum(tensor.nbytes for tensor in tensors)
+    return Bytes(size, size)
+
+
+def _sum(parts: Iterable[Bytes]) -> Bytes:
+    listed = list(parts)
+    return Bytes(sum(part.in_use for part in listed), sum(part.reserved for part in listed))
+
+
+def _text(size: int) -> str:
+    """Return a size in the largest binary unit in which it is at least 1."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:,.0f} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
