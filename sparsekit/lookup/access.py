@@ -5,14 +5,15 @@ With several ranks, each rank may pass any keys; they are sent to the ranks that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple, cast
 
 import torch
 
 from .. import ops
 from .._compiling import uncompiled
-from ..distributed.exchange import Exchange, Proposal, attempt
+from ..distributed.exchange import Proposal, attempt
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
 from ..tables import saved_state as saved
@@ -55,16 +56,16 @@ def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)
-        found = checked() if layer.fallback is None else _redirected(layer, None, checked)
-        return _own_vectors(layer, found).view(*keys.shape, layer.embedding_vec_size)
-    # One lock for both messages of a table with fallback rows: ranks must not send others between.
-    with exchange.lock:
+    # With fallback rows there are two lookups, between which no other thread may send anything.
+    with nullcontext() if exchange is None else exchange.lock:
         if layer.fallback is not None:
-            found = _redirected(layer, exchange, checked)
+            found = redirected_keys(layer, exchange, lambda: Asked(checked()), inserts=False)
 
             def checked() -> torch.Tensor:
                 return found
 
+        if exchange is None:
+            return _own_vectors(layer, checked()).view(*keys.shape, layer.embedding_vec_size)
         way = ToOwners(exchange, layer, "vectors of keys", checked)
         asked = way.send("keys", way.keys)
         vectors = exchanged(
@@ -78,13 +79,6 @@ def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(vectors)
     out[way.order] = vectors
     return out.view(*keys.shape, layer.embedding_vec_size)
-
-
-def _redirected(
-    layer: EmbeddingTable, exchange: Exchange | None, checked: Callable[[], torch.Tensor]
-) -> torch.Tensor:
-    """Return the checked keys, those without a row replaced by the keys of fallback rows."""
-    return redirected_keys(layer, exchange, lambda: Asked(checked()), inserts=False)
 
 
 @uncompiled

@@ -133,12 +133,16 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
     waiting = [] if counts is None else [counts.words]
     if isinstance(counts, ExactCounts):
         waiting += counts.index.tensors()
+    states: dict[str, Bytes] = {}
+    for name, state, _ in () if weight.is_meta else states_of(weight):
+        # Two optimizers of a class may have states, such as one that has replaced another.
+        states[name] = _sum((states.get(name, Bytes(0, 0)), of_rows(state)))
     return TableMemory(
         name=table.name,
         rows=rows,
         capacity=table.capacity,
         vectors=of_rows(weight.detach()),
-        states={} if weight.is_meta else {n: of_rows(state) for n, state, _ in states_of(weight)},
+        states=states,
         index=_whole(index),
         scores=of_rows(table.scores),
         waiting=_whole(waiting),

@@ -48,6 +48,14 @@ def test_states_of_torchs_optimizers():
     assert report.states == {"SGD.momentum_buffer": (30 * 24, 30 * 24)}
 
 
+def test_two_optimizers_of_a_class():
+    layer = sparsekit.Embedding(1000, 4, name="users")
+    first = sparsekit.optim.Adagrad(layer.parameters())
+    trained(layer, first, 30)
+    report = trained(layer, sparsekit.optim.Adagrad(layer.parameters()), 30)
+    assert report.states == {"Adagrad.sum": (2 * 30 * 16, 2 * 16_000)}
+
+
 @pytest.mark.parametrize("sketch_bytes", [None, 4096])
 def test_all_parts_are_in_the_total(sketch_bytes):
     layer = sparsekit.Embedding(

@@ -198,11 +198,11 @@ def test_each_layer_of_a_group_has_its_own_gradient_reduction(ranks):
     assert [sum(of_layer) for of_layer in zip(*of_ranks, strict=True)] == [1, n]
 
 
-def left_out_of_the_loss(rank, left_out):
+def left_out_of_the_loss(rank, left_out, strategy):
     """Train with tables of two dtypes, one of which the loss leaves out on these ranks."""
     made = {
         str(dtype): sparsekit.DistributedEmbedding(
-            "sum", 50, 4, 1, dtype=dtype, strategy="all_to_all", name=f"of_{dtype}"
+            "sum", 50, 4, 1, dtype=dtype, strategy=strategy, name=f"of_{dtype}"
         )
         for dtype in (torch.float32, torch.float64)
     }
@@ -221,8 +221,9 @@ def left_out_of_the_loss(rank, left_out):
 
 
 @pytest.mark.parametrize("left_out", [(0,), (0, 1)], ids=["one rank", "both ranks"])
-def test_a_loss_may_leave_out_all_tables_of_a_dtype(two_ranks, left_out):
-    for single, double in two_ranks(left_out_of_the_loss, left_out):
+@pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
+def test_a_loss_may_leave_out_all_tables_of_a_dtype(two_ranks, left_out, strategy):
+    for single, double in two_ranks(left_out_of_the_loss, left_out, strategy):
         torch.testing.assert_close(single, torch.ones_like(single))
         expected = torch.full_like(double, (2 - len(left_out)) / 2)
         torch.testing.assert_close(double, expected)
