@@ -1,9 +1,14 @@
-"""Controls large blocks of CPU memory: a pool that reuses them, and 2 MiB pages."""
+"""Controls large blocks of CPU memory: a pool, 2 MiB pages, and zeros that take no memory."""
 
 import ctypes
+import math
+import mmap
+from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ._load import OPS_LIBRARY
 
@@ -14,6 +19,17 @@ _library.sparsekit_pool_bytes.argtypes = [ctypes.POINTER(ctypes.c_size_t)] * 3
 _library.sparsekit_pool_bytes.restype = None
 _library.sparsekit_prefer_huge_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _library.sparsekit_prefer_huge_pages.restype = None
+
+
+_HUGE_PAGE = 2 << 20
+# Tensors of fewer bytes are ordinary ones, as the number of mappings of a process is limited.
+_LEAST_MAPPED = 1 << 20
+# A mapping with this flag does not count as memory until it is written to. The number is Linux's;
+# Python names it from 3.13 on.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+# The mappings of `untouched_zeros`, by the address of their tensors. A tensor keeps its mapping.
+_mappings: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
 
 
 class PoolBytes(NamedTuple):
@@ -63,3 +79,60 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
         _library.sparsekit_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def untouched_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Return a tensor of zeros that on the CPU takes memory only where it is written to.
+
+    Large tensors lie in pages of 2 MiB from their first 2 MiB on, so that few rows of a table do
+    not take a large page.
+
+    Raises:
+        RuntimeError: there is no memory, or not as much address space, for the tensor.
+    """
+    like = torch.empty(0, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    if like.device.type != "cpu" or type(like) is not torch.Tensor or size < _LEAST_MAPPED:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(
+            f"no memory for a tensor of shape {list(shape)} and {dtype}, {size:,} bytes: {error}"
+        ) from None
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    aligned = -begin % _HUGE_PAGE
+    tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=aligned)
+    prefer_huge_pages(tensor[_HUGE_PAGE // dtype.itemsize :])
+    _mappings[begin + aligned] = mapping
+    return tensor.view(tuple(shape))
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory of `untouched_zeros`."""
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    return plain and tensor.untyped_storage().data_ptr() in _mappings
+
+
+def zero_(tensor: torch.Tensor) -> None:
+    """Fill a tensor with zeros; whole pages of `untouched_zeros` go back to the system."""
+    if not (tensor.is_contiguous() and tensor.nbytes >= _LEAST_MAPPED and is_mapped(tensor)):
+        tensor.zero_()
+        return
+    storage = tensor.untyped_storage().data_ptr()
+    mapping = _mappings[storage]
+    origin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    begin, page = tensor.data_ptr() - origin, mmap.PAGESIZE
+    end = begin + tensor.nbytes
+    first, last = -(-begin // page) * page, end // page * page
+    try:
+        mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+    except OSError:  # such as pages that are locked in memory
+        tensor.zero_()
+        return
+    for start, stop in ((begin, first), (last, end)):
+        ctypes.memset(origin + start, 0, stop - start)
+    increment_version([tensor])

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsekit
 from sparsekit import ops
-from sparsekit.memory import pool_bytes, prefer_huge_pages
+from sparsekit.memory import pool_bytes, prefer_huge_pages, untouched_zeros, zero_
 
 MIB = 1 << 20
 
@@ -307,3 +307,75 @@ def test_huge_pages_under_fake_tensors():
     assert layer.weight.shape == (1 << 30, 64)
     parameter = torch.nn.Parameter(torch.ones(3 * MIB))
     assert prefer_huge_pages(parameter) is parameter
+
+
+def resident():
+    """Return the memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_untouched_zeros_take_no_memory():
+    before = resident()
+    tensor = untouched_zeros([1 << 36, 16], torch.float32)  # 4 TiB
+    assert tensor.shape == (1 << 36, 16)
+    assert not tensor[[0, 1 << 35, -1]].any()
+    assert resident() - before < 16 * MIB
+    tensor = untouched_zeros([1 << 20, 16], torch.float64)
+    before = resident()
+    tensor[: 1 << 10] = 1
+    assert resident() - before < 4 * MIB
+    assert float(tensor.sum()) == 1 << 14
+
+
+@pytest.mark.parametrize("begin", [0, 1, 1000, 300_000])
+def test_zeroed_pages_go_back_to_the_system(begin):
+    tensor = untouched_zeros([1 << 22, 3], torch.float32)
+    tensor.fill_(1)
+    before, version = resident(), tensor._version
+    zero_(tensor[begin:])
+    assert resident() - before < -32 * MIB
+    assert tensor._version > version
+    assert int(tensor.sum()) == 3 * begin
+    tensor[-1] = 2
+    assert int(tensor.sum()) == 3 * begin + 6
+
+
+def test_only_own_whole_pages_go_back():
+    part = untouched_zeros([1 << 20, 4], torch.float32)
+    part.fill_(1)
+    zero_(part[:, 1:3])
+    assert part.sum(0).tolist() == [1 << 20, 0, 0, 1 << 20]
+    for other in (torch.ones(1 << 20), torch.ones(3), part.clone(), part.share_memory_()):
+        zero_(other)
+        assert not other.any()
+
+
+def test_untouched_zeros_outlive_their_maker_and_a_fork():
+    tensor = untouched_zeros([1 << 20], torch.float32)[5:]
+    gc.collect()
+    tensor.fill_(3)
+    child = os.fork()
+    if child == 0:
+        zero_(tensor)
+        os._exit(int(tensor.any()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((tensor == 3).all())
+
+
+def test_too_many_zeros_are_an_error():
+    with pytest.raises(RuntimeError, match=rf"no memory for a tensor of shape \[{1 << 50}\]"):
+        untouched_zeros([1 << 50], torch.float32)
+    with pytest.raises(RuntimeError, match="no memory for a tensor of shape"):
+        untouched_zeros([1 << 62, 4], torch.float32)
+
+
+def test_a_table_takes_memory_for_its_rows_alone():
+    before = resident()
+    layer = sparsekit.Embedding(4_000_000, 64, name="users")
+    optimizer = sparsekit.optim.LazyAdam(layer.parameters())
+    index = layer.table.buckets.nbytes
+    for _ in range(2):
+        layer(torch.arange(1000)).sum().backward()
+        optimizer.step()
+    assert layer.weight.nbytes == 1_024_000_000
+    assert resident() - before < index + 128 * MIB

@@ -10,7 +10,7 @@ import torch
 from .. import ops
 from .._overrides import without_overrides
 from .._pybind import each_is
-from ..memory import prefer_huge_pages
+from ..memory import untouched_zeros
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
 State = dict[str, torch.Tensor]
@@ -117,18 +117,18 @@ def new_states(
     """
     dtype = accumulate_dtype(parameter.dtype)
     rows, rest = parameter.shape[:1], parameter.shape[1:]
-    states = {name: parameter.new_zeros(rows, dtype=dtype) for name in row_states}
+    device = parameter.device
+    states = {name: untouched_zeros(rows, dtype, device) for name in row_states}
     # Make one allocation in which a row's states are adjacent, so that updating a row accesses one
     # place in memory instead of several.
     if names := [name for name in initial if name not in states]:
-        space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
-        prefer_huge_pages(space).zero_()
+        space = untouched_zeros((*rows, len(names), *rest), dtype, device)
         states |= zip(names, space.unbind(len(rows)), strict=True)
     for name, value in initial.items():
         if value != 0:
             states[name].fill_(value)
     if row_step:
-        states["row_step"] = parameter.new_zeros(rows or 1, dtype=torch.int32)
+        states["row_step"] = untouched_zeros(rows or (1,), torch.int32, device)
     return states
 
 

@@ -14,7 +14,7 @@ from .. import ops
 from .._compiling import refuse_script
 from ..distributed import Exchange, exchange_of
 from ..distributed.world import group_of
-from ..memory import prefer_huge_pages
+from ..memory import untouched_zeros
 from ..ops._checks import accumulate_dtype
 from .fallback import Fallback
 from .hash_table import HashTable, RowsOf
@@ -124,11 +124,12 @@ class EmbeddingTable(TableTensors):
         # Scores of rows, and the clock that lookups in training advance; see `tables.scores`.
         scored = self.life is not None
         for buffer, size in (("scores", self.capacity), ("clock", 1)):
-            new = torch.zeros(size, dtype=torch.int64, device=device) if scored else None
+            new = untouched_zeros([size], torch.int64, device) if scored else None
             self.register_buffer(buffer, new)
-        shape = (self.capacity, self.embedding_vec_size)
-        weight = torch.empty(shape, dtype=options.dtype, device=device)
-        self.weight = EmbeddingWeight(prefer_huge_pages(weight))
+        shape = self.capacity, self.embedding_vec_size
+        self.weight = EmbeddingWeight(
+            untouched_zeros(shape, cast(torch.dtype, options.dtype), device)
+        )
         self.table = None
         if use_hashtable:
             self.table = HashTable(self.capacity, device=device, name=self.name)

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from .. import ops
 from .._pybind import RowBound
 from ..errors import TableFullError, check_int
-from ..memory import prefer_huge_pages
+from ..memory import prefer_huge_pages, zero_
 from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
@@ -57,9 +57,9 @@ class RowsOf:
         """Zero row `row` and all later rows, which no longer have keys."""
         layer: Any = None if self._layer is None else self._layer()
         if layer is not None:
-            layer.weight.detach()[row:].zero_()
+            zero_(layer.weight.detach()[row:])
             if (scores := getattr(layer, "scores", None)) is not None:
-                scores[row:].zero_()
+                zero_(scores[row:])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowsOf, ()
