@@ -3,8 +3,9 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Sequence
-from typing import NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -81,6 +82,11 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def total_bytes() -> int:
+    """Return the size of the system's memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+
 def untouched_zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
 ) -> torch.Tensor:
@@ -109,6 +115,52 @@ def untouched_zeros(
     prefer_huge_pages(tensor[_HUGE_PAGE // dtype.itemsize :])
     _mappings[begin + aligned] = mapping
     return tensor.view(tuple(shape))
+
+
+def untouched_like(
+    tensors: Mapping[str, torch.Tensor], rows: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Return `untouched_zeros` in the shapes of tensors; those that share memory share it again.
+
+    Args:
+        tensors: tensors with rows that do not overlap.
+        rows: number of rows of the results; None means that of each tensor.
+    """
+    spaces: dict[Any, torch.Tensor] = {}
+    made = {}
+    for name, tensor in tensors.items():
+        shared, count = tensor.untyped_storage()._cdata, len(tensor) if rows is None else rows
+        if shared not in spaces:
+            elements = [count * tensor.stride(0)]
+            spaces[shared] = untouched_zeros(elements, tensor.dtype, tensor.device)
+        place = (count, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset()
+        made[name] = spaces[shared].as_strided(*place)
+    return made
+
+
+def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first rows of a tensor, in memory that ends with them.
+
+    A copy or a file of the result has these rows alone, unlike one of ``tensor[:rows]``, which is
+    returned of a tensor that is not one of `untouched_zeros`.
+    """
+    part = tensor[:rows]
+    if not is_mapped(tensor) or not part.numel():
+        return part
+    storage = tensor.untyped_storage().data_ptr()
+    mapping = _mappings[storage]
+    begin = storage - ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    space = torch.frombuffer(
+        mapping, dtype=tensor.dtype, count=rows * tensor.stride(0), offset=begin
+    )
+    return space.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def with_length(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor with this number of rows: a copy of the given ones, and zeros after them."""
+    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device)
+    longer[: len(tensor)] = tensor
+    return longer
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

@@ -80,6 +80,11 @@ def table_of(keys):
     before = table.find(keys)
     second = table.find_or_insert(keys)
     results = first, before, second, table.find(keys + 1), table.keys()
+    larger = sparsekit.HashTable(2 * len(keys) + 1, device=keys.device)
+    larger.hash_seed.copy_(table.hash_seed)
+    ops.hash_table_copy_(larger.buckets, table.buckets, table.hash_seed, len(table))
+    larger.size.copy_(table.size)
+    results = *results, larger.keys()
     kept = torch.arange(len(table), device=keys.device) % 3 > 0
     new_rows = ops.compact_rows((~kept).nonzero().squeeze(1), len(table))
     ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)

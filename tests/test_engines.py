@@ -73,6 +73,9 @@ def use_everything():
             name = f"table {key_dtype} {load_factor}"
             show(f"{name} insert", table.find_or_insert(keys[:5000]), table.buckets)
             show(f"{name} find", table.find(keys), table.keys())
+            larger = sparsekit.HashTable(9000).buckets
+            ops.hash_table_copy_(larger, table.buckets, table.hash_seed, len(table) // 2)
+            show(f"{name} copy", larger)
             kept = torch.arange(len(table)) % 3 > 0
             new_rows = ops.compact_rows((~kept).nonzero().squeeze(1), len(table))
             ops.hash_table_renumber_(table.buckets, table.hash_seed, new_rows)

@@ -62,6 +62,7 @@ ACROSS_OPS = (
     "overlap",
     "colliding_keys",
     "renumbering",
+    "copying_keys",
     "group_launches",
     "group_misaligned",
     "beyond_32_bits",

@@ -133,12 +133,27 @@ std::vector<NewRows> new_rows_of(Arguments& given, const Views& weights, const V
   return new_rows;
 }
 
+// Checks the larger hash tables, one for each hash table or none. An empty tensor stands for none.
+void take_larger(Arguments& given, const Views& larger, GroupTables& group) {
+  if (larger.empty()) return;
+  for (size_t t = 0; t < group.tables.size(); ++t) {
+    const int64_t h = group.hash_tables[t];
+    if (h < 0) continue;
+    given.check(static_cast<size_t>(h) < larger.size(), "larger must have a tensor for each of ",
+                h + 1, " hash tables, got ", larger.size());
+    if (larger[h].numel() == 0) continue;
+    GroupTable& table = group.tables[t];
+    table.num_larger = read_buckets(given, {"larger", static_cast<size_t>(h)}, larger[h]);
+    table.larger = mutable_data<Bucket>(larger[h]);
+  }
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     const Tensors& buckets_in, const Tensors& hash_seeds_in, const Tensors& sizes_in,
     const Tensors& weights_in, const Tensors& seeds_in, const Tensor& tables,
     const Tensor& initializers, const Tensors& keys, const Tensors& offsets, const Tensor& features,
-    const std::optional<Tensor>& report) {
-  const Views buckets(buckets_in), hash_seeds(hash_seeds_in);
+    const Tensors& larger_in, const std::optional<Tensor>& report) {
+  const Views buckets(buckets_in), hash_seeds(hash_seeds_in), larger(larger_in);
   const Views sizes(sizes_in), weights(weights_in), seeds(seeds_in);
   Arguments given("group_find_or_insert_", Arguments::kWrites);
   given.expect(2 * buckets.size() + sizes.size() + weights.size() + seeds.size() + 2 * keys.size() +
@@ -159,6 +174,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     taken[h] = true;
     group.tables[t].size = mutable_data<int64_t>(sizes[h]);
   }
+  take_larger(given, larger, group);
   const std::vector<NewRows> new_rows = new_rows_of(given, weights, seeds, initializers, group);
   check_report(given, report, cuda::kStatusWords * static_cast<int64_t>(group.tables.size()));
   given.check_apart({buckets.id(), hash_seeds.id(), sizes.id(), weights.id(), seeds.id()});

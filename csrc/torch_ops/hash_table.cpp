@@ -117,6 +117,30 @@ Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
   return keys;
 }
 
+void copy(Tensor to, Tensor buckets, Tensor hash_seed, int64_t rows) {
+  Arguments given("hash_table_copy_", Arguments::kWrites);
+  const int64_t num_to = read_buckets(given, "to", to);
+  const int64_t num_buckets = read_buckets(given, "buckets", buckets);
+  given.read_word("hash_seed", hash_seed);
+  given.check(rows >= 0 && rows <= num_to * kSlotsPerBucket, "rows is ", rows, ", but `to` has ",
+              num_to * kSlotsPerBucket, " slots");
+  given.check_apart();
+  const Exclusive alone(given, to);
+  const DeviceContext context(to);
+  bool fits = false;
+  if constexpr (kOnDevice) {
+    Tensor full = new_output(to, {1});
+    cuda::hash_table_copy(data<Bucket>(buckets), num_buckets, int64_data(hash_seed), rows,
+                          mutable_data<Bucket>(to), num_to, mutable_data<int64_t>(full),
+                          context.stream());
+    fits = context.value(full, 0) == 0;
+  } else {
+    fits = cpu::hash_table_copy(data<Bucket>(buckets), num_buckets, *int64_data(hash_seed), rows,
+                                mutable_data<Bucket>(to), num_to);
+  }
+  given.check(fits, "`to` has no slot for some of the keys");
+}
+
 void renumber(Tensor buckets, Tensor hash_seed, Tensor new_rows) {
   Arguments given("hash_table_renumber_", Arguments::kWrites);
   const int64_t num_buckets = read_buckets(given, "buckets", buckets);
@@ -150,5 +174,6 @@ SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("hash_table_find", TORCH_BOX(&sparsekit::ops::find));
   m.impl("hash_table_find_or_insert_", TORCH_BOX(&sparsekit::ops::find_or_insert));
   m.impl("hash_table_keys", TORCH_BOX(&sparsekit::ops::keys));
+  m.impl("hash_table_copy_", TORCH_BOX(&sparsekit::ops::copy));
   m.impl("hash_table_renumber_", TORCH_BOX(&sparsekit::ops::renumber));
 }

@@ -15,6 +15,7 @@ constexpr const char* kSchemas[] = {
     "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor hash_seed, Tensor(b!) size,"
     " Tensor keys, int capacity, Tensor? num_keys=None) -> (Tensor rows, Tensor status)",
     "hash_table_keys(Tensor buckets, Tensor hash_seed, Tensor size) -> Tensor",
+    "hash_table_copy_(Tensor(a!) to, Tensor buckets, Tensor hash_seed, int rows) -> ()",
     "hash_table_renumber_(Tensor(a!) buckets, Tensor hash_seed, Tensor new_rows) -> ()",
     "compact_rows(Tensor gone, SymInt size) -> Tensor",
     "lowest_rows(Tensor scores, Tensor buckets, int size, int kind, int halve_every, int now,"
@@ -57,8 +58,8 @@ constexpr const char* kSchemas[] = {
     " -> (Tensor rows, Tensor bags, Tensor key_starts)",
     "group_find_or_insert_(Tensor(a!)[] buckets, Tensor[] hash_seeds, Tensor(b!)[] sizes,"
     " Tensor(c!)[] weights, Tensor[] seeds, Tensor tables, Tensor initializers, Tensor[] keys,"
-    " Tensor[] offsets, Tensor features, Tensor(d!)? report=None) -> (Tensor rows, Tensor inverse,"
-    " Tensor counts, Tensor bags, Tensor key_starts)",
+    " Tensor[] offsets, Tensor features, Tensor(d!)[] larger, Tensor(e!)? report=None)"
+    " -> (Tensor rows, Tensor inverse, Tensor counts, Tensor bags, Tensor key_starts)",
     "group_bucketize(Tensor[] owners, int[] maps, int[] ends, Tensor[] keys, Tensor[] offsets,"
     " Tensor features, int world_size, bool distinct=True, int[] max_keys_per_rank=[])"
     " -> (Tensor keys, Tensor counts, Tensor numbers, Tensor inverse, Tensor places, Tensor bags,"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import CheckpointError, TableFullError
+from ..memory import zero_
 from ..optim.load_state import untouched
 from ..optim.row_optimizer import RowOptimizer
 from ..tables.embedding_table import EmbeddingTable
@@ -55,7 +56,8 @@ class TablePlan:
         self._new_table: HashTable | None = None
         if layer.table is not None:
             self._new_table = HashTable(
-                layer.capacity,
+                layer.table.capacity,
+                max_capacity=layer.capacity,
                 device=layer.weight.device,
                 load_factor=layer.table.load_factor,
                 name=layer.name,
@@ -272,11 +274,13 @@ class TablePlan:
     def load(self) -> None:
         """Replace the layer's rows, and the optimizer's states for them."""
         layer, table = self.layer, self.table
+        if self._new_table is not None and layer.table is not None:
+            layer.table.reserve(len(self._new_table))
         with layer.rows_changing():
             states = {} if self.optimizer is None else self._fresh_states(self.optimizer)
             columns = {"vectors": layer.weight.detach(), **states}
             if layer.scores is not None:
-                layer.scores.zero_()
+                zero_(layer.scores)
                 if table.scores is not None:
                     columns["scores"] = layer.scores
             if isinstance(layer.weight, EmbeddingWeight):
@@ -284,7 +288,11 @@ class TablePlan:
             layer.checked_modes = set()
             layer.seed.fill_(table.seed)
             if layer.table is not None and self._new_table is not None:
-                copy_all(zip(layer.table.tensors(), self._new_table.tensors(), strict=True))
+                new = list(self._new_table.tensors())
+                if self._new_table.capacity != layer.table.capacity:  # it has grown in other steps
+                    own = self._new_table.keys(), self._new_table.hash_seed
+                    new = list(layer.table.buffers_of(*own).values())
+                copy_all(zip(layer.table.tensors(), new, strict=True))
                 self._new_table = None
             elif not self._same_place or table.shards[layer.rank].size < layer.capacity:
                 layer.initializer.fill_(
@@ -295,7 +303,7 @@ class TablePlan:
                 for file, begin, keys in self._own_keys(folder, part, row_bytes):
                     self._take(file, begin, keys, columns, first=number == 0)
             if layer.table is not None:
-                layer.weight.detach()[len(layer.table) :].zero_()
+                zero_(layer.weight.detach()[len(layer.table) : layer.reach])
             self._restore_life()
             if self.optimizer is not None:
                 self.optimizer.state[layer.weight] = states | self._settings()

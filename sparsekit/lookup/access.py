@@ -26,9 +26,10 @@ from ..tables.weight import count_own_writes
 from .fallback import redirected_keys
 from .make_room import Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
-from .request import check_keys
+from .plan import TableBatch
+from .request import check_keys, one_by_one
 from .sweep import Asked
-from .table_ops import insert
+from .table_ops import TableOps
 from .to_owners import ToOwners, exchanged
 from .user_scores import UserScores, scores_of_keys, scores_on_ranks
 
@@ -303,7 +304,7 @@ def _write(
         last = torch.zeros_like(distinct)
         places = torch.arange(len(keys), device=keys.device)
         vectors = vectors[last.scatter_reduce_(0, numbers, places, "amax")]
-    rows = insert(layer, distinct, scores)
+    rows = _insert(layer, distinct, scores)
     if layer.life is not None:
         saved.run_all(layer.life.removal_of_counts(distinct))
     layer.weight.index_copy_(0, rows, vectors.to(layer.weight.dtype))
@@ -318,3 +319,12 @@ def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
             f"'lfu', or with on_full='evict'"
         )
     return layer.life
+
+
+def _insert(table: EmbeddingTable, keys: torch.Tensor, user_scores: UserScores) -> torch.Tensor:
+    """Return the int64 rows of this rank's distinct keys; insert new keys, even in evaluation."""
+    batch = TableBatch([0], [table], inserts=True)
+    given = [one_by_one(table, keys)], None
+    call = TableOps(batch, *given, ticks=False, user_scores=user_scores)
+    call.find()
+    return cast(torch.Tensor, call.rows).to(torch.int64)

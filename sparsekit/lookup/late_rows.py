@@ -34,7 +34,7 @@ def catch_up_free_rows(
             continue
         size = len(table.table)
         keys = sum(len(request.keys) for request in requests if request.table is table)
-        end = min(size + keys, table.capacity)
+        end = min(size + keys, table.table.reach)
         weight.catch_up(torch.arange(size, end, device=weight.device))
 
 

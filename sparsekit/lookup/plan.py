@@ -44,7 +44,7 @@ class TableBatch:
         dedupe: whether a rank sends each distinct key once.
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
-        hashed: indices of the tables that have a hash table.
+        hashed, growing: indices of the tables that have a hash table, and of those that grow.
         reads: for each request, whether it inserts no keys; empty if all insert where tables do.
         first: the tables whose other requests insert keys before all keys are looked up, or None.
         counted: indices of the tables whose owners must know how often a request inserts a key.
@@ -89,13 +89,9 @@ class TableBatch:
         self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
         self.dedupe = all(table.dedupe for table in tables)
         self.names = [table.name for table in tables]
-        own = [table.table for table in tables] if inserts else []
-        self.inserting = [Inserting.of(t, x) for t, x in enumerate(own) if x is not None]
-        self.bounds = bounds_of(self.inserting)
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
-        numbers = {t: number for number, t in enumerate(self.hashed)}
-        rows = [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)]
-        self.described = torch.tensor(rows, device="cpu")
+        self.growing = [t for t in self.hashed if tables[t].grows]
+        self.describe(tables)
         self.max_norms = {
             t: (x.max_norm, x.norm_type) for t, x in enumerate(tables) if x.max_norm is not None
         }
@@ -119,6 +115,16 @@ class TableBatch:
         self._hashed_weights: list[Any] = []
         self._last_of_hash_tables: list[Any] = []
         self.features: dict[Any, Any] = {}
+
+    def describe(self, tables: Sequence[EmbeddingTable]) -> None:
+        """Describe the tables to the ops, by the capacities that they have now."""
+        numbers = {t: number for number, t in enumerate(self.hashed)}
+        sizes = [((x.table or x).capacity, x.world_size) for x in tables]
+        rows = [(numbers.get(t, -1), *size) for t, size in enumerate(sizes)]
+        self.described = torch.tensor(rows, device="cpu")
+        own = [table.table for table in tables] if self.inserts else []
+        self.inserting = [Inserting.of(t, x) for t, x in enumerate(own) if x is not None]
+        self.bounds = bounds_of(self.inserting)
 
     @property
     def tables(self) -> list[EmbeddingTable]:
@@ -156,13 +162,8 @@ class TableBatch:
             for table in self.tables:
                 table.prepare(self.inserts)
             self.seen = not self.inserts  # if tables insert, `have_keys` sets it
-        tensors = Tensors(
-            weights,
-            [buffers["seed"] for buffers in self.buffers],
-            [buffers["buckets"] for buffers in self._hash_tables],
-            [buffers["hash_seed"] for buffers in self._hash_tables],
-            [buffers["size"] for buffers in self._hash_tables],
-        )
+        of_hash_tables = [[own[name] for own in self._hash_tables] for name in OF_HASH_TABLE]
+        tensors = Tensors(weights, [own["seed"] for own in self.buffers], *of_hash_tables)
         return (tensors, tensors) if len(weights) == 1 else self._kept_of(tensors)
 
     def _is_steady(self, last: Tensors, kept: KeptTensors) -> bool:

@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from .. import ops
 from ..distributed.exchange import Exchange, Proposal
-from ..errors import TableFullError
 from ..ops._group import GROUP_COMBINERS
 from ..tables import saved_state as saved
 from ..tables.embedding_table import EmbeddingTable
@@ -227,8 +226,7 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
     if count == 0:
         return
     size = len(index)
-    if size + count > table.capacity:
-        raise TableFullError(table.name, table.rank, size, table.capacity, count)
+    index.reserve(size + count)
     table.catch_up(torch.arange(size, size + count, device=keys.device))  # the rows, while free
     buckets, hash_seed, in_use = index.tensors()
     columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
@@ -241,11 +239,12 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
             [in_use],
             [table.weight.detach()],
             [table.seed],
-            torch.tensor([[0, table.capacity, table.world_size]], device="cpu"),
+            torch.tensor([[0, index.capacity, table.world_size]], device="cpu"),
             torch.tensor([table.initializer.numbers], dtype=torch.float64, device="cpu"),
             [keys],
             [no_offsets(keys.device)],
             torch.tensor([columns], device="cpu"),
+            [] if (larger := index.larger()) is None else [larger],
         ),
         partial(torch.Tensor.copy_, scores, words),
         *life_of(table).removal_of_counts(keys),
@@ -253,3 +252,4 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
     with own_writes([table.weight]):
         increment_version([table.weight])
         saved.run_all(calls)
+    index.grow_on(size, size + count)

@@ -19,12 +19,13 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
+from .grow import grow_for, grow_on, larger_of
 from .late_rows import catch_up_free_rows, prepare_rows
 from .make_room import drop_rows, make_room_here, may_exceed, rows_at_most, rows_now
 from .plan import LookupPlan, TableBatch
 from .reading import asked_of, insertions
 from .record import CallRecord, LookupRecord, LookupResult
-from .request import Request, one_by_one
+from .request import Request
 from .sweep import Asked, life_of
 from .touch import hold_rows, touch
 from .user_scores import UserScores, inserting, scores_of_keys
@@ -129,15 +130,6 @@ def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupRes
     return LookupResult(outputs, record, [tensor for call in calls for tensor in call.found()])
 
 
-def insert(table: EmbeddingTable, keys: torch.Tensor, user_scores: UserScores) -> torch.Tensor:
-    """Return the int64 rows of this rank's distinct keys; insert new keys, even in evaluation."""
-    batch = TableBatch([0], [table], inserts=True)
-    given = [one_by_one(table, keys)], None
-    call = TableOps(batch, *given, ticks=False, user_scores=user_scores)
-    call.find()
-    return cast(torch.Tensor, call.rows).to(torch.int64)
-
-
 class TableOps:
     """One lookup in a batch of tables: finds the rows of keys, then pools the vectors of bags.
 
@@ -197,8 +189,6 @@ class TableOps:
         """Find the rows of all keys; in training, insert new keys. Raises the errors of `run`."""
         over: list[int] = []  # tables that may be over their budgets after the keys are inserted
         tables, sources = self._batch, self._descriptors
-        weights, seeds, *hash_tables = self._passed
-        asked = sources.keys, sources.offsets, sources.features
         # Weights whose rows may have missed optimizer steps, by table.
         late = _late(self.weights)
         self.rows: torch.Tensor | None = None
@@ -213,10 +203,14 @@ class TableOps:
             over = self._make_room(scored.swept)
         if tables.first is not None:
             self._insert_first(tables.first)
+        if tables.growing and (over or scored is not None or tables.first is not None):
+            self._tensors, self._passed = tables.tensors()  # an index may have been replaced
+        weights, seeds, *hash_tables = self._passed
+        asked = sources.keys, sources.offsets, sources.features
         report = None if reports is None else self._report(reports)
-        words = () if report is None or report.words is None else (report.words,)
-        # Compare sizes on the CPU only: on a device, the host does not know whether there are new
-        # keys.
+        words = None if report is None else report.words
+        larger = larger_of(tables) if tables.growing and tables.inserts else []
+        # Compare sizes on the CPU only: on a device, the host does not know of new keys.
         counted = tables.inserts and sources.keys[0].is_cpu and bool(tables.hashed)
         before = self._sizes() if counted else []
         if late and tables.inserts:
@@ -227,22 +221,27 @@ class TableOps:
                     self.rows, self._index, self._counts, self._bags, self._key_starts = (
                         _find_or_insert(
                             *hash_tables, weights, seeds, tables.described,
-                            tables.initializers, *asked, *words
+                            tables.initializers, *asked, larger, words
                         )
                     )  # fmt: skip
                 else:
                     self._index, self._bags, self._key_starts = _find(
-                        *hash_tables[:2], tables.described, *asked, *words
+                        *hash_tables[:2], tables.described, *asked, words
                     )
             if report is not None and reports is not None:
                 report.send(reports, waits=not self._agreed)
         except Exception as refusal:
-            if not (over and "is full" in str(refusal)):
+            is_full = "is full" in str(refusal)
+            grown = is_full and bool(tables.growing) and grow_for(tables, self._requests)
+            if not (grown or (over and is_full)):
                 explain_refusal(refusal, self._requests, self._batch.tables)
             self._note_new_rows(before)  # tables that are not full have their new keys
-            self._may_exceed = False
-            for t in {*over} - {*self._new}:
-                life_of(tables.tables[t]).makes_room_first = True
+            if grown:
+                self._tensors, self._passed = tables.tensors()
+            else:
+                self._may_exceed = False
+                for t in {*over} - {*self._new}:
+                    life_of(tables.tables[t]).makes_room_first = True
             return self.find()
         if tables.inserts and not tables.seen:
             tables.have_keys()
@@ -269,10 +268,11 @@ class TableOps:
     def _note_new_rows(self, before: Sequence[int]) -> None:
         """Count the new rows since the numbers of rows in use were these."""
         now = self._sizes()
+        if self._batch.growing:
+            grow_on(self._batch, before, now)
         if now == before:
             return
-        # Increment the versions. Otherwise a backward that has saved a weight would silently use
-        # the weight's new rows.
+        # Otherwise a backward that has saved a weight would silently use the weight's new rows.
         each = zip(self._batch.hashed, before, now, strict=True)
         new = {t: size - then for t, then, size in each if size > then}
         changed = [self.weights[t] for t in new]

@@ -17,6 +17,7 @@ from .group_touch import group_touch_
 from .hash_integers import hash_integers
 from .hash_table import (
     hash_table_clear_,
+    hash_table_copy_,
     hash_table_find,
     hash_table_find_or_insert_,
     hash_table_keys,
@@ -46,6 +47,7 @@ __all__ = [
     "group_touch_",
     "hash_integers",
     "hash_table_clear_",
+    "hash_table_copy_",
     "hash_table_find",
     "hash_table_find_or_insert_",
     "hash_table_keys",

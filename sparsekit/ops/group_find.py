@@ -55,6 +55,7 @@ def group_find_or_insert_(
     keys: Tensors,
     offsets: Tensors,
     features: torch.Tensor,
+    larger: Tensors = [],  # noqa: B006
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the rows of the distinct keys of each table; absent keys are inserted.
 
@@ -75,6 +76,8 @@ def group_find_or_insert_(
         keys: int64 or int32 ``[n]`` for each source.
         offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
+        larger: for each hash table that is about to grow, larger buckets with its seed, which get
+            the new keys too; an empty tensor for each other one.
 
     Returns:
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
@@ -94,8 +97,9 @@ def group_find_or_insert_(
     # Do not increment the tensors' versions: no backward saves a hash table, and for many tables
     # this would take a tenth of the call's time.
     return _find_or_insert(
-        buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features
-    )
+        buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features,
+        larger,
+    )  # fmt: skip
 
 
 @_find.fake

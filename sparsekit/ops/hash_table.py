@@ -15,6 +15,7 @@ from ._op import Of, Op
 SLOTS_PER_BUCKET = 5
 _TENSORS = {
     "buckets": Of((torch.int64,), 2),
+    "to": Of((torch.int64,), 2),
     "hash_seed": Of((torch.int64,), 1),
     "size": Of((torch.int64,), 1),
     "keys": Of(KEY_DTYPES, 1),
@@ -24,6 +25,7 @@ _clear = Op("hash_table_clear_", _TENSORS)
 _find = Op("hash_table_find", _TENSORS)
 _find_or_insert = Op("hash_table_find_or_insert_", _TENSORS)
 _keys = Op("hash_table_keys", _TENSORS)
+_copy = Op("hash_table_copy_", _TENSORS)
 _renumber = Op("hash_table_renumber_", _TENSORS)
 
 
@@ -99,6 +101,26 @@ def hash_table_keys(
     return _keys(buckets, hash_seed, size)
 
 
+def hash_table_copy_(
+    to: torch.Tensor, buckets: torch.Tensor, hash_seed: torch.Tensor, rows: int
+) -> None:
+    """Insert the keys of buckets into another table, with their rows; a table grows that way.
+
+    Args:
+        to: int64 ``[other num_buckets, 8]``, changed in place. It has none of the keys.
+        buckets: int64 ``[num_buckets, 8]``, all or some consecutive buckets of a table.
+        hash_seed: int64 ``[1]``, the seed of both tables.
+        rows: only keys whose row is below this number are inserted.
+
+    Raises:
+        ValueError: a wrong shape, a mix of devices, the tables share memory, or ``to`` has no room
+            for the keys; some of them have then been inserted.
+        RuntimeError: another thread is inserting into ``to``.
+    """
+    _copy(to, buckets, hash_seed, rows)
+    increment_version(to)
+
+
 def hash_table_renumber_(
     buckets: torch.Tensor, hash_seed: torch.Tensor, new_rows: torch.Tensor
 ) -> None:
@@ -136,6 +158,11 @@ def _(keys: torch.Tensor) -> torch.Tensor:
 @_find_or_insert.fake
 def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
+
+
+@_copy.fake
+def _() -> None:
+    return None
 
 
 @_renumber.fake

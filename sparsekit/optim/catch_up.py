@@ -14,6 +14,7 @@ import torch
 
 from .. import ops
 from ..distributed.dtensor import local
+from ..tables.row_states import reach_of
 from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
@@ -107,11 +108,15 @@ class CatchUpOptimizer(RowOptimizer):
             if count:
                 state = self.state[parameter]
                 weight = matrix(local(parameter))
-                states = [state[name] for name in missed.states]
+                states = [matrix(state[name]) for name in missed.states]
+                row_step, reach = state["row_step"], reach_of(parameter)
+                if reach is not None:
+                    weight, row_step = weight[:reach], row_step[:reach]
+                    states = [of_rows[:reach] for of_rows in states]
                 ops.catch_up_rows_(
                     weight,
-                    [matrix(s) for s in states],
-                    state["row_step"],
+                    states,
+                    row_step,
                     rows,
                     missed.numbers,
                     missed.first_step,

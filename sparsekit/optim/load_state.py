@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from .. import ops
 from ..distributed.dtensor import local
+from ..tables.row_states import reach_of, with_rows
 from ..tables.weight import EmbeddingWeight
 
 # Number of rows to compare at a time.
@@ -44,13 +45,22 @@ def keep_kind(lr: Any, loaded: Any) -> Any:
     return lr.fill_(number) if isinstance(lr, torch.Tensor) else number
 
 
+def with_keys(state: Mapping[str, Any], weight: EmbeddingWeight) -> Mapping[str, Any]:
+    """Return a state of a weight with the key of each row, and without rows that have none."""
+    if "keys" in state:
+        return with_rows(state, weight)
+    keys = weight.keys()
+    return state if keys is None else {**with_rows(state, weight, len(keys)), "keys": keys}
+
+
 def untouched(
     optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
     """Return the states of a parameter after `step` steps, none of which touched any row."""
     states = optimizer._new_states(parameter, group)
     if "row_step" in states and not optimizer._per_row(group):
-        states["row_step"].fill_(step)  # rows count as having made all steps
+        # Rows count as having made all steps.
+        states["row_step"][: reach_of(parameter)].fill_(step)
     return states
 
 
@@ -107,6 +117,8 @@ def loaded_state(
     if "step" not in values and optimizer.rule != "sgd":
         raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
     count = int(values.get("step", 1))
+    if isinstance(parameter, EmbeddingWeight):
+        parameter.reserve(_rows_saved(parameter, optimizer._initial_states(group), values))
     states = untouched(optimizer, parameter, group, count)
     rows = _rows_saved(parameter, states, values)
     if "row_step" in states:
@@ -161,9 +173,7 @@ def _rows(tensor: torch.Tensor) -> int:
     return len(tensor) if tensor.dim() else 1
 
 
-def _rows_saved(
-    parameter: torch.Tensor, states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
-) -> int:
+def _rows_saved(parameter: torch.Tensor, states: Iterable[str], values: Mapping[str, Any]) -> int:
     """Return the number of rows of a saved state.
 
     If the saved tensors differ in this number, or the parameter cannot load another number of rows,
@@ -195,7 +205,7 @@ def _check_rows_beyond(
     with keys are zeros. It therefore does not matter whether keys are loaded before states.
     """
     rows, capacity = len(saved), len(tensor)
-    if not weight.is_meta and bool(weight.detach()[rows:].any()):
+    if not weight.is_meta and bool(weight.detach()[rows : reach_of(weight)].any()):
         raise ValueError(
             f"{_shape(name, own, saved, tensor)}: a state of {rows} rows, and there are vectors in "
             f"rows beyond; of a table of another capacity load the module's state first, and "

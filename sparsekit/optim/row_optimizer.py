@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -12,9 +13,10 @@ from .. import ops
 from .._compiling import uncompiled
 from ..distributed.dtensor import local
 from ..errors import check_int
+from ..tables.row_states import with_room, with_rows
 from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
 from .fused_call import FusedCalls
-from .load_state import keep_kind, loaded_states
+from .load_state import keep_kind, loaded_states, with_keys
 from .settings import Allowed, allowed_values, rate_on
 from .update_call import (
     Update,
@@ -149,10 +151,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # Check all gradients before any parameter is changed.
         updates = [
-            [
-                (parameter, *self._gradient(parameter, group))
-                for parameter in with_gradients(group["params"])
-            ]
+            [(one, *self._gradient(one, group)) for one in with_gradients(group["params"])]
             for group in self.param_groups
         ]
         for group, of_group in zip(self.param_groups, updates, strict=True):
@@ -338,8 +337,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return, by name, the value of each state for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # If rows do not count their own steps, treat the row as up to date, as if it had made
-            # all steps without a gradient.
+            # A row that does not count its own steps is as if it had made all without a gradient.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial
@@ -349,6 +347,10 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> dict[str, torch.Tensor]:
         initial, row_step = self._initial_states(group), self._has_row_step(group)
         return new_states(local(parameter), initial, self.row_states, row_step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        states = {weight: with_rows(own, weight) for weight, own in self.state.items()}
+        return {**super().__getstate__(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # another version or torch may have saved them
@@ -360,6 +362,8 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__setstate__({"_updated": set(), "_fused": FusedCalls(), **kept, **state})
         for group in self.param_groups:
             self._follow_keys(group)
+        for weight, of_weight in self.state.items():
+            of_weight.update(with_room(of_weight, weight))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim.Optimizer does, plus the keys of tables.
@@ -367,14 +371,11 @@ class RowOptimizer(torch.optim.Optimizer):
         The state of a table's weight also has ``keys``, int64 ``[n]``: the key of each row.
         """
         packed = super().state_dict()
-        states = packed["state"]
         for group, of_group in zip(self.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], of_group["params"], strict=True):
-                # Do not add keys to an empty state: merely reading a missing state creates one.
-                known = isinstance(parameter, EmbeddingWeight) and bool(states.get(number))
-                keys = parameter.keys() if known and "keys" not in states[number] else None
-                if keys is not None:
-                    states[number] = {**states[number], "keys": keys}
+                # Do not add keys to an empty state: reading a missing state creates one.
+                if isinstance(parameter, EmbeddingWeight) and (own := packed["state"].get(number)):
+                    packed["state"][number] = with_keys(own, parameter)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

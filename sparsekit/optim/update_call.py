@@ -12,6 +12,7 @@ from .._overrides import without_overrides
 from .._pybind import each_is
 from ..memory import untouched_zeros
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
+from ..tables.row_states import reach_of
 
 State = dict[str, torch.Tensor]
 
@@ -124,9 +125,10 @@ def new_states(
     if names := [name for name in initial if name not in states]:
         space = untouched_zeros((*rows, len(names), *rest), dtype, device)
         states |= zip(names, space.unbind(len(rows)), strict=True)
+    reach = reach_of(parameter)
     for name, value in initial.items():
         if value != 0:
-            states[name].fill_(value)
+            (states[name] if reach is None else states[name][:reach]).fill_(value)
     if row_step:
         states["row_step"] = untouched_zeros(rows or (1,), torch.int32, device)
     return states

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,13 @@ from ..distributed.world import group_of
 from ..memory import untouched_zeros
 from ..ops._checks import accumulate_dtype
 from .fallback import Fallback
-from .hash_table import HashTable, RowsOf
+from .hash_table import HashTable
 from .init_function import resolve
 from .initializers import Constant, Initializer
 from .life import new_life
 from .options import TableOptions, drawn_seed
 from .owners import CodeOfMap, even_map
+from .rows_of import RowsOf
 from .state import TableTensors, refuse_lost_values
 from .weight import Counter, EmbeddingWeight
 
@@ -98,14 +99,15 @@ class EmbeddingTable(TableTensors):
         self.max_keys_per_rank = options.max_keys_per_rank
         # True if new keys get rows in training; see DistributedEmbedding.
         self.insert = options.insert
-        self.capacity = options.max_vocabulary_size_per_gpu
+        rows = options.max_vocabulary_size_per_gpu
+        self.capacity = options.max_capacity or rows
         self.embedding_vec_size = options.embedding_vec_size
         self.key_dtype = options.key_dtype
         use_hashtable = options.use_hashtable
         self.initializer = resolve(
             self.name,
             options.embedding_initializer,
-            (self.capacity * self.world_size, self.embedding_vec_size),
+            (rows * self.world_size, self.embedding_vec_size),
             use_hashtable,
         )
         self.padding_key = options.padding_key
@@ -132,7 +134,7 @@ class EmbeddingTable(TableTensors):
         )
         self.table = None
         if use_hashtable:
-            self.table = HashTable(self.capacity, device=device, name=self.name)
+            self.table = HashTable(rows, device=device, name=self.name, max_capacity=self.capacity)
             self.table.rank = self.rank
         self.reset_parameters()
 
@@ -170,11 +172,12 @@ class EmbeddingTable(TableTensors):
                 f"set(sparsekit.distributed.ignored_parameters(model).values())"
             )
         super().__setattr__(name, value)
-        self._count_change()
+        self.count_change()
         if name in ("weight", "table"):
             self._tie()
 
-    def _count_change(self) -> None:
+    def count_change(self) -> None:
+        """Count a change of attributes, of tensors, or of the capacity of the hash table."""
         self.__dict__["changes"] = self.changes + 1
         table_changes.next()
 
@@ -330,11 +333,12 @@ class EmbeddingTable(TableTensors):
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"
 
-    def _apply(self, *args: Any, **kwargs: Any) -> EmbeddingTable:
+    def _apply(self, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> EmbeddingTable:
         # Catch up while the optimizer's state still has the device and dtype of the weight.
         self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
-        super()._apply(*args, **kwargs)
+        with self.rows_in_reach(fn):
+            super()._apply(fn, *args, **kwargs)
         device = self.weight.device
         if not isinstance(self.weight, EmbeddingWeight) and type(self.weight) is Parameter:
             # Restore the type: torch turns the weight into a plain Parameter on the way to meta and
@@ -349,7 +353,7 @@ class EmbeddingTable(TableTensors):
             self.reset_parameters()
         if self.life is not None:
             self.life.move_to(device)
-        self._count_change()  # tensors may have a new dtype or device
+        self.count_change()  # tensors may have a new dtype or device
         return self
 
     def prepare(self, inserts: bool) -> None:
@@ -373,8 +377,11 @@ class EmbeddingTable(TableTensors):
         rows = ", use_hashtable=False"
         if self.table is not None:
             rows = "" if self.weight.is_meta else f", rows={len(self.table)}"
+        capacity: Any = self.capacity
+        if self.table is not None and self.grows:
+            capacity = f"{self.table.capacity} of at most {self.capacity}"
         return (
-            f"name={self._short_name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
+            f"name={self._short_name!r}, capacity={capacity}, dim={self.embedding_vec_size}, "
             f"dtype={self.weight.dtype}{rows}"
         )
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,10 +12,10 @@ from torch.autograd.graph import increment_version
 from .. import ops
 from .._pybind import RowBound
 from ..errors import TableFullError, check_int
-from ..memory import prefer_huge_pages, zero_
 from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
+from .growth import CanGrow, new_buckets
 from .kept_tensors import release_kept
 
 # Ops without their Python wrappers, since keys and table have been checked before.
@@ -27,45 +23,7 @@ _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
 
-class RowsOf:
-    """A table's reference to the layer whose rows it assigns; copies of a table have none."""
-
-    def __init__(self, layer: torch.nn.Module | None = None) -> None:
-        self._layer = None if layer is None else weakref.ref(layer)
-        self._changing = False
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Return a context in which rows get other keys; optimizer states follow them at its end.
-
-        If the body raises, the states move at the optimizer's next step. Nested calls do nothing.
-        """
-        layer = None if self._layer is None or self._changing else self._layer()
-        weight: Any = getattr(layer, "weight", None)
-        if not hasattr(weight, "note_keys"):
-            yield
-            return
-        weight.note_keys()
-        try:
-            self._changing = True
-            yield
-        finally:
-            self._changing = False
-        weight.follow_keys()
-
-    def clear_from(self, row: int) -> None:
-        """Zero row `row` and all later rows, which no longer have keys."""
-        layer: Any = None if self._layer is None else self._layer()
-        if layer is not None:
-            zero_(layer.weight.detach()[row:])
-            if (scores := getattr(layer, "scores", None)) is not None:
-                zero_(scores[row:])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowsOf, ()
-
-
-class HashTable(torch.nn.Module):
+class HashTable(CanGrow):
     """A map from int64 keys to dense row numbers, in order of first occurrence.
 
     The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
@@ -77,11 +35,13 @@ class HashTable(torch.nn.Module):
     leaves the table unchanged.
 
     Args:
-        capacity: largest number of keys, in [1, 2^31 - 1]; the table holds exactly this number.
+        capacity: number of keys for which there is room, in [1, 2^31 - 1].
         device: device of the buffers.
         load_factor: fraction of the buckets' places that a full table uses, in (0, 1]. A lower
             value is faster and takes more memory: 12.8 / load_factor bytes per row.
         name: name of the table, for error messages.
+        max_capacity: largest number of keys, in [capacity, 2^31 - 1], if the table makes room for
+            more keys where they do not fit; None means capacity.
 
     Raises:
         TypeError: capacity is not an int, or load_factor is not a number.
@@ -98,8 +58,6 @@ class HashTable(torch.nn.Module):
     buckets: torch.Tensor
     hash_seed: torch.Tensor
     size: torch.Tensor
-    # An embedding layer replaces this; see `EmbeddingTable`.
-    rows_of = RowsOf()
 
     def __init__(
         self,
@@ -108,9 +66,13 @@ class HashTable(torch.nn.Module):
         device: torch.device | str | None = None,
         load_factor: float = 0.6,
         name: str = "HashTable",
+        max_capacity: int | None = None,
     ) -> None:
         super().__init__()
         self.capacity = check_int(name, "capacity", capacity, 1, 2**31 - 1)
+        most = capacity if max_capacity is None else max_capacity
+        self.max_capacity = check_int(name, "max_capacity", most, capacity, 2**31 - 1)
+        self.reach = self.capacity
         if not isinstance(load_factor, (float, int)):
             raise TypeError(f"{name}: load_factor must be a number, got {load_factor!r}")
         if not 0 < load_factor <= 1:
@@ -118,9 +80,7 @@ class HashTable(torch.nn.Module):
         self.load_factor = load_factor
         self.name = name
         self.rank = 0  # rank that holds this shard, for error messages
-        num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
-        buckets = torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
-        self.register_buffer("buckets", prefer_huge_pages(buckets))
+        self.register_buffer("buckets", new_buckets(self.capacity, load_factor, device))
         for word in ("hash_seed", "size"):
             self.register_buffer(word, torch.empty(1, dtype=torch.int64, device=device))
         # If several processes share the table's memory, only this process may insert keys.
@@ -149,14 +109,17 @@ class HashTable(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         self._note_maker()  # the table may be pickled for another process
-        return self.__dict__.copy()
+        return {**self.__dict__, "_growth": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_maker": os.getpid(), "row_bound": RowBound(), **state})
+        added = {"_maker": os.getpid(), "row_bound": RowBound()}
+        most = {"max_capacity": state["capacity"], "reach": state["capacity"]}
+        super().__setstate__({**added, **most, **state})
         self._note_maker()
 
     def clear_(self) -> None:
         """Remove all keys."""
+        self.stop_growing()
         with self.rows_of.changing():
             ops.hash_table_clear_(self.buckets)
             # Do not use torch's generators, whose sequences belong to the user.
@@ -203,6 +166,7 @@ class HashTable(torch.nn.Module):
         """Insert 1-D keys; return their rows and the status of `hash_table_find_or_insert_`."""
         state = self.tensors()
         self.refuse_sharing()
+        self.stop_growing()
         try:
             rows, status = _find_or_insert(*state, keys, self.capacity)
         except RuntimeError as error:
@@ -218,7 +182,12 @@ class HashTable(torch.nn.Module):
             )
         if entries_refused > 0:
             refused = len(ops.unique(keys[rows < 0])[0])
-            raise TableFullError(self.name, self.rank, len(self), self.capacity, refused)
+            if self.capacity == self.max_capacity:
+                raise TableFullError(self.name, self.rank, len(self), self.capacity, refused)
+            self.reserve(len(self) + refused)
+            return self.find_or_insert_with_status(keys)
+        if self.reach < self.max_capacity:
+            self.extend_reach(len(self))
         return rows, status
 
     def _check_keys(self, keys: torch.Tensor) -> None:
@@ -258,10 +227,10 @@ class HashTable(torch.nn.Module):
         buckets = saved.entry(self.name, entries, "buckets", (torch.int64,), (None, 8))
         hash_seed = saved.entry(self.name, entries, "hash_seed", (torch.int64,), (1,))
         size = int(saved.entry(self.name, entries, "size", (torch.int64,), (1,)))
-        if not 0 <= size <= self.capacity:
+        if not 0 <= size <= self.max_capacity:
             raise ValueError(
                 f"{self.name}: the state has {size} rows in use, which must be in [0, "
-                f"{self.capacity}], the capacity here"
+                f"{self.max_capacity}], the capacity here"
             )
         keys = self._keys_by_row(buckets, size).to(device or buckets.device)
         restored = self.buffers_of(keys, hash_seed.to(keys.device, copy=True))
@@ -270,8 +239,14 @@ class HashTable(torch.nn.Module):
         return restored
 
     def buffers_of(self, keys: torch.Tensor, hash_seed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return new buffers in which the rows 0, 1, 2, ... have these keys."""
-        buckets = prefer_huge_pages(torch.empty_like(self.tensors()[0], device=keys.device))
+        """Return new buffers in which the rows 0, 1, 2, ... have these keys.
+
+        Raises:
+            TableFullError: there are too many keys.
+        """
+        self.stop_growing()  # the keys of this table are about to be replaced
+        self.reserve(len(keys))
+        buckets = new_buckets(self.capacity, self.load_factor, keys.device)
         size = torch.zeros(1, dtype=torch.int64, device=keys.device)
         ops.hash_table_clear_(buckets)
         ops.hash_table_find_or_insert_(buckets, hash_seed, size, keys, self.capacity)

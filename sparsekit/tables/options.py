@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import _pybind, hashing
+from .. import _pybind, hashing, memory
 from ..distributed.world import WIRE_DTYPES, settings
 from ..errors import check_choice, check_int, check_number
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
@@ -22,6 +22,12 @@ from .scores import LFU, Score, UserScore, score_of
 
 PLACEMENTS = ("hash", "modulo")
 
+# Why a table with on_full="grow" cannot be on a GPU.
+CANNOT_GROW = (
+    "on_full='grow' is for tables on the CPU; on CUDA, give max_vocabulary_size_per_gpu (or "
+    "num_embeddings) rows, and on_full='error' or 'evict'"
+)
+
 
 class TableKeywords(TypedDict, total=False):
     """Types of the keywords that every layer accepts; see `DistributedEmbedding`."""
@@ -30,6 +36,7 @@ class TableKeywords(TypedDict, total=False):
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None
     padding_key: int | None
     on_full: str
+    max_capacity: int | None
     max_rows: int | None
     low_watermark: float
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None
@@ -59,6 +66,7 @@ class TableOptions:
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None
     padding_key: int | None = None
     on_full: str = "error"
+    max_capacity: int | None = None
     max_rows: int | None = None
     low_watermark: float = 0.95
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None = None
@@ -90,7 +98,7 @@ class TableOptions:
         check_choice(name, "key_dtype", self.key_dtype, KEY_DTYPES)
         dtype = self.dtype or torch.get_default_dtype()
         check_choice(name, "dtype", dtype, ROW_DTYPES)
-        check_choice(name, "on_full", self.on_full, ("error", "evict"))
+        check_choice(name, "on_full", self.on_full, ("error", "evict", "grow"))
         check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
         wire_dtype = self.wire_dtype or settings.wire_dtype
         if self.wire_dtype is not None:
@@ -109,6 +117,7 @@ class TableOptions:
         if not isinstance(self.insert, bool):
             raise TypeError(f"{name}: insert must be True or False, got {self.insert!r}")
         device = _checked_device(name, self.device)
+        max_capacity = self._checked_growth(name, capacity, dim * dtype.itemsize, device)
         padding_key = self.padding_key
         if padding_key is not None:
             padding_key = check_int(name, "padding_key", padding_key, -(2**63), 2**63 - 1)
@@ -118,6 +127,7 @@ class TableOptions:
             self,
             **self._checked_life(name),
             max_vocabulary_size_per_gpu=capacity,
+            max_capacity=max_capacity,
             embedding_vec_size=dim,
             placement=placement,
             wire_dtype=wire_dtype if wire_dtype in WIRE_DTYPES else None,
@@ -127,6 +137,28 @@ class TableOptions:
             seed=_checked_seed(name, self.name, self.seed),
             process_group=self.process_group or settings.process_group,
         )
+
+    def _checked_growth(
+        self, name: str, capacity: int, row_bytes: int, device: torch.device
+    ) -> int | None:
+        """Check the options about growth; return the largest number of rows, if it grows."""
+        if self.on_full != "grow":
+            if self.max_capacity is not None:
+                raise ValueError(
+                    f"{name}: max_capacity={self.max_capacity} needs on_full='grow', got "
+                    f"on_full={self.on_full!r}"
+                )
+            return None
+        if not self.use_hashtable:
+            raise ValueError(
+                f"{name}: on_full='grow' needs the hash table: with use_hashtable=False the rows "
+                f"are as many as there are keys"
+            )
+        if device.type == "cuda":
+            raise NotImplementedError(f"{name}: {CANNOT_GROW}")
+        if self.max_capacity is None:
+            return max(capacity, min(2**31 - 1, memory.total_bytes() // row_bytes))
+        return check_int(name, "max_capacity", self.max_capacity, capacity, 2**31 - 1)
 
     def _checked_life(self, name: str) -> dict[str, Any]:
         """Check the options about the life of rows, and return them with defaults filled in."""

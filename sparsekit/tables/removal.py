@@ -52,6 +52,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     """
     index = cast(HashTable, table.table)
     weight = table.weight
+    index.stop_growing()
     before = len(index)
     left = before - len(gone)
     new_rows = _compact(gone, before)

@@ -8,13 +8,13 @@ interrupted.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..memory import first_rows, untouched_like
 from .hash_table import HashTable
 
 
@@ -38,7 +38,9 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     before = before.to(keys.device)
     initial = _initial_values(optimizer, weight)
     names = _of_rows(state, weight)
-    end = len(before) or len(weight)  # without keys, states may belong to a dropped table
+    reach = reach_of(weight)
+    # Without keys, states may belong to a dropped table.
+    end = len(before) or (len(weight) if reach is None else reach)
     both = min(len(before), len(keys))
     moved = bool((before[:both] != keys[:both]).any())
     sparse = any(state[name].is_sparse for name in names)
@@ -59,8 +61,9 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         if state[name].is_sparse:
             found[name] = _moved_sparse(state[name], taken, rows)
     strided = {name: state[name] for name in names if name not in found}
-    for name, tensor in copy.deepcopy(strided).items():  # a copy keeps states interleaved
-        tensor.fill_(initial.get(name, 0.0))
+    for name, tensor in untouched_like(strided).items():
+        if initial.get(name, 0.0) != 0:
+            tensor[:reach].fill_(initial[name])
         tensor[rows] = state[name][taken]
         found[name] = tensor
     rest = {name: value for name, value in state.items() if name != "keys"}
@@ -134,3 +137,42 @@ def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> 
         device=state.device,
         check_invariants=False,
     ).coalesce()
+
+
+def reach_of(weight: torch.Tensor) -> int | None:
+    """Return `EmbeddingWeight.reach`; None for other tensors, all of whose rows are in reach."""
+    return getattr(weight, "reach", None)
+
+
+def with_rows(
+    state: Mapping[str, Any], weight: torch.Tensor, rows: int | None = None
+) -> Mapping[str, Any]:
+    """Return a state of a weight for its first rows alone, if it has rows out of reach.
+
+    Args:
+        state: the state.
+        weight: the weight.
+        rows: number of rows; None means those in reach.
+    """
+    if (reach := reach_of(weight)) is None:
+        return state
+    rows = reach if rows is None else rows
+    return {**state, **{name: first_rows(state[name], rows) for name in _of_rows(state, weight)}}
+
+
+def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return those tensors of a state that `with_rows` has made shorter, in their full length."""
+    if (reach := reach_of(weight)) is None:
+        return {}
+    short = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.dim()
+        and len(value) == reach
+        and name != "keys"
+    }
+    full = untouched_like(short, len(weight))
+    for name, tensor in full.items():
+        tensor[:reach] = short[name]
+    return full

@@ -11,6 +11,7 @@ import torch
 from .. import ops
 from ..distributed import Exchange
 from ..distributed.sharded import Sharded
+from ..memory import first_rows, untouched_zeros
 from ..ops._checks import FLOATING, ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
 from . import saved_state as saved
@@ -21,6 +22,8 @@ from .kept_tensors import release_kept
 from .life import RowLife
 from .own_shard import OwnShard, exchange_ref
 from .owners import check_ranks_of, shared
+from .room import RowsWithRoom
+from .row_states import reach_of
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
@@ -28,7 +31,7 @@ _INT64 = (torch.int64,)
 _COUNTS = "counts"
 
 
-class TableTensors(torch.nn.Module, Sharded):
+class TableTensors(RowsWithRoom, Sharded):
     """Base of `EmbeddingTable`: its tensors, loaded all together or not at all.
 
     Attributes:
@@ -124,6 +127,9 @@ class TableTensors(torch.nn.Module, Sharded):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, counts in _counts_of(self).items():
             destination[f"{prefix}{name}"] = counts
+        if self.table is not None and reach_of(self.weight) is not None and not keep_vars:
+            for name in {f"{prefix}weight", f"{prefix}scores"} & destination.keys():
+                destination[name] = first_rows(destination[name], len(self.table))
         if self.world_size > 1:
             name = f"{prefix}shard"
             exchange = exchange_ref(self.process_exchange())
@@ -244,7 +250,7 @@ def _life(
     if layer.scores is None:
         return {}
     made = {
-        "scores": torch.zeros(layer.capacity, dtype=torch.int64, device=device),
+        "scores": untouched_zeros([layer.capacity], torch.int64, device),
         "clock": torch.zeros(1, dtype=torch.int64, device=device),
     }
     if not entries.keys().isdisjoint(made):
@@ -304,8 +310,8 @@ def _copy(
     table: dict[str, torch.Tensor],
     life: dict[str, torch.Tensor],
 ) -> None:
-    rows = min(len(weight), layer.capacity)
-    unused = layer.weight[rows:].detach()
+    rows, reach = min(len(weight), layer.capacity), layer.reach
+    unused = layer.weight[rows : max(rows, reach)].detach()
     # Copy the weight first, since this copy may fail for lack of memory.
     pairs = [
         (layer.weight[:rows].detach(), weight[:rows]),
@@ -317,7 +323,7 @@ def _copy(
         # Other layers may share the map, so write to a copy.
         layer.owners = own.clone()
         pairs.append((layer.owners, owners))
-    pairs += [(layer.get_buffer(name), new) for name, new in life.items()]
+    pairs += [(layer.get_buffer(name)[:reach], new[:reach]) for name, new in life.items()]
     if layer.table is not None:
         pairs += [(layer.table.get_buffer(name), new) for name, new in table.items()]
     saved.copy_all(pairs)
@@ -333,7 +339,8 @@ def _replace(
 ) -> None:
     if len(weight) != layer.capacity:
         rows = weight[: layer.capacity]
-        weight = weight.new_zeros(layer.capacity, layer.embedding_vec_size)
+        shape = layer.capacity, layer.embedding_vec_size
+        weight = untouched_zeros(shape, weight.dtype, weight.device)
         weight[: len(rows)] = rows
     parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
     shard = torch.tensor([layer.rank, layer.world_size], device=weight.device)
@@ -366,7 +373,7 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
     used, zeros_initially = weight[:keys], layer.initializer == Constant(0.0)
     what, undo = "", "call reset_parameters(), which drops keys too"
     if keys == 0:
-        if bool(weight.any()) or (written and not zeros_initially):
+        if bool(weight[: layer.reach].any()) or (written and not zeros_initially):
             what = "before any of its rows had a key"
     elif free_rows_hold(weight, keys):
         what = f"past its {keys} keys, in rows that have none"

@@ -10,9 +10,10 @@ import torch
 
 from .._pybind import count_up, each_is
 from ..distributed.shard_gradient import ShardGradient
+from ..memory import first_rows, with_length
 from .hash_table import HashTable
 from .in_flight import InFlight
-from .row_states import follow_keys
+from .row_states import follow_keys, row_tensors
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
@@ -62,6 +63,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     lookups: "weakref.WeakSet[InFlight] | None" = None
     # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
+    # `reach` of a copy that has no hash table.
+    _reach: int | None = None
     # Value of `key_changes` after the last change of the keys of these rows.
     keys_changed_at: int = 0
 
@@ -127,6 +130,31 @@ class EmbeddingWeight(torch.nn.Parameter):
             self.lookups = weakref.WeakSet()
         self.lookups.add(lookup)
 
+    @property
+    def reach(self) -> int | None:
+        """Number of the first rows, which a table that grows has come to; None means all rows.
+
+        Rows out of reach are as they were made. States of optimizers do not have initial values
+        there; see `open_rows`.
+        """
+        table = None if self._table is None else self._table()
+        if table is None:
+            return self._reach
+        return table.reach if table.reach < table.max_capacity else None
+
+    def reserve(self, rows: int) -> None:
+        """Bring this number of rows into reach, where the table can grow as far."""
+        table = None if self._table is None else self._table()
+        if table is not None and table.reach < rows <= table.max_capacity:
+            table.reserve(rows)
+
+    def open_rows(self, before: int, after: int) -> None:
+        """Give rows ``[before, after)``, which come into reach, initial states."""
+        for optimizer in list(self._optimizers or ()):
+            for _, state, initial in row_tensors(optimizer, self):
+                if initial != 0 and not state.is_sparse:
+                    state[before:after].fill_(initial)
+
     def note_change(self) -> None:
         """Record that rows get other keys, so that earlier lookups have no backward any more."""
         self.keys_changed_at = key_changes.next()
@@ -161,7 +189,11 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
         self.catch_up()
-        copied: EmbeddingWeight = super().__deepcopy__(memo)
+        copied: EmbeddingWeight
+        if (reach := self.reach) is not None:
+            copied = memo[id(self)] = _with_room(*self._first_rows(reach))
+        else:
+            copied = super().__deepcopy__(memo)
         copied.moved = self.moved
         if self.written():
             copied.noted_version = -1  # the copy, too, counts as written to
@@ -169,7 +201,19 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self.catch_up()
+        if (reach := self.reach) is not None:
+            return _with_room, self._first_rows(reach)
         return EmbeddingWeight, (self.data, self.requires_grad)
+
+    def _first_rows(self, rows: int) -> tuple[torch.Tensor, int, bool]:
+        return first_rows(self.data, rows), len(self), self.requires_grad
+
+
+def _with_room(rows: torch.Tensor, capacity: int, requires_grad: bool) -> EmbeddingWeight:
+    """Return a weight with these rows, and room for more."""
+    weight = EmbeddingWeight(with_length(rows, capacity), requires_grad)
+    weight._reach = len(rows)
+    return weight
 
 
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:

@@ -10,6 +10,7 @@ import os
 import random
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import sparsekit
 from sparsekit import MinCount, Probability, checkpoint
 from sparsekit.optim import fuse_in_backward
+from sparsekit.tables import growth
 
 from . import model
 
@@ -137,8 +139,13 @@ class Sequence:
             max_rows = draw.randint(6, 30)
             low = draw.choice([0.95, 0.95, 0.5, 0.75, 1.0])
             budget = {"on_full": "evict", "max_rows": max_rows, "low_watermark": low}
-            if ttl is not None and draw.random() < 0.3:
+            rows = 150
+            if draw.random() < 0.3:
                 budget, max_rows = {}, None
+                ttl = ttl or 60
+                if draw.random() < 0.7:
+                    budget = {"on_full": "grow", "max_capacity": 1 << 16}
+                    rows = draw.choice([1, 5, 40])
             self.padding[name] = draw.choice([None, None, 1])
             admission, of_admission = ADMISSIONS[draw.choice(["all", *ADMISSIONS])]
             before = draw.choice(["initial", "zero", ROWS]) if admission else "initial"
@@ -147,7 +154,7 @@ class Sequence:
                 self.universe[UNIVERSE.index(-(2**63))] = -(2**63) + ROWS.rows
             plain = partial(
                 sparsekit.DistributedEmbedding,
-                *("sum", 150, DIMS[name], 1),
+                *("sum", rows, DIMS[name], 1),
                 seed=seed + ord(name),
                 name=name,
                 dtype=dtype,
@@ -649,9 +656,10 @@ def run(rank, seed, steps, folder, world_size=1, first=0):
 
     If `first` is not 0, the sequence goes on after as many operations of another one.
     """
-    sequence = Sequence(seed, folder, rank, world_size)
-    if first:
-        sequence.take_over(first)
-    dropped = sequence.run(steps)
-    sequence.leave()
+    with patch.multiple(growth, _STEPWISE=4, _LEAST_BUCKETS=1, _ROWS_AHEAD=3):
+        sequence = Sequence(seed, folder, rank, world_size)
+        if first:
+            sequence.take_over(first)
+        dropped = sequence.run(steps)
+        sequence.leave()
     return dropped

@@ -95,7 +95,7 @@ ONES = torch.ones(4)
 CONSTRUCTION = {
     "combiner": (lambda: pooled("min"), ValueError, ["combiner", "'min'", "sqrtn"]),
     "combiner no str": (lambda: pooled(["sum"]), ValueError, ["combiner", "['sum']"]),
-    "on_full": (lambda: pooled(on_full="grow"), ValueError, ["on_full", "'grow'"]),
+    "on_full": (lambda: pooled(on_full="shrink"), ValueError, ["on_full", "'shrink'"]),
     "gradient_reduction": (
         lambda: dense(gradient_reduction="max"),
         ValueError,
@@ -416,7 +416,7 @@ def test_a_layer_without_a_name_is_called_by_its_size():
     with pytest.raises(TypeError, match=r"^Embedding_\d+ \(2 rows of 4\): "):
         layer(torch.tensor([1.0]))
     with pytest.raises(ValueError, match=r"^EmbeddingBag_\d+ \(3 rows of 5\): on_full must be"):
-        sparsekit.EmbeddingBag(3, 5, on_full="grow")
+        sparsekit.EmbeddingBag(3, 5, on_full="shrink")
     assert re.match(r"name='Embedding_\d+', capacity=2, ", layer.extra_repr())
     assert sparsekit.Embedding(2, 4, name="a (b)").name == "a (b)"
 

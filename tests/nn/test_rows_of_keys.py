@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparsekit import Embedding
-from sparsekit.tables.hash_table import HashTable, RowsOf
+from sparsekit.tables.hash_table import HashTable
+from sparsekit.tables.rows_of import RowsOf
 
 T = torch.tensor
 

@@ -1,6 +1,7 @@
 """Draws random arguments for the ops on many tables."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -108,7 +109,7 @@ class Group:
     def outs(self, fill: float = 9.0) -> list[torch.Tensor]:
         return [torch.full((n,), fill, dtype=self.dtype, device=self.device) for n in self.places]
 
-    def find_or_insert(self) -> tuple[torch.Tensor, ...]:
+    def find_or_insert(self, larger: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
         return ops.group_find_or_insert_(
             [table.buckets for table in self.hash_tables],
             [table.hash_seed for table in self.hash_tables],
@@ -118,6 +119,7 @@ class Group:
             self.tables,
             self.initializers,
             *self.asked,
+            list(larger),
         )
 
     def find(self) -> tuple[torch.Tensor, ...]:

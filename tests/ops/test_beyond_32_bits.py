@@ -162,7 +162,7 @@ def test_most_keys_of_many_tables(bags):
     of_bags = reserved(bags * DIM)
     with counted(plan=True) as counts:
         OPS.group_find(buckets, seed, tables, *asked)
-        found = OPS.group_find_or_insert_(buckets, seed, size, [weight], *initial, *asked)
+        found = OPS.group_find_or_insert_(buckets, seed, size, [weight], *initial, *asked, [])
         rows, index, number, starts, key_starts = found
         given = starts, asked[2], [], key_starts
         OPS.group_embedding_bag_([of_bags], [weight], index, rows, number, *given, [], [], None)

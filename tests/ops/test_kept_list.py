@@ -40,7 +40,7 @@ class Tables:
         tables = passed(buckets), passed(seeds)
         rows, inverse, counts, bags, starts = torch.ops.sparsekit.group_find_or_insert_(
             *tables, passed(sizes), passed(self.weights), passed(self.seeds), self.described,
-            self.initial, *asked
+            self.initial, *asked, []
         )  # fmt: skip
         found = torch.ops.sparsekit.group_find(*tables, self.described, *asked)[0]
         out = torch.zeros(2, 7, device=self.keys.device)

@@ -103,7 +103,7 @@ def group_find(made, insert):
     if not insert:
         return [table.buckets], [table.hash_seed], made.tables, *made.asked
     state = [table.buckets], [table.hash_seed], [table.size], made.weights, made.seeds
-    return *state, made.tables, made.initializers, *made.asked
+    return *state, made.tables, made.initializers, *made.asked, []
 
 
 def group_touch(made, occurrences=None):
@@ -180,6 +180,9 @@ CASES = {
     ],
     "hash_table_keys": lambda: [
         (t.buckets, t.hash_seed, t.size) for t in (table(), table(5, -6, 7))
+    ],
+    "hash_table_copy_": lambda: [
+        (HashTable(9).buckets, *buckets_of(5, 6, 7), rows) for rows in (0, 2, 3)
     ],
     "hash_table_renumber_": lambda: [
         (*buckets_of(5, 6, 7), int64(1, -1, 0).int()),

@@ -97,6 +97,10 @@ CASES = {
     ),
     "find, no buckets": (OPS.hash_table_find, lambda h: (long(0, h), ints(3), ints(1))),
     "keys": (OPS.hash_table_keys, lambda h: (HashTable(5).buckets, ints(3), ints(h))),
+    "copy": (
+        OPS.hash_table_copy_,
+        lambda h: (HashTable(5).buckets, HashTable(5).buckets, ints(3), h),
+    ),
     "renumber": (
         OPS.hash_table_renumber_,
         lambda h: (HashTable(5).buckets, ints(3), none(h, dtype=torch.int32)),

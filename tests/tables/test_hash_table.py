@@ -12,7 +12,8 @@ import torch
 
 from sparsekit import HashTable, TableFullError
 from sparsekit.tables import hash_table as module
-from sparsekit.tables.hash_table import RowBound, RowsOf
+from sparsekit.tables.hash_table import RowBound
+from sparsekit.tables.rows_of import RowsOf
 
 T = torch.tensor
 INT64 = torch.int64

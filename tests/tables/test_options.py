@@ -31,8 +31,9 @@ CHECKED = {
     "dtype": torch.float32, "device": CPU, "key_dtype": torch.int64, "embedding_initializer": None,
     "padding_key": None, "on_full": "error", "gradient_reduction": "mean", "seed": None,
     "name": None, "process_group": None, "placement": "hash", "wire_dtype": None,
-    "max_keys_per_rank": None, "insert": True, "max_rows": None, "score": None, "ttl": None,
-    "admission": None, "before_admission": "initial", "low_watermark": 0.95,
+    "max_keys_per_rank": None, "insert": True, "max_capacity": None, "max_rows": None,
+    "score": None, "ttl": None, "admission": None, "before_admission": "initial",
+    "low_watermark": 0.95,
 }  # fmt: skip
 
 
@@ -115,7 +116,16 @@ def test_options_that_are_taken(changes, differs):
          "key_dtype must be one of torch.int64, torch.int32; got torch.int16"),
         ({"dtype": torch.float16}, ValueError,
          "dtype must be one of torch.float32, torch.float64, torch.bfloat16; got torch.float16"),
-        ({"on_full": "grow"}, ValueError, "on_full must be one of error, evict; got 'grow'"),
+        ({"on_full": "shrink"}, ValueError,
+         "on_full must be one of error, evict, grow; got 'shrink'"),
+        ({"max_capacity": 20}, ValueError,
+         "max_capacity=20 needs on_full='grow', got on_full='error'"),
+        ({"max_capacity": 8, "on_full": "grow"}, ValueError,
+         "max_capacity must be in [9, 2147483647], got 8"),
+        ({"max_rows": 5, "on_full": "grow"}, ValueError, "max_rows=5 needs on_full='evict'"),
+        ({"use_hashtable": False, "on_full": "grow"}, ValueError,
+         "on_full='grow' needs the hash table: with use_hashtable=False the rows are as many as "
+         "there are keys"),
         ({"max_rows": 5}, ValueError, "max_rows=5 needs on_full='evict'"),
         ({"max_rows": 0, "on_full": "evict"}, ValueError,
          "max_rows must be in [1, 9223372036854775807], got 0"),
@@ -248,8 +258,9 @@ def test_counts():
 def test_keywords_as_parameters():
     parameters = keyword_parameters()
     assert [each.name for each in parameters] == [
-        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_rows", "low_watermark",
-        "score", "ttl", "admission", "before_admission", "gradient_reduction", "seed", "name",
+        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_capacity", "max_rows",
+        "low_watermark", "score", "ttl", "admission", "before_admission", "gradient_reduction",
+        "seed", "name",
         "process_group", "placement", "wire_dtype", "max_keys_per_rank", "insert",
     ]  # fmt: skip
     for each in parameters:

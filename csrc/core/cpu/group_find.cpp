@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/distinct_keys.h"
+#include "cpu/probe.h"
 #include "sparsekit/dtypes.h"
 
 namespace sparsekit::cpu {
@@ -51,7 +52,26 @@ struct Lookup {
       refused[t] = -1;
       return;
     }
+    if (table.larger != nullptr && !insert_new(table, size_before, keys, found, n)) {
+      refused[t] = -1;
+      return;
+    }
     for (int64_t j = 0; j < n; ++j) to[j] = static_cast<int32_t>(found[j]);
+  }
+
+  // Inserts the keys with new rows into the larger table. Returns false if it has no free slot.
+  static bool insert_new(const GroupTable& table, int64_t size_before, const int64_t* keys,
+                         const int64_t* found, int64_t n) {
+    int64_t next_row = size_before;
+    for (int64_t j = 0; j < n; ++j) {
+      if (found[j] != next_row) continue;
+      const int64_t home = home_bucket(keys[j], table.hash_seed, table.num_larger);
+      if (!insert_absent(table.larger, table.num_larger, home, keys[j],
+                         static_cast<int32_t>(next_row++))) {
+        return false;
+      }
+    }
+    return true;
   }
 };
 

@@ -309,6 +309,19 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   return sound;
 }
 
+bool hash_table_copy(const Bucket* from, int64_t num_from, int64_t seed, int64_t rows, Bucket* to,
+                     int64_t num_to) {
+  for (const Bucket* bucket = from; bucket < from + num_from; ++bucket) {
+    for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+      const int32_t row = bucket->rows[slot];
+      if (row < 0 || row >= rows) continue;
+      const int64_t key = bucket->keys[slot];
+      if (!insert_absent(to, num_to, home_bucket(key, seed, num_to), key, row)) return false;
+    }
+  }
+  return true;
+}
+
 int64_t hash_table_renumber(Bucket* buckets, int64_t num_buckets, int64_t seed,
                             const int32_t* new_rows, int64_t n, const ParallelFor& parallel_for) {
   const auto is_bad = [n](int32_t row) { return row < -1 || row >= n; };

@@ -153,6 +153,8 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
     table.size = of.size;
     table.capacity = static_cast<int32_t>(of.capacity);
     table.world_size = static_cast<int32_t>(of.world_size);
+    table.larger = of.larger;
+    table.num_larger = of.num_larger;
     if (call.new_rows == nullptr) continue;
     const NewRows& rows = call.new_rows[t];
     table.weight = rows.weight;

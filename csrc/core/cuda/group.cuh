@@ -39,6 +39,8 @@ struct DeviceTable {
   Distribution distribution;
   float a, b;
   int32_t dim;
+  Bucket* larger;
+  int64_t num_larger;
 };
 
 // See RoutedTable.

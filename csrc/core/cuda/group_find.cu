@@ -119,10 +119,13 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
             static_cast<int32_t>(status[kStatusWords * t]) + missing.rank(e) - missing.rank(begin);
         key = group.key(f, e);
         rows[begin + inverse[e]] = row;
-        if (!insert_absent(table.buckets, table.num_buckets, *simt::global(table.hash_seed), key,
-                           row, &status[kStatusWords * t + 1])) {
-          simt::store(&status[kStatusWords * t + 1], int64_t{-1});
-        }
+        const int64_t seed = *simt::global(table.hash_seed);
+        int64_t* damaged = &status[kStatusWords * t + 1];
+        const bool inserted =
+            insert_absent(table.buckets, table.num_buckets, seed, key, row, damaged) &&
+            (table.larger == nullptr ||
+             insert_absent(table.larger, table.num_larger, seed, key, row, damaged));
+        if (!inserted) simt::store(damaged, int64_t{-1});
       }
     }
     for (uint32_t left = simt::warp_ballot(row >= 0); left != 0; left &= left - 1) {

@@ -214,6 +214,20 @@ SPARSEKIT_KERNEL verify_kernel(const Bucket* buckets, int64_t num_buckets, const
   if (wanted && row != i) simt::store(unsound, int64_t{1});
 }
 
+// Inserts the key of each slot whose row is below `rows` into another table.
+SPARSEKIT_KERNEL copy_keys_kernel(const Bucket* from, int64_t num_from, const int64_t* seed,
+                                  int64_t rows, Bucket* to, int64_t num_to, int64_t* full) {
+  const int64_t i = simt::global_thread();
+  if (i >= num_from * kSlotsPerBucket) return;
+  const Bucket& bucket = from[i / kSlotsPerBucket];
+  const int slot = static_cast<int>(i % kSlotsPerBucket);
+  const int32_t row = bucket.rows[slot];
+  if (row < 0 || row >= rows) return;
+  if (!insert_absent(to, num_to, *seed, bucket.keys[slot], row, full)) {
+    simt::store(full, int64_t{1});
+  }
+}
+
 // Renumbers and removes the keys of a bucket. Other threads may decrement its `spilled` count
 // meanwhile, but have no access to its slots.
 SPARSEKIT_KERNEL renumber_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
@@ -315,6 +329,13 @@ void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* 
                size, keys, unsound);
   simt::launch("hash_table: verify", verify_kernel, simt::grid_for(size), stream, buckets,
                num_buckets, seed, keys, size, unsound);
+}
+
+void hash_table_copy(const Bucket* from, int64_t num_from, const int64_t* seed, int64_t rows,
+                     Bucket* to, int64_t num_to, int64_t* full, void* stream) {
+  simt::fill_bytes(full, 0, sizeof(int64_t), stream);
+  simt::launch("hash_table: copy", copy_keys_kernel, simt::grid_for(num_from * kSlotsPerBucket),
+               stream, from, num_from, seed, rows, to, num_to, full);
 }
 
 void hash_table_renumber(Bucket* buckets, int64_t num_buckets, const int64_t* seed,

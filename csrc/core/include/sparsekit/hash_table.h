@@ -85,6 +85,13 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
+// Inserts the keys of buckets whose rows are below `rows`, with these rows, into another table `to`,
+// which has none of these keys. `from` may be a part of a table's buckets. Returns false if `to` has
+// no free slot. Buckets come in the order of hashes, so both tables are accessed from one end to the
+// other. Precondition: both tables have the same seed.
+bool hash_table_copy(const Bucket* from, int64_t num_from, int64_t seed, int64_t rows, Bucket* to,
+                     int64_t num_to);
+
 // Gives the key of each row r in [0, n) the row new_rows[r], or removes the key if that is -1. The
 // caller sets the table's size. Returns -1, or the first position in new_rows of a value outside
 // [-1, n); nothing has then changed. Rows beyond n, which only a damaged table has, stay.
@@ -117,6 +124,10 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
 // Like the CPU version. *unsound becomes nonzero if the table is damaged, otherwise 0.
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
                      int64_t* keys, int64_t* unsound, void* stream);
+
+// Like the CPU version. *full becomes nonzero if `to` has no free slot, otherwise 0.
+void hash_table_copy(const Bucket* from, int64_t num_from, const int64_t* seed, int64_t rows,
+                     Bucket* to, int64_t num_to, int64_t* full, void* stream);
 
 // Like the CPU version, but removes keys whose new row is outside [-1, n), and sets *bad_row to the
 // first position of such a value.

@@ -1,0 +1,218 @@
+"""Lets the index of a hash table grow, bit by bit so that no lookup takes long."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+
+from .. import ops
+from ..errors import TableFullError
+from ..memory import prefer_huge_pages
+from ..ops.hash_table import SLOTS_PER_BUCKET
+from . import saved_state as saved
+from .rows_of import RowsOf
+
+# A table with room for fewer rows grows at once, which takes less than a millisecond.
+_STEPWISE = 1 << 16
+# Buckets to clear or to copy for each new key. An index that is half full is replaced before it is
+# three quarters full: of its places, which it has for C rows, 2/3 C buckets must be cleared and C/3
+# copied.
+_BUCKETS_PER_KEY = 4
+# Buckets to clear or to copy in a lookup with any new keys.
+_LEAST_BUCKETS = 1024
+# Most rows beyond those in use that come into reach at a time.
+_ROWS_AHEAD = 1 << 14
+
+
+def new_buckets(
+    capacity: int, load_factor: float, device: torch.device | str | None
+) -> torch.Tensor:
+    """Return uninitialized buckets for this number of rows.
+
+    Raises:
+        RuntimeError: there is no memory for them.
+    """
+    num_buckets = math.ceil(capacity / (SLOTS_PER_BUCKET * load_factor))
+    return prefer_huge_pages(torch.empty(num_buckets, 8, dtype=torch.int64, device=device))
+
+
+class Growth:
+    """A larger index in the making: it is cleared, and then gets all keys of the one it replaces.
+
+    Keys that are inserted before it has been cleared are copied with the others; keys that are
+    inserted later, go into both.
+
+    Attributes:
+        before: buckets of the index to replace.
+        buckets: buckets of the larger index.
+        capacity: largest number of rows of the larger index.
+        rows: number of rows in use, as of the last step; -1 if a step was interrupted, after which
+            it is not known which keys have been copied.
+    """
+
+    def __init__(
+        self, before: torch.Tensor, buckets: torch.Tensor, capacity: int, rows: int
+    ) -> None:
+        self.before = before
+        self.buckets = buckets
+        self.capacity = capacity
+        self.rows = rows
+        self._cleared = self._copied = 0
+        self._rows_to_copy = 0
+
+    @property
+    def takes_keys(self) -> bool:
+        """Return whether new keys must be inserted into the larger index too."""
+        return self._cleared == len(self.buckets)
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the larger index has all keys."""
+        return self.takes_keys and self._copied == len(self.before)
+
+    def step(self, hash_seed: torch.Tensor, rows: int) -> None:
+        """Go on, after a lookup that has left this number of rows in use."""
+        count = _LEAST_BUCKETS + _BUCKETS_PER_KEY * (rows - self.rows)
+        self.rows = -1
+        if self.takes_keys:
+            self._copy(hash_seed, count)
+        else:
+            self._clear(count, rows)
+        self.rows = rows
+
+    def finish(self, hash_seed: torch.Tensor) -> None:
+        """Do all that is left to do."""
+        rows, self.rows = self.rows, -1
+        if not self.takes_keys:
+            self._clear(len(self.buckets), rows)
+        self._copy(hash_seed, len(self.before))
+
+    def _clear(self, count: int, rows: int) -> None:
+        end = min(self._cleared + count, len(self.buckets))
+        ops.hash_table_clear_(self.buckets[self._cleared : end])
+        self._cleared, self._rows_to_copy = end, rows
+
+    def _copy(self, hash_seed: torch.Tensor, count: int) -> None:
+        part = self.before[self._copied : self._copied + count]
+        if len(part):
+            ops.hash_table_copy_(self.buckets, part, hash_seed, self._rows_to_copy)
+            self._copied += len(part)
+
+
+class CanGrow(torch.nn.Module):
+    """Base of `HashTable`: makes room for more rows, which keep their numbers.
+
+    Attributes:
+        name: name of the table, for error messages.
+        rank: rank that holds this shard.
+        capacity: number of rows for which there is room.
+        max_capacity: largest capacity to which the table may grow.
+        reach: number of the first rows, of those in use and some more, for which optimizers have
+            initial states. Rows beyond have never been in use.
+        load_factor: fraction of the buckets' places that a full table uses.
+        rows_of: the table's reference to the layer whose rows it assigns.
+    """
+
+    name: str
+    rank: int
+    capacity: int
+    max_capacity: int
+    reach: int
+    load_factor: float
+    # An embedding layer replaces this; see `EmbeddingTable`.
+    rows_of = RowsOf()
+    _growth: Growth | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return buckets, hash_seed and size, the tensors that the ops work on."""
+        raise NotImplementedError
+
+    def reserve(self, rows: int) -> None:
+        """Make the capacity at least this number, within max_capacity; rows keep their numbers.
+
+        The capacity at least doubles, within max_capacity. On CUDA the call waits for the device.
+
+        Raises:
+            TableFullError: there is no memory for a larger index, or rows is above max_capacity;
+                the table is unchanged.
+        """
+        if rows <= self.capacity:
+            self.extend_reach(rows)
+            return
+        size = int(self.tensors()[2])
+        full = TableFullError(self.name, self.rank, size, self.max_capacity, rows - size)
+        if rows > self.max_capacity:
+            raise full
+        growth = self._current_growth(size)
+        if growth is None or growth.capacity < rows:
+            try:
+                growth = self._new_growth(max(rows, 2 * self.capacity), size)
+            except RuntimeError as error:
+                raise full from error
+        growth.finish(self.tensors()[1])
+        self._replace(growth)
+        self.extend_reach(rows)
+
+    def extend_reach(self, rows: int) -> None:
+        """Bring this number of rows into reach."""
+        if rows > self.reach:
+            ahead = min(2 * self.reach, self.reach + _ROWS_AHEAD)
+            reach = min(max(rows, ahead), self.max_capacity)
+            self.rows_of.open(self.reach, reach)
+            self.reach = reach
+
+    def grow_on(self, before: int, after: int) -> None:
+        """Do a bit of the work of growing, after a lookup has inserted keys.
+
+        Args:
+            before: rows in use before the lookup.
+            after: rows in use after it.
+        """
+        self.extend_reach(after)
+        growth = self._current_growth(before)
+        if growth is None:
+            many = 2 * after >= self.capacity >= _STEPWISE
+            if not many or self.capacity == self.max_capacity:
+                return
+            try:
+                growth = self._growth = self._new_growth(2 * self.capacity, after)
+            except RuntimeError:  # there is no memory; as long as there is room, that is no error
+                return
+        growth.step(self.tensors()[1], after)
+        if growth.is_done:
+            self._replace(growth)
+
+    def larger(self) -> torch.Tensor | None:
+        """Return the buckets that will replace this table's, if they must get new keys too."""
+        growth = self._current_growth(None)
+        return growth.buckets if growth is not None and growth.takes_keys else None
+
+    def stop_growing(self) -> None:
+        """Give up the larger index that is being made, since rows get other keys."""
+        self._growth = None
+
+    def _current_growth(self, rows: int | None) -> Growth | None:
+        """Return the growth under way, unless keys have been inserted without it."""
+        growth = self._growth
+        if growth is not None and (
+            growth.before is not self.tensors()[0] or rows not in (None, growth.rows)
+        ):
+            growth = self._growth = None
+        return growth
+
+    def _new_growth(self, capacity: int, rows: int) -> Growth:
+        capacity, buckets = min(capacity, self.max_capacity), self.tensors()[0]
+        larger = new_buckets(capacity, self.load_factor, buckets.device)
+        return Growth(buckets, larger, capacity, rows)
+
+    def _replace(self, growth: Growth) -> None:
+        own = cast(dict[str, Any], self._buffers)
+        saved.replace_all(
+            [
+                (own, {"buckets": growth.buckets}),
+                (self.__dict__, {"capacity": growth.capacity, "_growth": None}),
+            ]
+        )
+        self.rows_of.have_grown()

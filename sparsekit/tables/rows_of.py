@@ -1,0 +1,62 @@
+"""A hash table's reference to the layer whose rows it assigns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..memory import zero_
+
+
+class RowsOf:
+    """A table's reference to the layer whose rows it assigns; copies of a table have none."""
+
+    def __init__(self, layer: torch.nn.Module | None = None) -> None:
+        self._layer = None if layer is None else weakref.ref(layer)
+        self._changing = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Return a context in which rows get other keys; optimizer states follow them at its end.
+
+        If the body raises, the states move at the optimizer's next step. Nested calls do nothing.
+        """
+        layer: Any = None if self._layer is None or self._changing else self._layer()
+        weight: Any = getattr(layer, "weight", None)
+        if not hasattr(weight, "note_keys"):
+            yield
+            return
+        weight.note_keys()
+        try:
+            self._changing = True
+            yield
+        finally:
+            self._changing = False
+        weight.follow_keys()
+
+    def open(self, before: int, after: int) -> None:
+        """Prepare the states of rows ``[before, after)``, which keys may get from now on."""
+        weight: Any = getattr(None if self._layer is None else self._layer(), "weight", None)
+        if hasattr(weight, "open_rows"):
+            weight.open_rows(before, after)
+
+    def have_grown(self) -> None:
+        """Tell the layer that its table has another capacity."""
+        layer: Any = None if self._layer is None else self._layer()
+        if layer is not None:
+            layer.count_change()
+
+    def clear_from(self, row: int) -> None:
+        """Zero row `row` and all later rows, which no longer have keys."""
+        layer: Any = None if self._layer is None else self._layer()
+        if layer is not None:
+            zero_(layer.weight.detach()[row:])
+            if (scores := getattr(layer, "scores", None)) is not None:
+                zero_(scores[row:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowsOf, ()
