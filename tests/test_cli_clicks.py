@@ -180,7 +180,7 @@ def test_early_stopping_by_the_validation_file(clicks, capsys):
         (["data.sparse=user,item,user"], "name the column 'user' twice"),
         (["trainer.clip_norm=-1"], "clip_norm must be > 0, got -1"),
         (["trainer.patience=0", "data.validation=README.md"], r"trainer\.patience must be >= 1"),
-        (["table.on_full=grow"], "user: on_full must be "),
+        (["table.on_full=shrink"], "user: on_full must be "),
         (["table.max_rows=5"], "max_rows=5 needs on_full='evict'"),
         (
             ["table.on_full=evict", "table.low_watermark=1.5"],

@@ -13,7 +13,7 @@ TRAINING = {"--ranks": 2, "--checkpoint-every": 1000, "--keep": 3}
 PROFILE = {"--steps": 10, "--lines": 20}
 DEFAULTS = {
     "train ratings": TRAINING
-    | {"--epochs": 20, "--batch-size": 1024, "--dim": 32, "--lr": 0.02, "--capacity": 100_000}
+    | {"--epochs": 20, "--batch-size": 1024, "--dim": 32, "--lr": 0.02}
     | {"--wire-dtype": "float32"},
     "train wide": TRAINING
     | {"--epochs": 6, "--batch-size": 256, "--optimizer": "adam", "--loss": "bce"},
@@ -105,7 +105,7 @@ def test_ranges_of_numbers():
 def test_defaults_of_settings():
     found = dataclasses.asdict(RunConfig(DLRMConfig()))
     assert found == {
-        "model": {"rows": 100_000, "dim": 16, "bottom": (64,), "top": (128, 64)}
+        "model": {"rows": None, "dim": 16, "bottom": (64,), "top": (128, 64)}
         | {"cross_layers": 3, "cross_rank": 64},
         "table": dict.fromkeys(
             ("on_full", "max_rows", "low_watermark", "score", "ttl", "admission")
@@ -117,4 +117,4 @@ def test_defaults_of_settings():
         "trainer": {"epochs": 3, "global_batch_size": 1024, "accumulate": 1, "clip_norm": None}
         | {"bfloat16": False, "patience": None, "log_every": 20, "tensorboard": False},
     }
-    assert dataclasses.asdict(DeepFMConfig()) == {"rows": 100_000, "dim": 16, "deep": (128, 64)}
+    assert dataclasses.asdict(DeepFMConfig()) == {"rows": None, "dim": 16, "deep": (128, 64)}

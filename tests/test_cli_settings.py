@@ -121,7 +121,7 @@ OF_RUN = {"seed": 0, "ranks": 2, "checkpoint-every": 1000, "keep": 3}
 # The figures in the docs were measured with these settings.
 DEFAULTS = {
     "ratings": {
-        "epochs": 20, "global-batch-size": 1024, "dim": 32, "lr": 0.02, "capacity": 100_000,
+        "epochs": 20, "global-batch-size": 1024, "dim": 32, "lr": 0.02, "capacity": None,
         "wire-dtype": "float32", **OF_RUN,
     },
     "wide": {
@@ -154,7 +154,7 @@ def test_defaults_of_clicks(model, capsys):
     args = make_parser().parse_args(["train", model, "--show-config"])
     assert args.run(args) == 0
     config = yaml.safe_load(capsys.readouterr().out)
-    assert config["model"] == {"rows": 100_000, "dim": 16, **MODEL[model]}
+    assert config["model"] == {"rows": None, "dim": 16, **MODEL[model]}
     assert config["optimizer"] == {**OPTIMIZER, "warmup_steps": 0}
     assert config["trainer"] == TRAINER
     files = {name: [] for name in ("train", "validation", "test", "dense", "sparse")}

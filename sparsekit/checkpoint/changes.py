@@ -36,13 +36,16 @@ class Fingerprints:
         """Compute the fingerprints of rows ``[0, rows)``, and find the rows that have changed.
 
         Args:
-            tensors: on any device, each with at least as many rows as the table's capacity.
+            tensors: on any device, each with at least this many rows.
             rows: number of rows in use.
             of_other_keys: rows that are to count as changed: int64, in ascending order.
 
         Returns:
             Indices of the rows that have changed: int64, in ascending order.
         """
+        if rows > len(self.of_rows):  # the table has grown
+            added = np.zeros(max(rows, 2 * len(self.of_rows)) - len(self.of_rows), dtype=np.uint64)
+            self.of_rows = np.concatenate([self.of_rows, added])
         widths = [math.prod(t.shape[1:]) * t.dtype.itemsize for t in tensors]
         words = [-(-width // 8) for width in widths]
         factors = np.random.default_rng(0x5EED).integers(
@@ -163,7 +166,7 @@ class Marks:
             identity, known = shard.identity(), before.get(shard.name)
             keys = keys_of(shard)
             if known is None or known.identity != identity:
-                known = MarkedTable(identity, keys, Fingerprints(shard.layer.capacity))
+                known = MarkedTable(identity, keys, Fingerprints(shard.size))
                 complete.add(shard.name)
             changes = Changes.between(known.keys, keys)
             if 0 < len(changes.removed) >= shard.size:

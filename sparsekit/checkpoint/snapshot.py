@@ -349,7 +349,7 @@ def _shard(
         "dim": layer.embedding_vec_size,
         "dtype": dtype_name(layer.weight.dtype),
         "key_dtype": dtype_name(layer.key_dtype),
-        "capacity": layer.capacity,
+        "capacity": (layer.table or layer).capacity,
         "hash_table": layer.table is not None,
         "placement": layer.placement,
         "owners": owners_crc(layer.owners),

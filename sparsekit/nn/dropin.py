@@ -23,7 +23,7 @@ class DropIn(EmbeddingLayer):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         padding_idx: int | None,
         max_norm: float | None,
@@ -37,7 +37,9 @@ class DropIn(EmbeddingLayer):
         if max_norm is not None:
             max_norm = _positive(called, "max_norm", max_norm)
             norm_type = _positive(called, "norm_type", norm_type)
-        rows = check_count(called, "num_embeddings", num_embeddings, 2**31 - 1)
+        rows = num_embeddings
+        if rows is not None:
+            rows = check_count(called, "num_embeddings", rows, 2**31 - 1)
         padding_idx = _from_the_start(called, rows, padding_idx)
         if padding_idx is not None:
             if options.get("padding_key") is not None:
@@ -74,10 +76,17 @@ def _positive(name: str, argument: str, value: Any) -> float:
     return number
 
 
-def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None:
+def _from_the_start(name: str, rows: int | None, padding_idx: int | None) -> int | None:
     """Return padding_idx as a nonnegative index; a negative padding_idx counts from the end."""
     if padding_idx is None:
         return None
+    if rows is None:
+        if padding_idx < 0:
+            raise ValueError(
+                f"{name}: padding_idx={padding_idx} counts from the end, which num_embeddings=None "
+                f"leaves open; padding_key takes any key"
+            )
+        return padding_idx
     if not -rows <= padding_idx < rows:
         raise ValueError(
             f"{name}: padding_idx must be within num_embeddings, in [{-rows}, {rows}), got "

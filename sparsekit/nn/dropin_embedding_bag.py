@@ -69,7 +69,7 @@ class EmbeddingBag(DropIn):
     @takes_table_options()
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         max_norm: float | None = None,
         norm_type: float = 2.0,

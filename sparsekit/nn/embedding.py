@@ -42,7 +42,8 @@ class DistributedEmbedding(EmbeddingLayer):
             on ties the first vector gets the gradient). Or a list of slot_num combiners, one for
             each slot; keys are then sorted by slot, unless they already are, as in a
             KeyedJaggedTensor.
-        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
+        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1]. None makes a
+            table on the CPU that grows (``on_full="grow"``) from 1,024 rows.
         embedding_vec_size: length of a vector (dim).
         slot_num: number of bags of a sample.
         max_nnz: largest number of keys in a bag, padding included; None for no limit. Or a list of
@@ -65,7 +66,11 @@ class DistributedEmbedding(EmbeddingLayer):
             or fewer if the batch needs more. Keys of the batch stay, and so do those of a backward
             to come and of a gradient; if there are only such keys, TableFullError is raised. A key
             that comes again is new. The choice is exact, over all ranks, and the same on any number
-            of them. See docs/lifecycle.md.
+            of them. See docs/lifecycle.md. ``"grow"``, on the CPU, makes room for more rows: this
+            process's table begins with max_vocabulary_size_per_gpu rows. It has address space for
+            max_capacity rows, and takes memory for those in use. See docs/capacity.md.
+        max_capacity: largest number of rows of this process's table, with on_full="grow". None
+            means a quarter more than the system's memory has room for vectors.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
             of all ranks' rows.
         low_watermark: fraction of max_rows, in (0, 1], that a table that makes room leaves in use.
@@ -154,7 +159,7 @@ class DistributedEmbedding(EmbeddingLayer):
     def __init__(
         self,
         combiner: str | Sequence[str],
-        max_vocabulary_size_per_gpu: int,
+        max_vocabulary_size_per_gpu: int | None,
         embedding_vec_size: int,
         slot_num: int,
         max_nnz: int | Sequence[int | None] | None = None,

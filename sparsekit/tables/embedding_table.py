@@ -79,8 +79,9 @@ class EmbeddingTable(TableTensors):
         name = options.name
         self._named = name is not None
         if name is None:  # the size in the name tells layers apart in errors
-            rows, dim = options.max_vocabulary_size_per_gpu, options.embedding_vec_size
-            name = f"{type(self).__name__}_{next(_names)} ({rows} rows of {dim})"
+            given = options.max_vocabulary_size_per_gpu
+            rows_of = f"{'rows' if given is None else f'{given} rows'} of"
+            name = f"{type(self).__name__}_{next(_names)} ({rows_of} {options.embedding_vec_size})"
         self.name = name
         self.checked_modes = set()
         options = options.checked(self.name)
@@ -99,7 +100,7 @@ class EmbeddingTable(TableTensors):
         self.max_keys_per_rank = options.max_keys_per_rank
         # True if new keys get rows in training; see DistributedEmbedding.
         self.insert = options.insert
-        rows = options.max_vocabulary_size_per_gpu
+        rows = cast(int, options.max_vocabulary_size_per_gpu)
         self.capacity = options.max_capacity or rows
         self.embedding_vec_size = options.embedding_vec_size
         self.key_dtype = options.key_dtype

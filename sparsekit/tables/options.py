@@ -24,9 +24,11 @@ PLACEMENTS = ("hash", "modulo")
 
 # Why a table with on_full="grow" cannot be on a GPU.
 CANNOT_GROW = (
-    "on_full='grow' is for tables on the CPU; on CUDA, give max_vocabulary_size_per_gpu (or "
-    "num_embeddings) rows, and on_full='error' or 'evict'"
+    "a table without a number of rows, or with on_full='grow', can only be on the CPU; on CUDA, "
+    "give it max_vocabulary_size_per_gpu (or num_embeddings)"
 )
+# Rows for which a table has room at first, if no number is given.
+FIRST_ROWS = 1024
 
 
 class TableKeywords(TypedDict, total=False):
@@ -57,7 +59,7 @@ class TableKeywords(TypedDict, total=False):
 class TableOptions:
     """All options of a table, and the defaults of `TableKeywords`."""
 
-    max_vocabulary_size_per_gpu: int
+    max_vocabulary_size_per_gpu: int | None
     embedding_vec_size: int
     use_hashtable: bool
     dtype: torch.dtype | None
@@ -91,6 +93,8 @@ class TableOptions:
             TypeError, ValueError: an option has a wrong type or is out of range.
             NotImplementedError: this build has no kernels for the device.
         """
+        if self.max_vocabulary_size_per_gpu is None:
+            return self._without_rows(name).checked(name)
         capacity = check_count(
             name, "max_vocabulary_size_per_gpu", self.max_vocabulary_size_per_gpu, 2**31 - 1
         )
@@ -138,6 +142,22 @@ class TableOptions:
             process_group=self.process_group or settings.process_group,
         )
 
+    def _without_rows(self, name: str) -> TableOptions:
+        """Return the options of a table that grows, since no number of rows is given."""
+        for given, reason in (
+            (not self.use_hashtable, "use_hashtable=False"),
+            (self.on_full == "evict", "on_full='evict'"),
+        ):
+            if given:
+                raise ValueError(
+                    f"{name}: {reason} needs a number of rows: max_vocabulary_size_per_gpu (or "
+                    f"num_embeddings) is None, which is for tables that grow"
+                )
+        rows = FIRST_ROWS
+        if isinstance(self.max_capacity, int):
+            rows = max(1, min(rows, self.max_capacity))
+        return replace(self, max_vocabulary_size_per_gpu=rows, on_full="grow")
+
     def _checked_growth(
         self, name: str, capacity: int, row_bytes: int, device: torch.device
     ) -> int | None:
@@ -157,7 +177,10 @@ class TableOptions:
         if device.type == "cuda":
             raise NotImplementedError(f"{name}: {CANNOT_GROW}")
         if self.max_capacity is None:
-            return max(capacity, min(2**31 - 1, memory.total_bytes() // row_bytes))
+            # More than there is memory for, so that a copy of the room, such as a state of an
+            # optimizer of torch's, fails at once rather than when memory has been used up.
+            rows = 5 * memory.total_bytes() // (4 * row_bytes)
+            return max(capacity, min(2**31 - 1, rows))
         return check_int(name, "max_capacity", self.max_capacity, capacity, 2**31 - 1)
 
     def _checked_life(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ FLOWS = ("inserted", "admitted", "refused", "evicted", "expired")
 class Telemetry:
     """Computes these statistics of each embedding table of a model, over all ranks:
 
-    - ``rows``: number of keys; ``capacity``: largest number of keys; ``load``: rows / capacity.
+    - ``rows``: number of keys; ``capacity``: number of keys for which there is room now;
+      ``load``: rows / capacity.
     - ``new_rows_per_step``: average number of new rows per step since the last call of `read`.
     - ``skew``: largest number of rows on a rank, divided by the mean over ranks.
     - ``full_lines``: fraction of full buckets among the first 4,096 buckets of the hash table on
@@ -190,4 +191,4 @@ def _here(layer: EmbeddingTable) -> tuple[int, ...]:
     # A bucket has 5 int64 keys and 5 int32 rows; row -1 marks a free place. See ops.hash_table.
     rows = buckets[:SAMPLED_LINES, 5:].contiguous().view(torch.int32)[:, :5]
     full = (rows >= 0).all(1).double().mean()
-    return len(layer.table), layer.capacity, int(full * 1_000_000), *counts
+    return len(layer.table), layer.table.capacity, int(full * 1_000_000), *counts

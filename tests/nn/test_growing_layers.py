@@ -316,3 +316,42 @@ def test_a_gpu_is_refused():
 def test_the_text_of_a_layer():
     assert "capacity=2 of at most 1048576, dim=3" in repr(layer_of())
     assert "capacity=2000, dim=3" in repr(large())
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda **options: sparsekit.Embedding(None, 3, **options), ()),
+        (lambda **options: sparsekit.EmbeddingBag(None, 3, **options), (1,)),
+        (lambda **options: sparsekit.DistributedEmbedding("sum", None, 3, 1, **options), (1, 1)),
+    ],
+    ids=["Embedding", "EmbeddingBag", "DistributedEmbedding"],
+)
+def test_without_a_number_of_rows(make, shape):
+    layer = make()
+    assert (layer.on_full, layer.table.capacity) == ("grow", 1024)
+    assert layer.capacity * 12 > torch.iinfo(torch.int32).max
+    layer(torch.arange(3000).view(3000, *shape))
+    assert len(layer.table) == 3000
+    assert make(max_capacity=9).table.capacity == 9
+    assert " (rows of 3)" in make().name
+    with pytest.raises(ValueError, match="on_full='evict' needs a number of rows"):
+        make(on_full="evict")
+
+
+def test_padding_without_a_number_of_rows():
+    layer = sparsekit.Embedding(None, 3, padding_idx=10**12)
+    assert not layer(torch.tensor([10**12])).any()
+    with pytest.raises(
+        ValueError, match="padding_idx=-1 counts from the end, which num_embeddings"
+    ):
+        sparsekit.Embedding(None, 3, padding_idx=-1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_optimizers_of_torch_need_a_bound(kind):
+    """Their states have all rows that there is room for, which no memory holds."""
+    layer = sparsekit.Embedding(None, 128)
+    layer(torch.arange(3)).sum().backward()
+    with pytest.raises(RuntimeError, match="allocate"):
+        kind(layer.parameters()).step()

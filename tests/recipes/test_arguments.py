@@ -17,9 +17,9 @@ from sparsekit.recipes.ratings import command as ratings
 from sparsekit.recipes.wide import command as wide
 
 DEFAULTS = {
-    models.DLRM: {"rows": 100_000, "dim": 16, "bottom": (512, 256), "top": (1024, 1024, 512, 256)}
+    models.DLRM: {"rows": None, "dim": 16, "bottom": (512, 256), "top": (1024, 1024, 512, 256)}
     | {"cross_layers": 3, "cross_rank": 512, "seed": 0},
-    models.DeepFM: {"rows": 100_000, "dim": 16, "deep": (400, 400, 400), "seed": 0},
+    models.DeepFM: {"rows": None, "dim": 16, "deep": (400, 400, 400), "seed": 0},
     models.Autoencoder: {"dim": 64, "layers": 1, "dropout": 0.8, "negatives": 512, "seed": 0}
     | {"source": ""},
     models.Autoencoder.optimizers: {"lr": 0.005},
@@ -28,7 +28,7 @@ DEFAULTS = {
     models.DeepCoNN: {"length": 800, "dim": 50, "filters": 10, "hidden": 64, "placement": "single"}
     | {"seed": 0},
     models.DeepCoNN.optimizer: {"lr": 1e-4},
-    models.RatingModel: {"dim": 32, "capacity": 100_000, "history_size": 32, "seed": 0},
+    models.RatingModel: {"dim": 32, "capacity": None, "history_size": 32, "seed": 0},
     models.WideModel: {"buckets": None, "loss": "bce", "seed": 0},
     models.WideModel.optimizer: {"name": "adam", "batch_size": 1},
     models.QuantileBuckets.fit: {"count": 32},

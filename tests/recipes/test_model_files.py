@@ -48,7 +48,7 @@ def test_rows_of_several_ranks_may_need_a_larger_table(rated, tmp_path):
 
 def test_defaults_of_rating_models():
     model = RatingModel(RATINGS)
-    assert {layer.capacity for layer in model.embeddings.layers.values()} == {100_000}
+    assert {layer.on_full for layer in model.embeddings.layers.values()} == {"grow"}
     sizes = [layer.embedding_vec_size for layer in model.embeddings.layers.values()]
     assert sizes == [33, 33, 32]
     assert model.history.max_items == UserHistory(RATINGS).max_items == 32

@@ -116,6 +116,14 @@ def test_options_that_are_taken(changes, differs):
          "key_dtype must be one of torch.int64, torch.int32; got torch.int16"),
         ({"dtype": torch.float16}, ValueError,
          "dtype must be one of torch.float32, torch.float64, torch.bfloat16; got torch.float16"),
+        ({"max_vocabulary_size_per_gpu": None, "on_full": "evict"}, ValueError,
+         "on_full='evict' needs a number of rows: max_vocabulary_size_per_gpu (or num_embeddings) "
+         "is None, which is for tables that grow"),
+        ({"max_vocabulary_size_per_gpu": None, "use_hashtable": False}, ValueError,
+         "use_hashtable=False needs a number of rows: max_vocabulary_size_per_gpu (or "
+         "num_embeddings) is None, which is for tables that grow"),
+        ({"max_vocabulary_size_per_gpu": None, "max_capacity": 0}, ValueError,
+         "max_capacity must be in [1, 2147483647], got 0"),
         ({"on_full": "shrink"}, ValueError,
          "on_full must be one of error, evict, grow; got 'shrink'"),
         ({"max_capacity": 20}, ValueError,

@@ -223,9 +223,10 @@ def _model(reader: Reader, config: RunConfig, args: argparse.Namespace) -> torch
             **config.table.options(),
         )
     except RuntimeError as error:  # torch's allocator is out of memory
+        size = "" if config.model.rows is None else f" of {config.model.rows:,} rows"
         raise UsageError(
-            f"no memory for tables of {config.model.rows:,} rows of dim {config.model.dim}: use a "
-            f"smaller model.rows or model.dim"
+            f"no memory for tables{size} of dim {config.model.dim}: use a smaller model.rows or "
+            f"model.dim"
         ) from error
 
 

@@ -32,7 +32,7 @@ class DataConfig:
 class DLRMConfig:
     """Settings of a `DLRM`."""
 
-    rows: int = 100_000
+    rows: int | None = None
     dim: int = 16
     bottom: tuple[int, ...] = (64,)
     top: tuple[int, ...] = (128, 64)
@@ -44,7 +44,7 @@ class DLRMConfig:
 class DeepFMConfig:
     """Settings of a `DeepFM`."""
 
-    rows: int = 100_000
+    rows: int | None = None
     dim: int = 16
     deep: tuple[int, ...] = (128, 64)
 

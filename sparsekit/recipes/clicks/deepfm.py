@@ -27,6 +27,7 @@ class DeepFM(torch.nn.Module):
         features: names of the categorical features; batches may contain others.
         dense: number of dense inputs per sample.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
+            With None they grow on the CPU, and are 100,000 on CUDA.
         dim: number of elements of a vector v.
         deep: widths of the stack's layers, except the last, which is 1.
         seed: seed of the initial weights.
@@ -38,7 +39,7 @@ class DeepFM(torch.nn.Module):
         features: Sequence[str],
         dense: int,
         *,
-        rows: int | Mapping[str, int] = 100_000,
+        rows: int | Mapping[str, int] | None = None,
         dim: int = 16,
         deep: Sequence[int] = (400, 400, 400),
         seed: int = 0,

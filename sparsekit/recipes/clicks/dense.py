@@ -9,16 +9,22 @@ from typing import Any
 import torch
 
 from ...nn import DistributedEmbedding, EmbeddingGroup, Uniform
+from ..rows import rows_of_table
 
 
 def tables(
-    features: Sequence[str], rows: int | Mapping[str, int], dim: int, seed: int, **options: Any
+    features: Sequence[str],
+    rows: int | Mapping[str, int] | None,
+    dim: int,
+    seed: int,
+    **options: Any,
 ) -> EmbeddingGroup:
     """Make a group of hash tables, one per feature; its output is ``[n, features * dim]``.
 
     Args:
         features: names of the features, in the order of the output.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
+            With None they grow on the CPU, and are 100,000 on CUDA.
         dim: number of elements of a vector.
         seed: seed of the initial vectors. They are uniform in +-0.01, which is DLRM's
             +-(1 / rows) ** 0.5 for 10,000 rows.
@@ -30,7 +36,7 @@ def tables(
     layers = {
         name: DistributedEmbedding(
             "sum",
-            rows if isinstance(rows, int) else rows[name],
+            rows_of_table(rows[name] if isinstance(rows, Mapping) else rows, options),
             dim,
             1,
             embedding_initializer=Uniform(-0.01, 0.01),

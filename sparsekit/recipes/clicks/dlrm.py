@@ -57,6 +57,7 @@ class DLRM(torch.nn.Module):
         features: names of the categorical features; batches may contain others.
         dense: number of dense inputs per sample.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
+            With None they grow on the CPU, and are 100,000 on CUDA.
         dim: number of elements of a vector.
         bottom: widths of the bottom stack's layers, except the last, which is dim.
         top: widths of the top stack's layers, except the last, which is 1.
@@ -76,7 +77,7 @@ class DLRM(torch.nn.Module):
         features: Sequence[str],
         dense: int,
         *,
-        rows: int | Mapping[str, int] = 100_000,
+        rows: int | Mapping[str, int] | None = None,
         dim: int = 16,
         bottom: Sequence[int] = (512, 256),
         top: Sequence[int] = (1024, 1024, 512, 256),

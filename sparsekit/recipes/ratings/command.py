@@ -50,7 +50,9 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
     )
     training.add_options(train, seed="of initial vectors and the order of ratings")
     train.add_argument(
-        "--capacity", type=count, default=100_000, help="rows of each table, on each rank"
+        "--capacity",
+        type=count,
+        help="rows of each table, on each rank; tables grow without it, and have 100,000 on a GPU",
     )
     train.add_argument(
         "--wire-dtype",
@@ -70,9 +72,9 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
     except RuntimeError as error:  # torch's allocator raises RuntimeError when memory runs out
+        size = "" if args.capacity is None else f" of {args.capacity:,} rows"
         raise UsageError(
-            f"no memory for tables of {args.capacity:,} rows of dim {args.dim}: use a smaller "
-            f"--capacity or --dim"
+            f"no memory for tables{size} of dim {args.dim}: use a smaller --capacity or --dim"
         ) from error
     try:
         trainer = _fit(model, train, test, args)

@@ -11,6 +11,7 @@ from ...datasets import Ratings
 from ...nn import DistributedEmbedding, EmbeddingGroup, Uniform
 from ...tables.hash_table import HashTable
 from .. import saved
+from ..rows import rows_of_table
 from ..saved import SavedModel
 
 # Small initial biases and vectors, so that the first predictions are close to the mean.
@@ -80,7 +81,8 @@ class RatingModel(SavedModel):
     Args:
         train: training ratings, which determine the history, the mean and the range of ratings.
         dim: number of elements of p, q and y.
-        capacity: number of rows of each table on each rank.
+        capacity: number of rows of each table on each rank. With None they grow on the CPU, and
+            are 100,000 on CUDA.
         history_size: maximum number of items in a history.
         seed: seed of the initial vectors.
         options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
@@ -94,7 +96,7 @@ class RatingModel(SavedModel):
         train: Ratings,
         *,
         dim: int = 32,
-        capacity: int = 100_000,
+        capacity: int | None = None,
         history_size: int = 32,
         seed: int = 0,
         **options: Any,
@@ -113,7 +115,7 @@ class RatingModel(SavedModel):
         def layer(name: str, seed: int, dim: int, max_nnz: int = 1) -> DistributedEmbedding:
             return DistributedEmbedding(
                 "sqrtn",
-                capacity,
+                rows_of_table(capacity, options),
                 dim,
                 1,
                 max_nnz,
@@ -177,8 +179,8 @@ class RatingModel(SavedModel):
 
         Args:
             path: path of the file.
-            capacity: number of rows of each table on each rank; None means as many as in the saved
-                model, or more if the saved rows of all ranks exceed that number.
+            capacity: number of rows of each table on each rank; None means as in the saved model,
+                or more if the saved rows of all ranks exceed that number.
 
         Raises:
             ValueError: the file does not contain such a model.
@@ -188,7 +190,8 @@ class RatingModel(SavedModel):
         state = saved.read(path, cls.FORMAT)
         most = max(len(keys) for keys, _ in state["tables"].values())
         settings = state["settings"]
-        settings["capacity"] = capacity or max(settings["capacity"], most)
+        if capacity is not None or settings["capacity"] is not None:
+            settings["capacity"] = capacity or max(settings["capacity"], most)
         anything = torch.zeros(1)
         model = cls(Ratings(anything.long(), anything.long(), anything, anything), **settings)
         model.low, model.high = state["range"]
