@@ -121,7 +121,7 @@ OF_RUN = {"seed": 0, "ranks": 2, "checkpoint-every": 1000, "keep": 3}
 # The figures in the docs were measured with these settings.
 DEFAULTS = {
     "ratings": {
-        "epochs": 20, "global-batch-size": 1024, "dim": 32, "lr": 0.02, "capacity": None,
+        "epochs": 20, "global-batch-size": 1024, "dim": 32, "lr": 0.02,
         "wire-dtype": "float32", **OF_RUN,
     },
     "wide": {
