@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 from .. import ops
+from ..tables.growth import changes_of_growth
 from ..tables.hash_table import HashTable
 from .plan import TableBatch
 from .request import Request
@@ -16,13 +18,46 @@ from .request import Request
 _NONE = torch.empty(0, 8, dtype=torch.int64, device="cpu")
 
 
-def larger_of(batch: TableBatch) -> list[torch.Tensor]:
-    """Return the argument ``larger`` of `group_find_or_insert_`; empty if no index has begun."""
+class Growing(NamedTuple):
+    """What a lookup must know of the growth of its tables, as of a number of changes.
+
+    Attributes:
+        changes: `changes_of_growth`.
+        larger: the argument ``larger`` of `group_find_or_insert_`; empty if no index is about to
+            be replaced.
+        reaches: `CanGrow.reach` of each hash table.
+    """
+
+    changes: int
+    larger: list[torch.Tensor]
+    reaches: list[int]
+
+
+def larger_of(batch: TableBatch, rows: Sequence[int]) -> list[torch.Tensor]:
+    """Return the argument ``larger`` of `group_find_or_insert_`.
+
+    Args:
+        batch: the tables of the lookup.
+        rows: for each hash table, the rows in use.
+    """
+    known = batch.growth
+    if known is None or known.changes != changes_of_growth.count:
+        known = batch.growth = _growing(batch)
+    if any(map(operator.gt, rows, known.reaches)):  # after a lookup that was interrupted
+        for t, count in zip(batch.hashed, rows, strict=True):
+            cast(HashTable, batch.tables[t].table).extend_reach(count)
+        known = batch.growth = _growing(batch)
+    return known.larger
+
+
+def _growing(batch: TableBatch) -> Growing:
     tables = batch.tables
-    found = {t: cast(HashTable, tables[t].table).larger() for t in batch.growing}
-    if all(buckets is None for buckets in found.values()):
-        return []
-    return [_NONE if (own := found.get(t)) is None else own for t in batch.hashed]
+    indices = [cast(HashTable, tables[t].table) for t in batch.hashed]
+    found = [index.larger() for index in indices]
+    larger = [_NONE if buckets is None else buckets for buckets in found]
+    begun = any(buckets is not None for buckets in found)
+    reaches = [index.reach for index in indices]
+    return Growing(changes_of_growth.count, larger if begun else [], reaches)
 
 
 def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
@@ -45,7 +80,7 @@ def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
 
 
 def grow_on(batch: TableBatch, before: Sequence[int], after: Sequence[int]) -> None:
-    """Go on with growing, after a lookup.
+    """Go on with growing, after a lookup with new keys.
 
     Args:
         batch: the tables of the lookup.
@@ -54,8 +89,5 @@ def grow_on(batch: TableBatch, before: Sequence[int], after: Sequence[int]) -> N
     """
     tables = batch.tables
     for t, then, now in zip(batch.hashed, before, after, strict=True):
-        if t not in batch.growing:
-            continue
-        index = cast(HashTable, tables[t].table)
-        if now > then or now > index.reach:  # an earlier lookup may have been interrupted
-            index.grow_on(then, now)
+        if now > then and tables[t].grows:
+            cast(HashTable, tables[t].table).grow_on(then, now)

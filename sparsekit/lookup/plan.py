@@ -106,6 +106,7 @@ class TableBatch:
         self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [x.table._buffers for x in tables if x.table is not None]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
+        self.growth: Any = None  # see `larger_of`
         self.seen = False
         self._process = -1  # id of the last process for which `refuse_sharing` has passed
         # The tensors of the last call, and how ops take them; set from the second call on.

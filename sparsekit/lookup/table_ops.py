@@ -209,10 +209,10 @@ class TableOps:
         asked = sources.keys, sources.offsets, sources.features
         report = None if reports is None else self._report(reports)
         words = None if report is None else report.words
-        larger = larger_of(tables) if tables.growing and tables.inserts else []
         # Compare sizes on the CPU only: on a device, the host does not know of new keys.
         counted = tables.inserts and sources.keys[0].is_cpu and bool(tables.hashed)
         before = self._sizes() if counted else []
+        larger = larger_of(tables, before) if tables.growing and counted else []
         if late and tables.inserts:
             catch_up_free_rows(late, tables.tables, self._requests)
         try:
@@ -268,10 +268,10 @@ class TableOps:
     def _note_new_rows(self, before: Sequence[int]) -> None:
         """Count the new rows since the numbers of rows in use were these."""
         now = self._sizes()
-        if self._batch.growing:
-            grow_on(self._batch, before, now)
         if now == before:
             return
+        if self._batch.growing:
+            grow_on(self._batch, before, now)
         # Otherwise a backward that has saved a weight would silently use the weight's new rows.
         each = zip(self._batch.hashed, before, now, strict=True)
         new = {t: size - then for t, then, size in each if size > then}

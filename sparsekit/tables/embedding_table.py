@@ -16,6 +16,7 @@ from ..distributed import Exchange, exchange_of
 from ..distributed.world import group_of
 from ..memory import untouched_zeros
 from ..ops._checks import accumulate_dtype
+from .counter import Counter
 from .fallback import Fallback
 from .hash_table import HashTable
 from .init_function import resolve
@@ -25,7 +26,7 @@ from .options import TableOptions, drawn_seed
 from .owners import CodeOfMap, even_map
 from .rows_of import RowsOf
 from .state import TableTensors, refuse_lost_values
-from .weight import Counter, EmbeddingWeight
+from .weight import EmbeddingWeight
 
 _names = itertools.count()
 
@@ -79,9 +80,8 @@ class EmbeddingTable(TableTensors):
         name = options.name
         self._named = name is not None
         if name is None:  # the size in the name tells layers apart in errors
-            given = options.max_vocabulary_size_per_gpu
-            rows_of = f"{'rows' if given is None else f'{given} rows'} of"
-            name = f"{type(self).__name__}_{next(_names)} ({rows_of} {options.embedding_vec_size})"
+            told = f"{options.max_vocabulary_size_per_gpu} rows of {options.embedding_vec_size}"
+            name = f"{type(self).__name__}_{next(_names)} ({told.removeprefix('None ')})"
         self.name = name
         self.checked_modes = set()
         options = options.checked(self.name)

@@ -12,6 +12,7 @@ from ..errors import TableFullError
 from ..memory import prefer_huge_pages
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
+from .counter import Counter
 from .rows_of import RowsOf
 
 # A table with room for fewer rows grows at once, which takes less than a millisecond.
@@ -24,6 +25,9 @@ _BUCKETS_PER_KEY = 4
 _LEAST_BUCKETS = 1024
 # Most rows beyond those in use that come into reach at a time.
 _ROWS_AHEAD = 1 << 14
+
+# Counts the steps of the growth of all tables.
+changes_of_growth = Counter()
 
 
 def new_buckets(
@@ -162,6 +166,7 @@ class CanGrow(torch.nn.Module):
             reach = min(max(rows, ahead), self.max_capacity)
             self.rows_of.open(self.reach, reach)
             self.reach = reach
+            changes_of_growth.next()
 
     def grow_on(self, before: int, after: int) -> None:
         """Do a bit of the work of growing, after a lookup has inserted keys.
@@ -180,7 +185,9 @@ class CanGrow(torch.nn.Module):
                 growth = self._growth = self._new_growth(2 * self.capacity, after)
             except RuntimeError:  # there is no memory; as long as there is room, that is no error
                 return
+        changes_of_growth.next()
         growth.step(self.tensors()[1], after)
+        changes_of_growth.next()
         if growth.is_done:
             self._replace(growth)
 
@@ -192,6 +199,7 @@ class CanGrow(torch.nn.Module):
     def stop_growing(self) -> None:
         """Give up the larger index that is being made, since rows get other keys."""
         self._growth = None
+        changes_of_growth.next()
 
     def _current_growth(self, rows: int | None) -> Growth | None:
         """Return the growth under way, unless keys have been inserted without it."""
@@ -199,7 +207,8 @@ class CanGrow(torch.nn.Module):
         if growth is not None and (
             growth.before is not self.tensors()[0] or rows not in (None, growth.rows)
         ):
-            growth = self._growth = None
+            growth = None
+            self.stop_growing()
         return growth
 
     def _new_growth(self, capacity: int, rows: int) -> Growth:
@@ -215,4 +224,5 @@ class CanGrow(torch.nn.Module):
                 (self.__dict__, {"capacity": growth.capacity, "_growth": None}),
             ]
         )
+        changes_of_growth.next()
         self.rows_of.have_grown()

@@ -129,6 +129,7 @@ class HashTable(CanGrow):
 
     def _apply(self, *args: Any, **kwargs: Any) -> HashTable:
         was_meta = self.buckets.is_meta
+        self.stop_growing()
         self._note_maker()  # share_memory calls this method
         super()._apply(*args, **kwargs)
         if was_meta and not self.buckets.is_meta:

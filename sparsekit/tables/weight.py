@@ -11,24 +11,13 @@ import torch
 from .._pybind import count_up, each_is
 from ..distributed.shard_gradient import ShardGradient
 from ..memory import first_rows, with_length
+from .counter import Counter
 from .hash_table import HashTable
 from .in_flight import InFlight
 from .row_states import follow_keys, row_tensors
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
-
-
-class Counter:
-    """Counts changes in all tables of the process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def next(self) -> int:
-        """Count a change, and return the count."""
-        self.count += 1
-        return self.count
 
 
 # Counts changes of the keys of rows.

@@ -309,7 +309,7 @@ def test_the_end_of_the_room():
 def test_a_gpu_is_refused():
     if not sparsekit.build_info()["cuda"]:
         pytest.skip("this build has no CUDA kernels, and refuses the device first")
-    with pytest.raises(NotImplementedError, match="on_full='grow' is for tables on the CPU"):
+    with pytest.raises(NotImplementedError, match="can only be on the CPU; on CUDA"):
         layer_of(device="cuda")
 
 
