@@ -10,8 +10,8 @@ class Clicks(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = sparsekit.Embedding(10_000, 8, name="user")
-        self.tags = sparsekit.EmbeddingBag(10_000, 8, mode="mean", name="tags")
+        self.user = sparsekit.Embedding(None, 8, name="user")
+        self.tags = sparsekit.EmbeddingBag(None, 8, mode="mean", name="tags")
         self.top = torch.nn.Sequential(
             torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
         )

@@ -20,7 +20,7 @@ class Clicks(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layers = {
-            name: sparsekit.DistributedEmbedding("mean", 10_000, 16, slot_num=1, name=name)
+            name: sparsekit.DistributedEmbedding("mean", None, 16, slot_num=1, name=name)
             for name in ("user", "item")
         }
         # Two features use the same table of items.

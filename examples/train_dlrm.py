@@ -21,7 +21,7 @@ def losses(model, batch):
     return binary_cross_entropy_with_logits(scores, batch.label, reduction="none"), 0.0
 
 
-model = DLRM([f"C{i}" for i in range(1, 27)], 13, rows=20_000, bottom=[64], top=[64], cross_rank=16)
+model = DLRM([f"C{i}" for i in range(1, 27)], 13, bottom=[64], top=[64], cross_rank=16)
 sparse, dense = sparsekit.split_embedding_variable_from_others(model)
 optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.002)]
 with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ class Towers(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.ids = torch.nn.ModuleList(sparsekit.Embedding(10_000, 16, name=n) for n in "ui")
+        self.ids = torch.nn.ModuleList(sparsekit.Embedding(None, 16, name=n) for n in "ui")
         self.top = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in "ui")
 
     def forward(self, *keys):
