@@ -17,6 +17,18 @@ def _state(table):
     return [buffer.clone() for buffer in table.buffers()]
 
 
+def _copied(case: Case, table: HashTable, expected: reference.HashTable) -> None:
+    """Copy the keys of some rows into another table, from parts of the buckets."""
+    rows = case.random.randint(0, len(expected))
+    other = HashTable(rows + 1 + case.size(rows + 1), load_factor=case.any_of(0.3, 0.6, 1.0))
+    other.hash_seed.copy_(table.hash_seed)
+    other.size.fill_(rows)
+    case.note(copied=rows, into=other.capacity, other_load_factor=other.load_factor)
+    for part in table.buckets.tensor_split(case.random.randint(1, min(3, len(table.buckets)))):
+        ops.hash_table_copy_(other.buckets, part, table.hash_seed, rows)
+    case.same("copied keys", other.keys(), expected.keys()[:rows])
+
+
 def hash_table(case: Case) -> None:
     """Insert batches into a table, which may refuse some of them, and compare it with a dict."""
     most = case.most(6000, 1500)
@@ -43,6 +55,8 @@ def hash_table(case: Case) -> None:
                 case.same("a buffer after a refusal", now, then)
         case.equal("size", len(table), len(expected))
         case.same("keys", table.keys(), expected.keys())
+        if case.maybe(0.2):
+            _copied(case, table, expected)
         if case.maybe(0.2):
             table = copy.deepcopy(table)
         if case.maybe(0.2):
