@@ -109,12 +109,16 @@ def untouched_zeros(
         raise RuntimeError(
             f"no memory for a tensor of shape {list(shape)} and {dtype}, {size:,} bytes: {error}"
         ) from None
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    begin = _address(mapping)
     aligned = -begin % _HUGE_PAGE
     tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=aligned)
     prefer_huge_pages(tensor[_HUGE_PAGE // dtype.itemsize :])
     _mappings[begin + aligned] = mapping
     return tensor.view(tuple(shape))
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def untouched_like(
@@ -139,21 +143,36 @@ def untouched_like(
 
 
 def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the first rows of a tensor, in memory that ends with them.
+    """Return the first rows of a tensor; see `first_rows_of`."""
+    return first_rows_of({"": tensor}, rows)[""]
 
-    A copy or a file of the result has these rows alone, unlike one of ``tensor[:rows]``, which is
-    returned of a tensor that is not one of `untouched_zeros`.
+
+def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Return the first rows of tensors, in memory that ends with them.
+
+    A copy or a file of the results has these rows alone, unlike one of ``tensor[:rows]``, which is
+    returned of a tensor that is not one of `untouched_zeros`. Those that share memory share it
+    again.
     """
-    part = tensor[:rows]
-    if not is_mapped(tensor) or not part.numel():
-        return part
-    storage = tensor.untyped_storage().data_ptr()
-    mapping = _mappings[storage]
-    begin = storage - ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    space = torch.frombuffer(
-        mapping, dtype=tensor.dtype, count=rows * tensor.stride(0), offset=begin
-    )
-    return space.as_strided(part.shape, part.stride(), part.storage_offset())
+    spaces: dict[int, torch.Tensor] = {}
+    made = {}
+    for name, tensor in tensors.items():
+        part = tensor[:rows]
+        if is_mapped(tensor) and rows == 0:
+            part = torch.empty_like(part)
+        elif is_mapped(tensor):
+            begin = tensor.untyped_storage().data_ptr()
+            if begin not in spaces:
+                mapping = _mappings[begin]
+                spaces[begin] = torch.frombuffer(
+                    mapping,
+                    dtype=tensor.dtype,
+                    count=rows * tensor.stride(0),
+                    offset=begin - _address(mapping),
+                )
+            part = spaces[begin].as_strided(part.shape, part.stride(), part.storage_offset())
+        made[name] = part
+    return made
 
 
 def with_length(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -176,7 +195,7 @@ def zero_(tensor: torch.Tensor) -> None:
         return
     storage = tensor.untyped_storage().data_ptr()
     mapping = _mappings[storage]
-    origin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    origin = _address(mapping)
     begin, page = tensor.data_ptr() - origin, mmap.PAGESIZE
     end = begin + tensor.nbytes
     first, last = -(-begin // page) * page, end // page * page

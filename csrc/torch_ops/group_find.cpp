@@ -134,14 +134,13 @@ std::vector<NewRows> new_rows_of(Arguments& given, const Views& weights, const V
 }
 
 // Checks the larger hash tables, one for each hash table or none. An empty tensor stands for none.
-void take_larger(Arguments& given, const Views& larger, GroupTables& group) {
+void take_larger(Arguments& given, const Views& larger, size_t num_hash_tables,
+                 GroupTables& group) {
   if (larger.empty()) return;
+  given.check_list("larger", larger.size(), num_hash_tables);
   for (size_t t = 0; t < group.tables.size(); ++t) {
     const int64_t h = group.hash_tables[t];
-    if (h < 0) continue;
-    given.check(static_cast<size_t>(h) < larger.size(), "larger must have a tensor for each of ",
-                h + 1, " hash tables, got ", larger.size());
-    if (larger[h].numel() == 0) continue;
+    if (h < 0 || larger[h].numel() == 0) continue;
     GroupTable& table = group.tables[t];
     table.num_larger = read_buckets(given, {"larger", static_cast<size_t>(h)}, larger[h]);
     table.larger = mutable_data<Bucket>(larger[h]);
@@ -174,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     taken[h] = true;
     group.tables[t].size = mutable_data<int64_t>(sizes[h]);
   }
-  take_larger(given, larger, group);
+  take_larger(given, larger, buckets.size(), group);
   const std::vector<NewRows> new_rows = new_rows_of(given, weights, seeds, initializers, group);
   check_report(given, report, cuda::kStatusWords * static_cast<int64_t>(group.tables.size()));
   given.check_apart({buckets.id(), hash_seeds.id(), sizes.id(), weights.id(), seeds.id()});

@@ -275,6 +275,7 @@ class TablePlan:
         """Replace the layer's rows, and the optimizer's states for them."""
         layer, table = self.layer, self.table
         if self._new_table is not None and layer.table is not None:
+            layer.table.stop_growing()
             layer.table.reserve(len(self._new_table))
         with layer.rows_changing():
             states = {} if self.optimizer is None else self._fresh_states(self.optimizer)

@@ -211,13 +211,16 @@ def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
     shards = tuple(Shard(**each.pop("shard")) for each in facts if each)
     first = facts[0]
     for rank, each in enumerate(facts):
-        differs = [key for key in first if key != "layer" and each.get(key) != first[key]]
+        # Ranks may have given layers other names; tables that grow have room for what each needs.
+        alike = first.keys() - {"layer", "capacity"}
+        differs = [key for key in first if key in alike and each.get(key) != first[key]]
         if differs or not each:
             what = differs[0] if each else "the table itself"
             raise CheckpointError(
                 f"{name}: rank {rank} has other {what} than rank 0: {each.get(what)!r:.80} "
                 f"instead of {first.get(what)!r:.80}"
             )
+    first["capacity"] = max(each["capacity"] for each in facts)
     states = {
         key: State(each["dtype"], tuple(each["shape"])) for key, each in first.pop("states").items()
     }

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..memory import prefer_huge_pages
+from ..memory import untouched_zeros
 from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from ..tables.admission import size_of
@@ -101,9 +101,8 @@ class Copies:
         """Copy the first rows of a tensor, overwriting the last copy of this name."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            # Allocate memory for all rows: unused memory costs nothing.
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self._kept[name] = prefer_huge_pages(kept)
+            # For all rows: unused memory costs nothing.
+            kept = self._kept[name] = untouched_zeros(tensor.shape, tensor.dtype, "cpu")
         return kept[:rows].copy_(tensor[:rows])
 
 

@@ -19,7 +19,7 @@ _NONE = torch.empty(0, 8, dtype=torch.int64, device="cpu")
 
 
 class Growing(NamedTuple):
-    """What a lookup must know of the growth of its tables, as of a number of changes.
+    """Facts that a lookup must know of the growth of its tables, as of a number of changes.
 
     Attributes:
         changes: `changes_of_growth`.

@@ -210,7 +210,7 @@ class TableOps:
         report = None if reports is None else self._report(reports)
         words = None if report is None else report.words
         # Compare sizes on the CPU only: on a device, the host does not know of new keys.
-        counted = tables.inserts and sources.keys[0].is_cpu and bool(tables.hashed)
+        counted = bool(tables.hashed if tables.inserts else tables.growing) and device.type == "cpu"
         before = self._sizes() if counted else []
         larger = larger_of(tables, before) if tables.growing and counted else []
         if late and tables.inserts:
@@ -231,11 +231,11 @@ class TableOps:
             if report is not None and reports is not None:
                 report.send(reports, waits=not self._agreed)
         except Exception as refusal:
+            self._note_new_rows(before)  # tables that are not full have their new keys
             is_full = "is full" in str(refusal)
             grown = is_full and bool(tables.growing) and grow_for(tables, self._requests)
             if not (grown or (over and is_full)):
                 explain_refusal(refusal, self._requests, self._batch.tables)
-            self._note_new_rows(before)  # tables that are not full have their new keys
             if grown:
                 self._tensors, self._passed = tables.tensors()
             else:
@@ -245,8 +245,7 @@ class TableOps:
             return self.find()
         if tables.inserts and not tables.seen:
             tables.have_keys()
-        if counted:
-            self._note_new_rows(before)
+        self._note_new_rows(before)
         found = self.found()[:4]
         if over:
             in_use = dict(zip(tables.hashed, self._sizes(), strict=True))
@@ -267,7 +266,7 @@ class TableOps:
 
     def _note_new_rows(self, before: Sequence[int]) -> None:
         """Count the new rows since the numbers of rows in use were these."""
-        now = self._sizes()
+        now = self._sizes() if before else before
         if now == before:
             return
         if self._batch.growing:

@@ -118,7 +118,6 @@ def _load(layer: EmbeddingTable, weight: torch.Tensor) -> None:
     with layer.rows_changing():
         if layer.table is not None:
             layer.table.clear_()
-            layer.weight.zero_()
         else:
             layer.initializer.fill_(
                 layer.weight, layer.rank, layer.world_size, seed=int(layer.seed)

@@ -117,8 +117,10 @@ def loaded_state(
     if "step" not in values and optimizer.rule != "sgd":
         raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
     count = int(values.get("step", 1))
-    if isinstance(parameter, EmbeddingWeight):
-        parameter.reserve(_rows_saved(parameter, optimizer._initial_states(group), values))
+    if isinstance(parameter, EmbeddingWeight) and parameter.reach is not None:
+        values = _of_rows_with_keys(values)
+        names = [*optimizer._initial_states(group), "row_step"]
+        parameter.reserve(_single_length(names, values) or 0)
     states = untouched(optimizer, parameter, group, count)
     rows = _rows_saved(parameter, states, values)
     if "row_step" in states:
@@ -150,7 +152,8 @@ def loaded_state(
         if same:
             tensor.copy_(saved)
             continue
-        _check_rows_beyond(name, own, saved, tensor, parameter, initial[own])
+        if reach_of(parameter) is None or "keys" not in values:
+            _check_rows_beyond(name, own, saved, tensor, parameter, initial[own])
         tensor[:rows].copy_(saved[: len(tensor)])
     step = torch.tensor(count, dtype=torch.int64, device=parameter.device)
     return {"step": step, **states, **_of_keys(name, values.get("keys"), parameter)}
@@ -179,15 +182,26 @@ def _rows_saved(parameter: torch.Tensor, states: Iterable[str], values: Mapping[
     If the saved tensors differ in this number, or the parameter cannot load another number of rows,
     return the parameter's number of rows.
     """
-    own = _rows(local(parameter))
-    if not isinstance(parameter, EmbeddingWeight):
-        return own
-    saved = {
-        len(values[name])
-        for name in states
-        if isinstance(values.get(name), torch.Tensor) and values[name].dim()
+    saved = _single_length(states, values) if isinstance(parameter, EmbeddingWeight) else None
+    return _rows(local(parameter)) if saved is None else saved
+
+
+def _single_length(states: Iterable[str], values: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of saved tensors; None if they differ, or there are none."""
+    tensors = [values[name] for name in states if isinstance(values.get(name), torch.Tensor)]
+    lengths = {len(tensor) for tensor in tensors if tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _of_rows_with_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved state without its rows that have no keys, which start like new rows."""
+    keys = values.get("keys")
+    if not isinstance(keys, torch.Tensor) or keys.dim() != 1:
+        return values
+    return {
+        name: value[: len(keys)] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in values.items()
     }
-    return saved.pop() if len(saved) == 1 else own
 
 
 def _check_rows_beyond(

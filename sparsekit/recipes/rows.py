@@ -14,7 +14,10 @@ def rows_of_table(rows: int | None, options: Mapping[str, Any]) -> int | None:
 
     Args:
         rows: what the user says; None to choose.
-        options: options of the table, of which on_full="evict" needs a number.
+        options: options of the table, some of which need a number.
     """
-    grows = torch.get_default_device().type == "cpu" and options.get("on_full") != "evict"
-    return rows if rows is not None else None if grows else _ROWS
+    if rows is not None:
+        return rows
+    device = torch.device(options.get("device") or torch.get_default_device())
+    grows = options.get("on_full") != "evict" and options.get("use_hashtable", True)
+    return None if grows and device.type != "cuda" else _ROWS

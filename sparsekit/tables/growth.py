@@ -51,6 +51,7 @@ class Growth:
     Attributes:
         before: buckets of the index to replace.
         buckets: buckets of the larger index.
+        writes: `CanGrow._writes` of the index to replace, which lookups do not change.
         capacity: largest number of rows of the larger index.
         rows: number of rows in use, as of the last step; -1 if a step was interrupted, after which
             it is not known which keys have been copied.
@@ -61,6 +62,7 @@ class Growth:
     ) -> None:
         self.before = before
         self.buckets = buckets
+        self.writes: int | None = None
         self.capacity = capacity
         self.rows = rows
         self._cleared = self._copied = 0
@@ -198,26 +200,39 @@ class CanGrow(torch.nn.Module):
 
     def stop_growing(self) -> None:
         """Give up the larger index that is being made, since rows get other keys."""
-        self._growth = None
-        changes_of_growth.next()
+        if self._growth is not None:
+            changes_of_growth.next()
+            self._growth = None
 
     def _current_growth(self, rows: int | None) -> Growth | None:
         """Return the growth under way, unless keys have been inserted without it."""
         growth = self._growth
         if growth is not None and (
-            growth.before is not self.tensors()[0] or rows not in (None, growth.rows)
+            growth.before is not self.tensors()[0]
+            or growth.writes != self._writes()
+            or rows not in (None, growth.rows)
         ):
             growth = None
             self.stop_growing()
         return growth
 
+    def _writes(self) -> int | None:
+        """Return a number that changes when code other than a lookup writes to the index."""
+        buckets, hash_seed, _ = self.tensors()
+        if buckets.is_inference() or hash_seed.is_inference():
+            return None
+        return buckets._version + hash_seed._version
+
     def _new_growth(self, capacity: int, rows: int) -> Growth:
         capacity, buckets = min(capacity, self.max_capacity), self.tensors()[0]
         larger = new_buckets(capacity, self.load_factor, buckets.device)
-        return Growth(buckets, larger, capacity, rows)
+        growth = Growth(buckets, larger, capacity, rows)
+        growth.writes = self._writes()
+        return growth
 
     def _replace(self, growth: Growth) -> None:
         own = cast(dict[str, Any], self._buffers)
+        changes_of_growth.next()  # before and after: an interrupt may come between
         saved.replace_all(
             [
                 (own, {"buckets": growth.buckets}),

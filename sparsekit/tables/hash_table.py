@@ -17,6 +17,7 @@ from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
 from .growth import CanGrow, new_buckets
 from .kept_tensors import release_kept
+from .rows_of import RowsOf  # noqa: F401 (where pickles of older versions look for it)
 
 # Ops without their Python wrappers, since keys and table have been checked before.
 _find = torch.ops.sparsekit.hash_table_find.default
@@ -246,12 +247,26 @@ class HashTable(CanGrow):
             TableFullError: there are too many keys.
         """
         self.stop_growing()  # the keys of this table are about to be replaced
-        self.reserve(len(keys))
+        self._make_room(len(keys))
         buckets = new_buckets(self.capacity, self.load_factor, keys.device)
         size = torch.zeros(1, dtype=torch.int64, device=keys.device)
         ops.hash_table_clear_(buckets)
         ops.hash_table_find_or_insert_(buckets, hash_seed, size, keys, self.capacity)
         return {"buckets": buckets, "hash_seed": hash_seed, "size": size}
+
+    def _make_room(self, rows: int) -> None:
+        """Do what `reserve` does, for a table without memory or content, too."""
+        buckets, _, size = self.tensors()
+        if rows > self.capacity and (buckets.is_meta or not 0 <= int(size) <= self.capacity):
+            capacity = min(max(rows, 2 * self.capacity), self.max_capacity)
+            made = {"buckets": new_buckets(capacity, self.load_factor, buckets.device)}
+            saved.replace_all([(self._buffers, made), (self.__dict__, {"capacity": capacity})])
+            if not buckets.is_meta:
+                self.clear_()
+            self.rows_of.have_grown()
+            self.extend_reach(rows)
+        else:
+            self.reserve(rows)
 
     def _keys_by_row(self, buckets: torch.Tensor, size: int) -> torch.Tensor:
         keys = torch.empty(size, dtype=torch.int64, device=buckets.device)

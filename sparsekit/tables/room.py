@@ -79,14 +79,14 @@ class RowsWithRoom(torch.nn.Module):
             return
         whole = weight.data, self.scores
         reach = 0 if weight.is_meta else self.reach
-        weight.data = first_rows(whole[0], reach)
-        if self.scores is not None:
-            self.scores = first_rows(self.scores, reach)
         try:
+            weight.data = first_rows(whole[0], reach)
+            if self.scores is not None:
+                self.scores = first_rows(self.scores, reach)
             yield
+            longer = with_length(self.weight.data, self.capacity)
+            scores = None if self.scores is None else with_length(self.scores, self.capacity)
+            self.weight.data, self.scores = longer, scores
         except BaseException:
-            weight.data, self.scores = whole
+            self.weight.data, self.scores = whole
             raise
-        self.weight.data = with_length(self.weight.data, self.capacity)
-        if self.scores is not None:
-            self.scores = with_length(self.scores, self.capacity)

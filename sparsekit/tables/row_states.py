@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..memory import first_rows, untouched_like
+from ..memory import first_rows_of, untouched_like
 from .hash_table import HashTable
 
 
@@ -84,6 +84,21 @@ def row_tensors(
     return [(name, state[name], initial.get(name, 0.0)) for name in _of_rows(state, weight)]
 
 
+def initial_rows(
+    optimizer: torch.optim.Optimizer, weight: torch.Tensor
+) -> list[tuple[torch.Tensor, float]]:
+    """Return the states whose rows do not start at zero, and what they start at.
+
+    Unlike `row_tensors`, it leaves states that have not followed their keys yet as they are.
+    """
+    state = optimizer.state.get(weight)
+    if not state:
+        return []
+    initial = _initial_values(optimizer, weight)
+    names = [name for name in _of_rows(state, weight) if initial.get(name, 0.0) != 0]
+    return [(state[name], initial[name]) for name in names if not state[name].is_sparse]
+
+
 def sparse_writes(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor, new_rows: torch.Tensor
 ) -> list[partial[Any]]:
@@ -125,10 +140,13 @@ def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> M
 
 def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
     """Return a sparse tensor, such as the momentum of torch's SGD, with rows moved to `to`."""
-    places = torch.full(state.shape[:1], -1, dtype=torch.int64, device=state.device)
-    places[rows] = to
     coalesced = state.coalesce()
-    now = places[coalesced.indices()[0]]
+    indices = coalesced.indices()[0]
+    # A table that grows may have room for far more rows than there are here.
+    count = 1 + max(int(part.max()) if len(part) else -1 for part in (rows, indices))
+    places = torch.full((count,), -1, dtype=torch.int64, device=state.device)
+    places[rows] = to
+    now = places[indices]
     kept = now >= 0
     return torch.sparse_coo_tensor(
         now[kept].unsqueeze(0),
@@ -156,8 +174,8 @@ def with_rows(
     """
     if (reach := reach_of(weight)) is None:
         return state
-    rows = reach if rows is None else rows
-    return {**state, **{name: first_rows(state[name], rows) for name in _of_rows(state, weight)}}
+    own = {name: state[name] for name in _of_rows(state, weight)}
+    return {**state, **first_rows_of(own, reach if rows is None else rows)}
 
 
 def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:

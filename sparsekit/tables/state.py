@@ -127,7 +127,8 @@ class TableTensors(RowsWithRoom, Sharded):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, counts in _counts_of(self).items():
             destination[f"{prefix}{name}"] = counts
-        if self.table is not None and reach_of(self.weight) is not None and not keep_vars:
+        shortens = reach_of(self.weight) is not None and not (keep_vars or self.weight.is_meta)
+        if self.table is not None and shortens:
             for name in {f"{prefix}weight", f"{prefix}scores"} & destination.keys():
                 destination[name] = first_rows(destination[name], len(self.table))
         if self.world_size > 1:
@@ -311,6 +312,8 @@ def _copy(
     life: dict[str, torch.Tensor],
 ) -> None:
     rows, reach = min(len(weight), layer.capacity), layer.reach
+    if layer.grows:
+        rows = min(rows, int(table["size"]))
     unused = layer.weight[rows : max(rows, reach)].detach()
     # Copy the weight first, since this copy may fail for lack of memory.
     pairs = [

@@ -14,7 +14,7 @@ from ..memory import first_rows, with_length
 from .counter import Counter
 from .hash_table import HashTable
 from .in_flight import InFlight
-from .row_states import follow_keys, row_tensors
+from .row_states import follow_keys, initial_rows
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
@@ -52,7 +52,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     lookups: "weakref.WeakSet[InFlight] | None" = None
     # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
-    # `reach` of a copy that has no hash table.
+    # `reach` of a weight that has no hash table, or none any more.
     _reach: int | None = None
     # Value of `key_changes` after the last change of the keys of these rows.
     keys_changed_at: int = 0
@@ -129,7 +129,11 @@ class EmbeddingWeight(torch.nn.Parameter):
         table = None if self._table is None else self._table()
         if table is None:
             return self._reach
-        return table.reach if table.reach < table.max_capacity else None
+        if table.reach == table.max_capacity:
+            return None
+        if not self.is_meta and table.reach < len(table) <= table.capacity:
+            table.extend_reach(len(table))  # a lookup has been interrupted
+        return table.reach
 
     def reserve(self, rows: int) -> None:
         """Bring this number of rows into reach, where the table can grow as far."""
@@ -139,10 +143,10 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def open_rows(self, before: int, after: int) -> None:
         """Give rows ``[before, after)``, which come into reach, initial states."""
+        self._reach = after
         for optimizer in list(self._optimizers or ()):
-            for _, state, initial in row_tensors(optimizer, self):
-                if initial != 0 and not state.is_sparse:
-                    state[before:after].fill_(initial)
+            for state, initial in initial_rows(optimizer, self):
+                state[before:after].fill_(initial)
 
     def note_change(self) -> None:
         """Record that rows get other keys, so that earlier lookups have no backward any more."""

@@ -17,8 +17,10 @@ def test_rows_of_a_table():
     assert rows_of_table(None, {"on_full": "error", "ttl": 3}) is None
     assert rows_of_table(7, {"on_full": "evict"}) == 7
     assert rows_of_table(None, {"on_full": "evict"}) == 100_000
-    with torch.device("meta"):  # stands for a GPU
-        assert rows_of_table(None, {}) == 100_000
+    assert rows_of_table(None, {"use_hashtable": False}) == 100_000
+    assert rows_of_table(None, {"device": "cuda:1"}) == 100_000
+    with torch.device("meta"):
+        assert rows_of_table(None, {}) is None
 
 
 @pytest.mark.parametrize("kind", [DLRM, DeepFM])
