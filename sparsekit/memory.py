@@ -88,12 +88,21 @@ def total_bytes() -> int:
 
 
 def untouched_zeros(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    few: bool = False,
 ) -> torch.Tensor:
     """Return a tensor of zeros that on the CPU takes memory only where it is written to.
 
-    Large tensors lie in pages of 2 MiB from their first 2 MiB on, so that few rows of a table do
-    not take a large page.
+    Large tensors lie in pages of 2 MiB.
+
+    Args:
+        shape: sizes of the dimensions.
+        dtype: dtype of the elements.
+        device: device of the tensor; None means torch's default.
+        few: whether only a few of the first ones may be written to. The first 2 MiB are then in
+            small pages, which take a random access a little longer.
 
     Raises:
         RuntimeError: there is no memory, or not as much address space, for the tensor.
@@ -112,7 +121,7 @@ def untouched_zeros(
     begin = _address(mapping)
     aligned = -begin % _HUGE_PAGE
     tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=aligned)
-    prefer_huge_pages(tensor[_HUGE_PAGE // dtype.itemsize :])
+    prefer_huge_pages(tensor[_HUGE_PAGE // dtype.itemsize :] if few else tensor)
     _mappings[begin + aligned] = mapping
     return tensor.view(tuple(shape))
 
@@ -177,7 +186,7 @@ def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, t
 
 def with_length(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a tensor with this number of rows: a copy of the given ones, and zeros after them."""
-    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device)
+    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device, few=True)
     longer[: len(tensor)] = tensor
     return longer
 

@@ -118,19 +118,19 @@ def new_states(
     """
     dtype = accumulate_dtype(parameter.dtype)
     rows, rest = parameter.shape[:1], parameter.shape[1:]
-    device = parameter.device
-    states = {name: untouched_zeros(rows, dtype, device) for name in row_states}
+    reach = reach_of(parameter)
+    where = parameter.device, reach is not None
+    states = {name: untouched_zeros(rows, dtype, *where) for name in row_states}
     # Make one allocation in which a row's states are adjacent, so that updating a row accesses one
     # place in memory instead of several.
     if names := [name for name in initial if name not in states]:
-        space = untouched_zeros((*rows, len(names), *rest), dtype, device)
+        space = untouched_zeros((*rows, len(names), *rest), dtype, *where)
         states |= zip(names, space.unbind(len(rows)), strict=True)
-    reach = reach_of(parameter)
     for name, value in initial.items():
         if value != 0:
             (states[name] if reach is None else states[name][:reach]).fill_(value)
     if row_step:
-        states["row_step"] = untouched_zeros(rows or (1,), torch.int32, device)
+        states["row_step"] = untouched_zeros(rows or (1,), torch.int32, *where)
     return states
 
 

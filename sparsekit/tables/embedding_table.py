@@ -131,7 +131,7 @@ class EmbeddingTable(TableTensors):
             self.register_buffer(buffer, new)
         shape = self.capacity, self.embedding_vec_size
         self.weight = EmbeddingWeight(
-            untouched_zeros(shape, cast(torch.dtype, options.dtype), device)
+            untouched_zeros(shape, cast(torch.dtype, options.dtype), device, few=self.grows)
         )
         self.table = None
         if use_hashtable:
