@@ -184,9 +184,15 @@ def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, t
     return made
 
 
-def with_length(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a tensor with this number of rows: a copy of the given ones, and zeros after them."""
-    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device, few=True)
+def with_length(tensor: torch.Tensor, rows: int, few: bool = True) -> torch.Tensor:
+    """Return a tensor with this number of rows: a copy of the given ones, and zeros after them.
+
+    Args:
+        tensor: the given rows.
+        rows: the number of rows, at least as many.
+        few: as in `untouched_zeros`.
+    """
+    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device, few)
     longer[: len(tensor)] = tensor
     return longer
 
@@ -208,6 +214,7 @@ def zero_(tensor: torch.Tensor) -> None:
     begin, page = tensor.data_ptr() - origin, mmap.PAGESIZE
     end = begin + tensor.nbytes
     first, last = -(-begin // page) * page, end // page * page
+    increment_version([tensor])  # before the writes, between which an interrupt may come
     try:
         mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
     except OSError:  # such as pages that are locked in memory
@@ -215,4 +222,3 @@ def zero_(tensor: torch.Tensor) -> None:
         return
     for start, stop in ((begin, first), (last, end)):
         ctypes.memset(origin + start, 0, stop - start)
-    increment_version([tensor])

@@ -10,6 +10,7 @@ import torch
 from .. import ops
 from ..errors import TableFullError
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.hash_table import HashTable
 from .request import Request
 
 
@@ -35,11 +36,15 @@ def explain_refusal(
     raise refusal
 
 
+def new_keys(table: EmbeddingTable, index: HashTable, requests: Sequence[Request]) -> torch.Tensor:
+    """Return the distinct int64 keys of the requests for a table that its hash table lacks."""
+    keys = torch.cat([r.keys.to(torch.int64) for r in requests if r.table is table])
+    return ops.unique(keys[index.find(keys) < 0])[0]
+
+
 def _refuse_if_full(table: EmbeddingTable, requests: Sequence[Request]) -> None:
     if table.table is None:
         return
-    keys = torch.cat([r.keys.to(torch.int64) for r in requests if r.table is table])
-    new = ops.unique(keys[table.table.find(keys) < 0])[0]
-    size = len(table.table)
+    new, size = new_keys(table, table.table, requests), len(table.table)
     if size + len(new) > table.capacity:
         raise TableFullError(table.name, table.rank, size, table.capacity, len(new)) from None

@@ -8,9 +8,9 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .. import ops
 from ..tables.growth import changes_of_growth
 from ..tables.hash_table import HashTable
+from .explain import new_keys
 from .plan import TableBatch
 from .request import Request
 
@@ -69,8 +69,7 @@ def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
     tables, grown = batch.tables, False
     for t in batch.growing:
         index = cast(HashTable, tables[t].table)
-        keys = torch.cat([r.keys.to(torch.int64) for r in requests if r.table is tables[t]])
-        rows = len(index) + len(ops.unique(keys[index.find(keys) < 0])[0])
+        rows = len(index) + len(new_keys(tables[t], index, requests))
         if rows > int(batch.described[t, 1]) and rows <= index.max_capacity:
             index.reserve(rows)
             grown = True

@@ -58,11 +58,16 @@ class Growth:
     """
 
     def __init__(
-        self, before: torch.Tensor, buckets: torch.Tensor, capacity: int, rows: int
+        self,
+        before: torch.Tensor,
+        buckets: torch.Tensor,
+        writes: int | None,
+        capacity: int,
+        rows: int,
     ) -> None:
         self.before = before
         self.buckets = buckets
-        self.writes: int | None = None
+        self.writes = writes
         self.capacity = capacity
         self.rows = rows
         self._cleared = self._copied = 0
@@ -226,9 +231,7 @@ class CanGrow(torch.nn.Module):
     def _new_growth(self, capacity: int, rows: int) -> Growth:
         capacity, buckets = min(capacity, self.max_capacity), self.tensors()[0]
         larger = new_buckets(capacity, self.load_factor, buckets.device)
-        growth = Growth(buckets, larger, capacity, rows)
-        growth.writes = self._writes()
-        return growth
+        return Growth(buckets, larger, self._writes(), capacity, rows)
 
     def _replace(self, growth: Growth) -> None:
         own = cast(dict[str, Any], self._buffers)

@@ -11,7 +11,7 @@ import torch
 from .. import ops
 from ..distributed import Exchange
 from ..distributed.sharded import Sharded
-from ..memory import first_rows, untouched_zeros
+from ..memory import first_rows, untouched_zeros, with_length
 from ..ops._checks import FLOATING, ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
 from . import saved_state as saved
@@ -341,10 +341,7 @@ def _replace(
     life: dict[str, torch.Tensor],
 ) -> None:
     if len(weight) != layer.capacity:
-        rows = weight[: layer.capacity]
-        shape = layer.capacity, layer.embedding_vec_size
-        weight = untouched_zeros(shape, weight.dtype, weight.device)
-        weight[: len(rows)] = rows
+        weight = with_length(weight[: layer.capacity], layer.capacity, few=layer.grows)
     parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
     shard = torch.tensor([layer.rank, layer.world_size], device=weight.device)
     buffers = {"seed": seed.to(weight.device), "shard": shard, **life}

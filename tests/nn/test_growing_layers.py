@@ -70,8 +70,6 @@ def test_training_is_that_of_a_large_table(name, fused, backend):
     layers = layer_of(), large()
     optimizers = [make(name, layer.parameters()) for layer in layers]
     if fused:
-        if name == "SGD catch_up" or "catch_up" in name:
-            pytest.skip("cannot be fused")
         for layer, optimizer in zip(layers, optimizers, strict=True):
             fuse_in_backward(optimizer, layer)
     for layer, optimizer in zip(layers, optimizers, strict=True):
