@@ -1,5 +1,7 @@
 """Controls large blocks of CPU memory: a pool, 2 MiB pages, and zeros that take no memory."""
 
+from __future__ import annotations
+
 import ctypes
 import math
 import mmap
@@ -22,15 +24,64 @@ _library.sparsekit_prefer_huge_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_
 _library.sparsekit_prefer_huge_pages.restype = None
 
 
-_HUGE_PAGE = 2 << 20
+_PAGE, _HUGE_PAGE = mmap.PAGESIZE, 2 << 20
 # Tensors of fewer bytes are ordinary ones, as the number of mappings of a process is limited.
 _LEAST_MAPPED = 1 << 20
 # A mapping with this flag does not count as memory until it is written to. The number is Linux's;
 # Python names it from 3.13 on.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
-# The mappings of `untouched_zeros`, by the address of their tensors. A tensor keeps its mapping.
-_mappings: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+
+class MappedMemory(mmap.mmap):
+    """Memory for tensors, or a file as memory; what is not written to has zeros."""
+
+    def __new__(cls, file: int, size: int) -> MappedMemory:
+        """Map a file from its beginning, or memory without a file if the descriptor is -1."""
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file == -1 else mmap.MAP_SHARED
+        return super().__new__(cls, file, size, flags=kind | _NO_RESERVE)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor with zeros; its whole pages take no memory any more."""
+        if not tensor.is_contiguous() or tensor.nbytes < _LEAST_MAPPED:
+            tensor.zero_()
+            return
+        begin = tensor.data_ptr() - self.address
+        end = begin + tensor.nbytes
+        first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+        increment_version([tensor])  # before the writes, between which an interrupt may come
+        try:
+            self.madvise(mmap.MADV_DONTNEED, first, last - first)
+        except OSError:  # such as pages that are locked in memory
+            tensor.zero_()
+            return
+        for start, stop in ((begin, first), (last, end)):
+            ctypes.memset(self.address + start, 0, stop - start)
+
+    def first_rows(
+        self, tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the first rows of a tensor that lies here, in memory that ends with them.
+
+        Args:
+            tensor: the tensor.
+            rows: number of rows, at least 1.
+            spaces: memory of earlier results, by address, in which this one lies if it can.
+        """
+        begin = tensor.untyped_storage().data_ptr()
+        if begin not in spaces:
+            count, offset = rows * tensor.stride(0), begin - self.address
+            spaces[begin] = torch.frombuffer(self, dtype=tensor.dtype, count=count, offset=offset)
+        shape = rows, *tensor.shape[1:]
+        return spaces[begin].as_strided(shape, tensor.stride(), tensor.storage_offset())
+
+
+# The mappings of tensors, by the tensors' addresses. A tensor keeps its mapping.
+_mappings: WeakValueDictionary[int, MappedMemory] = WeakValueDictionary()
 
 
 class PoolBytes(NamedTuple):
@@ -84,7 +135,7 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 def total_bytes() -> int:
     """Return the size of the system's memory in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
 def untouched_zeros(
@@ -111,23 +162,25 @@ def untouched_zeros(
     size = math.prod(shape) * dtype.itemsize
     if like.device.type != "cpu" or type(like) is not torch.Tensor or size < _LEAST_MAPPED:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
-        mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=flags)
+        mapping = MappedMemory(-1, size + _HUGE_PAGE)
     except (OSError, OverflowError) as error:
         raise RuntimeError(
             f"no memory for a tensor of shape {list(shape)} and {dtype}, {size:,} bytes: {error}"
         ) from None
-    begin = _address(mapping)
-    aligned = -begin % _HUGE_PAGE
-    tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=aligned)
-    prefer_huge_pages(tensor[_HUGE_PAGE // dtype.itemsize :] if few else tensor)
-    _mappings[begin + aligned] = mapping
+    tensor = mapped(mapping, shape, dtype, -mapping.address % _HUGE_PAGE)
+    flat = tensor.view(-1)
+    prefer_huge_pages(flat[_HUGE_PAGE // dtype.itemsize :] if few else flat)
+    return tensor
+
+
+def mapped(
+    mapping: MappedMemory, shape: Sequence[int], dtype: torch.dtype, offset: int = 0
+) -> torch.Tensor:
+    """Return the tensor that lies in a mapping from this byte on; the tensor keeps the mapping."""
+    tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=offset)
+    _mappings[mapping.address + offset] = mapping
     return tensor.view(tuple(shape))
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def untouched_like(
@@ -144,8 +197,8 @@ def untouched_like(
     for name, tensor in tensors.items():
         shared, count = tensor.untyped_storage()._cdata, len(tensor) if rows is None else rows
         if shared not in spaces:
-            elements = [count * tensor.stride(0)]
-            spaces[shared] = untouched_zeros(elements, tensor.dtype, tensor.device)
+            space = (count, tensor.stride(0)), tensor.dtype, tensor.device
+            spaces[shared] = untouched_zeros(*space)
         place = (count, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset()
         made[name] = spaces[shared].as_strided(*place)
     return made
@@ -166,21 +219,12 @@ def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, t
     spaces: dict[int, torch.Tensor] = {}
     made = {}
     for name, tensor in tensors.items():
-        part = tensor[:rows]
-        if is_mapped(tensor) and rows == 0:
-            part = torch.empty_like(part)
-        elif is_mapped(tensor):
-            begin = tensor.untyped_storage().data_ptr()
-            if begin not in spaces:
-                mapping = _mappings[begin]
-                spaces[begin] = torch.frombuffer(
-                    mapping,
-                    dtype=tensor.dtype,
-                    count=rows * tensor.stride(0),
-                    offset=begin - _address(mapping),
-                )
-            part = spaces[begin].as_strided(part.shape, part.stride(), part.storage_offset())
-        made[name] = part
+        if not is_mapped(tensor):
+            made[name] = tensor[:rows]
+        elif rows == 0:
+            made[name] = torch.empty_like(tensor[:0])
+        else:
+            made[name] = _mapping_of(tensor).first_rows(tensor, rows, spaces)
     return made
 
 
@@ -204,21 +248,12 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def zero_(tensor: torch.Tensor) -> None:
-    """Fill a tensor with zeros; whole pages of `untouched_zeros` go back to the system."""
-    if not (tensor.is_contiguous() and tensor.nbytes >= _LEAST_MAPPED and is_mapped(tensor)):
+    """Fill a tensor with zeros; whole pages of `untouched_zeros` take no memory any more."""
+    if is_mapped(tensor):
+        _mapping_of(tensor).zero(tensor)
+    else:
         tensor.zero_()
-        return
-    storage = tensor.untyped_storage().data_ptr()
-    mapping = _mappings[storage]
-    origin = _address(mapping)
-    begin, page = tensor.data_ptr() - origin, mmap.PAGESIZE
-    end = begin + tensor.nbytes
-    first, last = -(-begin // page) * page, end // page * page
-    increment_version([tensor])  # before the writes, between which an interrupt may come
-    try:
-        mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
-    except OSError:  # such as pages that are locked in memory
-        tensor.zero_()
-        return
-    for start, stop in ((begin, first), (last, end)):
-        ctypes.memset(origin + start, 0, stop - start)
+
+
+def _mapping_of(tensor: torch.Tensor) -> MappedMemory:
+    return _mappings[tensor.untyped_storage().data_ptr()]

@@ -16,12 +16,12 @@ namespace sparsekit::ops {
 
 using Tensors = std::vector<Tensor>;
 
-// The range of bytes from a tensor's first element to its last element. For a matrix, also the
-// layout of its rows within this range.
+// The range of bytes from a tensor's first element to its last element. For a matrix or a vector,
+// also the layout of its rows within this range.
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // distance between rows; 0 if the tensor is contiguous or not a matrix
+  int64_t stride_bytes = 0;  // distance between rows; 0 if the tensor is contiguous or has more
 
   Span() = default;
 
@@ -40,8 +40,9 @@ struct Span {
       row_bytes += (tensor.size(d) - 1) * tensor.stride(d) * element;
     }
     end = begin + static_cast<uintptr_t>(row_bytes);
-    if (tensor.dim() == 2 && tensor.size(0) > 1 && (tensor.size(1) == 1 || tensor.stride(1) == 1)) {
-      row_bytes = tensor.size(1) * element;
+    const int64_t width = tensor.dim() == 2 ? tensor.size(1) : 1;
+    if (tensor.dim() <= 2 && tensor.size(0) > 1 && (width == 1 || tensor.stride(1) == 1)) {
+      row_bytes = width * element;
       stride_bytes = tensor.stride(0) * element;
     }
   }
@@ -277,10 +278,21 @@ class Arguments {
     check_contiguous(name, add(name, tensor, dtype, dim, true));
     return tensor;
   }
-  // Like written(), but for a matrix that may have gaps between its rows. The op checks the layout.
+  // Like written(), but for a matrix that may have gaps between its rows; see row_stride().
   template <class AnyTensor>
-  const AnyTensor& written_rows(const Item& name, const AnyTensor& tensor, ScalarType dtype) {
-    return add(name, tensor, dtype, kAnyDim, true);
+  const AnyTensor& written_rows(const Item& name, const AnyTensor& tensor,
+                                ScalarType dtype = kAnyDtype, int64_t dim = kAnyDim) {
+    return add(name, tensor, dtype, dim, true);
+  }
+  // Returns the distance in elements from one row of a matrix, or of a vector, to the next one.
+  // Each row must be contiguous, and rows must not overlap.
+  template <class AnyTensor>
+  int64_t row_stride(const Item& name, const AnyTensor& tensor) const {
+    const int64_t width = tensor.dim() > 1 ? tensor.size(1) : 1;
+    check(width <= 1 || tensor.stride(1) == 1, "rows of ", name, " must be contiguous");
+    if (tensor.size(0) <= 1) return width;
+    check(tensor.stride(0) >= width, "rows of ", name, " must not overlap");
+    return tensor.stride(0);
   }
 
   // Checks each tensor of a list.

@@ -119,12 +119,13 @@ std::vector<NewRows> new_rows_of(Arguments& given, const Views& weights, const V
   const ScalarType dtype = weights.empty() ? kAnyDtype : dtype_of(weights[0]);
   for (size_t t = 0; t < count; ++t) {
     const Item name("weights", t);
-    given.written(name, weights[t], dtype);
+    given.written_rows(name, weights[t], dtype);
     const auto [num_rows, dim] = given.check_dim(name, weights[t], 2);
+    const int64_t stride = given.row_stride(name, weights[t]);
     given.check(num_rows >= group.tables[t].capacity, name, " has ", num_rows,
                 " rows, but capacity of tables[", t, "] is ", group.tables[t].capacity);
     given.check_row_size("weights", dim);
-    NewRows rows{weights[t].mutable_data_ptr(), dim, initial[t], int64_data(seeds[t])};
+    NewRows rows{weights[t].mutable_data_ptr(), dim, stride, initial[t], int64_data(seeds[t])};
     if constexpr (!kOnDevice) {
       rows.initializer.seed = static_cast<uint64_t>(*rows.device_seed);
     }

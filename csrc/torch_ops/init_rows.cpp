@@ -8,7 +8,8 @@ namespace {
 void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optional<Tensor> status,
                int64_t seed, int64_t distribution, double a, double b) {
   Arguments given("init_rows_", Arguments::kWrites);
-  given.written("out", out, kAnyDtype, 2);
+  given.written_rows("out", out, kAnyDtype, 2);
+  const int64_t stride = given.row_stride("out", out);
   given.read("keys", keys, ScalarType::Long, 1);
   given.read("rows", rows, ScalarType::Long, 1);
   given.read("status", status, ScalarType::Long);
@@ -35,12 +36,12 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
     const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
     int64_t bad = -1;
     if constexpr (kOnDevice) {
-      cuda::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys), row_numbers,
-                      n, first_row, initializer, nullptr, context.error_word(DeviceError::kInitRow),
-                      context.stream());
+      cuda::init_rows(mutable_data<T>(out), out.size(0), out.size(1), stride, int64_data(keys),
+                      row_numbers, n, first_row, initializer, nullptr,
+                      context.error_word(DeviceError::kInitRow), context.stream());
       bad = context.error_position(DeviceError::kInitRow, rows ? n : 0);
     } else {
-      bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys),
+      bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1), stride, int64_data(keys),
                            row_numbers, n, first_row ? std::max<int64_t>(0, *first_row) : 0,
                            initializer, torch_parallel_for());
     }

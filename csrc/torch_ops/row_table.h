@@ -15,13 +15,14 @@ namespace sparsekit::ops {
 
 // Checks and returns the weight, states and row steps of a table. All of them are written to.
 // States must be [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or
-// [num_rows]. There may be gaps between the rows of states.
+// [num_rows]. There may be gaps between rows, but for those of row_step.
 template <class T>
 RowTable<T> row_table(Arguments& given, const View& weight, const View* states, size_t num_states,
                       const View* row_step, bool row_wise) {
-  given.written("weight", weight);
+  given.written_rows("weight", weight);
   RowTable<T> table{};
   std::tie(table.num_rows, table.dim) = given.check_dim("weight", weight, 2);
+  table.stride = given.row_stride("weight", weight);
   given.check_row_size("weight", table.dim);
   for (size_t k = 0; k < num_states; ++k) {
     const Item name("states", k);
@@ -31,15 +32,11 @@ RowTable<T> row_table(Arguments& given, const View& weight, const View* states, 
     const auto [rows, width] = given.check_dim(name, state, is_vector ? 1 : 2);
     given.check(rows == table.num_rows, name, " must have size ", table.num_rows,
                 " in dimension 0, got ", rows);
-    const int64_t stride = state.stride(0);
-    given.check(is_vector || width <= 1 || state.stride(1) == 1, "rows of ", name,
-                " must be contiguous");
-    given.check(rows <= 1 || stride >= width, "rows of ", name, " must not overlap");
+    table.strides[k] = given.row_stride(name, state);
     const int64_t expected = of_row ? 1 : table.dim;
     given.check(width == expected, name, " must have size ", expected, " in dimension 1, got ",
                 width);
     table.states[k] = mutable_data<Acc<T>>(state);
-    table.strides[k] = stride;
   }
   if (row_step != nullptr) {
     given.written("row_step", *row_step, ScalarType::Int, 1);

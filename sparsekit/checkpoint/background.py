@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ..distributed.world import settings
 from ..errors import CheckpointError
+from .copies import Copies
 from .files import write_small
 from .save import CheckpointWriter
-from .snapshot import Copies, Optimizers, Stateful
+from .snapshot import Optimizers, Stateful
 from .task import Task
 
 # Interval in seconds at which rank 0 checks whether the other ranks have written their files.

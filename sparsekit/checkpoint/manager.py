@@ -13,12 +13,13 @@ import torch.distributed as dist
 from ..errors import CheckpointError, check_int
 from .background import Background
 from .changes import Marks
+from .copies import Copies
 from .draft import make_folder
 from .folder import latest, step_folder, steps_in, whole_chain
 from .load import Loaded, load
 from .lock import Lock, lock_folder
 from .save import CheckpointWriter
-from .snapshot import Copies, Optimizers, Stateful, unwrapped
+from .snapshot import Optimizers, Stateful, unwrapped
 from .together import Together
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..memory import untouched_zeros
 from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from ..tables.admission import size_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
 from ..tables.reports import raise_errors
+from .copies import Copies
 from .encoding import encoded, scalar
 from .manifest import Scores
 from .manifest_file import ROW_DTYPES
@@ -91,21 +91,6 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-class Copies:
-    """Host memory for copies of tensors; it is kept for the next save, since allocation is slow."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def of(self, name: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """Copy the first rows of a tensor, overwriting the last copy of this name."""
-        kept = self._kept.get(name)
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            # For all rows: unused memory costs nothing.
-            kept = self._kept[name] = untouched_zeros(tensor.shape, tensor.dtype, "cpu")
-        return kept[:rows].copy_(tensor[:rows])
-
-
 @dataclass
 class TableShard:
     """A rank's part of a table, ready to be written.
@@ -142,7 +127,8 @@ class TableShard:
             # the time of separate copies.
             whole = _with_neighbours(tensor)
             if id(whole) not in wholes:
-                wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size)
+                files = self.layer.files
+                wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size, files)
             columns[name] = wholes[id(whole)]
             if whole is not tensor:
                 columns[name] = columns[name].as_strided(
@@ -278,18 +264,19 @@ class Snapshot:
     ) -> dict[str, Any]:
         """Return an optimizer's entry in the manifest, without the states of tables' rows."""
         parameters = parameter_names(optimizer, names)
-        state = optimizer.state_dict()
         kept = {
             parameters[parameter]: values
             for parameter, values in optimizer.state.items()
             if parameter not in tables
         }
+        # Not the optimizer's own method, which may copy the states.
+        packed = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         groups = [
             {
                 **{key: value for key, value in saved.items() if key != "params"},
                 "params": [parameters[parameter] for parameter in group["params"]],
             }
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+            for group, saved in zip(optimizer.param_groups, packed, strict=True)
         ]
         prefix = f"optimizers.{number}"
         return {

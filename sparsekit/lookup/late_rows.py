@@ -9,6 +9,7 @@ import torch
 
 from .. import ops
 from ..tables.embedding_table import EmbeddingTable
+from .in_files import ask_for_rows
 from .max_norm import limit_norms
 from .plan import TableBatch
 from .record import entries_of_tables
@@ -45,7 +46,7 @@ def prepare_rows(
     features: torch.Tensor,
     late: Mapping[int, Any],
 ) -> None:
-    """Apply missed optimizer steps to the rows about to be read, and limit the rows' norms.
+    """Ask for the rows about to be read, apply steps that they have missed, and limit their norms.
 
     Args:
         batch: the tables of the lookup.
@@ -54,6 +55,8 @@ def prepare_rows(
         features: its features, as ops describe them.
         late: weights whose rows may have missed steps, by table.
     """
+    if batch.files:
+        ask_for_rows(batch, found, features)
     index, rows_of_all, counts, bags = found
     entries = entries_of_tables(bags, features, len(weights))
     numbers = None if counts is None else counts.tolist()

@@ -54,6 +54,7 @@ class TableBatch:
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the key of
             an entry has everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and that norm's p.
+        files: the files of each table whose rows lie in files.
         scored: the tables whose rows have scores; None if there are none.
         seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
@@ -95,6 +96,7 @@ class TableBatch:
         self.max_norms = {
             t: (x.max_norm, x.norm_type) for t, x in enumerate(tables) if x.max_norm is not None
         }
+        self.files = {t: x.files for t, x in enumerate(tables) if x.files is not None}
         initial = [(x.initializer if inserts else x.absent).numbers for x in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
         self.scored = scored_of(tables, inserts, writing)
@@ -281,8 +283,7 @@ class LookupPlan:
         limits = [limit for limit in most if limit is not None]
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
-        # The seeds and shards that `signature` last read, the tensors they were read from, and the
-        # versions of these tensors.
+        # Seeds and shards that `signature` last read, their tensors, and the tensors' versions.
         self._numbers: list[int] = []
         self._words: list[torch.Tensor] = []
         self._versions: list[int | None] = []
@@ -293,9 +294,8 @@ class LookupPlan:
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
         """Return whether the plan was made for these tables and none has changed since."""
         # A living table has one weak reference without a callback, so equal ones are identical.
-        return (
-            list(map(ref, tables)) == self._tables and list(map(_changes, tables)) == self._changes
-        )
+        changes = list(map(_changes, tables))
+        return list(map(ref, tables)) == self._tables and changes == self._changes
 
     def up_to_date(self) -> LookupPlan:
         """Return this plan, or a new one if a table has changed since the plan was made."""

@@ -393,7 +393,7 @@ def check_weight(table: EmbeddingTable) -> None:
             f"{table.name}: weight must be float32, float64 or bfloat16, got {weight.dtype}"
         )
     shape = (table.capacity, table.embedding_vec_size)
-    if weight.shape != shape or not weight.is_contiguous():
+    if weight.shape != shape or not (weight.is_contiguous() or table.files is not None):
         raise ValueError(
             f"{table.name}: weight must be contiguous and of shape {shape}, got shape "
             f"{tuple(weight.shape)} and strides {weight.stride()}"

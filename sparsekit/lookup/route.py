@@ -16,6 +16,7 @@ from ..tables.own_shard import warn_of_parts_not_saved
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
 from .fallback import redirected
+from .in_files import ask_ahead
 from .local import Local
 from .make_room import Known, known_here, known_of, swept_columns, swept_tables
 from .plan import LookupPlan, PlanCache
@@ -73,11 +74,14 @@ def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) ->
 def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Route:
     """Begin `look_up`, without waiting for the keys to arrive.
 
-    On CUDA the lookup waits for work already queued on the current stream, not for later work.
+    On a single rank, rows in files are asked for. On CUDA the lookup waits for work already queued
+    on the current stream, not for later work.
     """
     exchange = _exchange(tables)
     if exchange is None:
-        return _begin_here(cache, tables, asked)
+        here = _begin_here(cache, tables, asked)
+        ask_ahead(here.plan, here.requests)
+        return here
     with exchange.stream.ahead():
         return _begin_on_ranks(exchange, cache, tables, asked)
 

@@ -253,7 +253,7 @@ class TableOps:
         if scored is not None and scored.touched and not tables.reads:
             new = self._new if self._ticks else None
             touch(tables, scored, found, sources, new, self._user_scores or {})
-        if late or tables.max_norms:
+        if late or tables.max_norms or tables.files:
             prepare_rows(tables, self.weights, found, sources.features, late)
 
     def score_keys(self) -> None:

@@ -25,6 +25,7 @@ from .update_call import (
     by_kind,
     check_parameter,
     new_states,
+    prepare_states,
     rows_of,
     with_gradients,
 )
@@ -70,11 +71,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init_subclass__(**keywords)
         cls._allowed = cls._allowed | allowed_values(cls.__init__)
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-    ) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 f"{type(self).__name__}: params must be parameters, not a module; pass its "
@@ -105,13 +102,15 @@ class RowOptimizer(torch.optim.Optimizer):
             self._check_settings(group)
             for parameter in group["params"]:
                 if update_of(parameter) is not None:
-                    raise ValueError(
+                    told = (
                         f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} is "
-                        f"updated in backward by another optimizer; remove() what its "
-                        f"fuse_in_backward has returned"
                     )
+                    told += "updated in backward by another optimizer; remove() what its "
+                    raise ValueError(f"{told}fuse_in_backward has returned")
             self._follow_keys(group)
-        except (TypeError, ValueError):
+            for parameter in group["params"]:
+                prepare_states(parameter, self._initial_states(group), self.row_states)
+        except (TypeError, ValueError, OSError):
             self.param_groups.pop()
             raise
 

@@ -12,7 +12,8 @@ from .._overrides import without_overrides
 from .._pybind import each_is
 from ..memory import untouched_zeros
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
-from ..tables.row_states import reach_of
+from ..row_files import Column
+from ..tables.row_states import files_of, reach_of
 
 State = dict[str, torch.Tensor]
 
@@ -95,7 +96,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"{name}: parameters must be float32, float64 or bfloat16, got {parameter.dtype} for "
             f"one of shape {tuple(parameter.shape)}"
         )
-    if not parameter.is_contiguous():
+    if not (parameter.is_contiguous() or files_of(parameter) is not None):
         raise ValueError(
             f"{name}: parameters must be contiguous, got one of shape {tuple(parameter.shape)} and "
             f"strides {parameter.stride()}"
@@ -120,7 +121,10 @@ def new_states(
     rows, rest = parameter.shape[:1], parameter.shape[1:]
     reach = reach_of(parameter)
     where = parameter.device, reach is not None
-    states = {name: untouched_zeros(rows, dtype, *where) for name in row_states}
+    if (files := files_of(parameter)) is not None:
+        states = files.states(parameter, _columns_of(parameter, initial, row_states))
+    else:
+        states = {name: untouched_zeros(rows, dtype, *where) for name in row_states}
     # Make one allocation in which a row's states are adjacent, so that updating a row accesses one
     # place in memory instead of several.
     if names := [name for name in initial if name not in states]:
@@ -132,6 +136,31 @@ def new_states(
     if row_step:
         states["row_step"] = untouched_zeros(rows or (1,), torch.int32, *where)
     return states
+
+
+def prepare_states(
+    parameter: torch.Tensor, names: Collection[str], row_states: Collection[str]
+) -> None:
+    """Make room beside the rows of a parameter for states, if they lie in a file.
+
+    Args:
+        parameter: the parameter.
+        names: names of the states; see `new_states`.
+        row_states: as in `new_states`.
+
+    Raises:
+        OSError: there is no space for them on the disk.
+    """
+    if (files := files_of(parameter)) is not None and not parameter.is_meta:
+        files.prepare(parameter, _columns_of(parameter, names, row_states))
+
+
+def _columns_of(
+    parameter: torch.Tensor, names: Collection[str], row_states: Collection[str]
+) -> dict[str, Column]:
+    """Return the shape of a row and the dtype of each state."""
+    dtype = accumulate_dtype(parameter.dtype)
+    return {name: (() if name in row_states else parameter.shape[1:], dtype) for name in names}
 
 
 def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

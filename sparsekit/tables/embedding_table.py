@@ -129,10 +129,7 @@ class EmbeddingTable(TableTensors):
         for buffer, size in (("scores", self.capacity), ("clock", 1)):
             new = untouched_zeros([size], torch.int64, device) if scored else None
             self.register_buffer(buffer, new)
-        shape = self.capacity, self.embedding_vec_size
-        self.weight = EmbeddingWeight(
-            untouched_zeros(shape, cast(torch.dtype, options.dtype), device, few=self.grows)
-        )
+        self.weight = self.new_weight(options, rows)
         self.table = None
         if use_hashtable:
             self.table = HashTable(rows, device=device, name=self.name, max_capacity=self.capacity)
@@ -183,7 +180,7 @@ class EmbeddingTable(TableTensors):
         table_changes.next()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"life": None, **state})
+        super().__setstate__({"life": None, "files": None, **state})
         for name in ("scores", "clock"):  # an older version may have pickled the layer
             self._buffers.setdefault(name, None)
         self._tie()
@@ -191,6 +188,8 @@ class EmbeddingTable(TableTensors):
     def _tie(self) -> None:
         """Let weight and hash table refer to each other, once both exist."""
         table = getattr(self, "table", None)
+        if isinstance(self.weight, EmbeddingWeight):
+            self.weight.files = self.files
         if table is not None:
             table.rows_of = RowsOf(self)
             if isinstance(self.weight, EmbeddingWeight):

@@ -160,7 +160,7 @@ class CanGrow(torch.nn.Module):
         if growth is None or growth.capacity < rows:
             try:
                 growth = self._new_growth(max(rows, 2 * self.capacity), size)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise full from error
         growth.finish(self.tensors()[1])
         self._replace(growth)
@@ -190,7 +190,7 @@ class CanGrow(torch.nn.Module):
                 return
             try:
                 growth = self._growth = self._new_growth(2 * self.capacity, after)
-            except RuntimeError:  # there is no memory; as long as there is room, that is no error
+            except (RuntimeError, OSError):  # no memory or disk; as long as there is room, no error
                 return
         changes_of_growth.next()
         growth.step(self.tensors()[1], after)
@@ -230,6 +230,7 @@ class CanGrow(torch.nn.Module):
 
     def _new_growth(self, capacity: int, rows: int) -> Growth:
         capacity, buckets = min(capacity, self.max_capacity), self.tensors()[0]
+        self.rows_of.allocate(capacity)  # before a lookup writes to the rows
         larger = new_buckets(capacity, self.load_factor, buckets.device)
         return Growth(buckets, larger, self._writes(), capacity, rows)
 

@@ -259,6 +259,7 @@ class HashTable(CanGrow):
         buckets, _, size = self.tensors()
         if rows > self.capacity and (buckets.is_meta or not 0 <= int(size) <= self.capacity):
             capacity = min(max(rows, 2 * self.capacity), self.max_capacity)
+            self.rows_of.allocate(capacity)
             made = {"buckets": new_buckets(capacity, self.load_factor, buckets.device)}
             saved.replace_all([(self._buffers, made), (self.__dict__, {"capacity": capacity})])
             if not buckets.is_meta:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, get_type_hints
@@ -39,6 +41,8 @@ class TableKeywords(TypedDict, total=False):
     padding_key: int | None
     on_full: str
     max_capacity: int | None
+    storage: str
+    max_resident_bytes: int | None
     max_rows: int | None
     low_watermark: float
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None
@@ -69,6 +73,8 @@ class TableOptions:
     padding_key: int | None = None
     on_full: str = "error"
     max_capacity: int | None = None
+    storage: str = "memory"
+    max_resident_bytes: int | None = None
     max_rows: int | None = None
     low_watermark: float = 0.95
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None = None
@@ -121,7 +127,8 @@ class TableOptions:
         if not isinstance(self.insert, bool):
             raise TypeError(f"{name}: insert must be True or False, got {self.insert!r}")
         device = _checked_device(name, self.device)
-        max_capacity = self._checked_growth(name, capacity, dim * dtype.itemsize, device)
+        folder = self._checked_storage(name, device)
+        max_capacity = self._checked_growth(name, capacity, dim * dtype.itemsize, device, folder)
         padding_key = self.padding_key
         if padding_key is not None:
             padding_key = check_int(name, "padding_key", padding_key, -(2**63), 2**63 - 1)
@@ -132,6 +139,7 @@ class TableOptions:
             **self._checked_life(name),
             max_vocabulary_size_per_gpu=capacity,
             max_capacity=max_capacity,
+            storage="memory" if folder is None else folder,
             embedding_vec_size=dim,
             placement=placement,
             wire_dtype=wire_dtype if wire_dtype in WIRE_DTYPES else None,
@@ -159,7 +167,12 @@ class TableOptions:
         return replace(self, max_vocabulary_size_per_gpu=rows, on_full="grow")
 
     def _checked_growth(
-        self, name: str, capacity: int, row_bytes: int, device: torch.device
+        self,
+        name: str,
+        capacity: int,
+        row_bytes: int,
+        device: torch.device,
+        folder: str | None,
     ) -> int | None:
         """Check the options about growth; return the largest number of rows, if it grows."""
         if self.on_full != "grow":
@@ -177,11 +190,40 @@ class TableOptions:
         if device.type == "cuda":
             raise NotImplementedError(f"{name}: {CANNOT_GROW}")
         if self.max_capacity is None:
-            # More than there is memory for, so that a copy of the room, such as a state of an
-            # optimizer of torch's, fails at once rather than when memory has been used up.
-            rows = 5 * memory.total_bytes() // (4 * row_bytes)
+            # More than there is memory or disk for, so that a copy of the room, such as a state of
+            # an optimizer of torch's, fails at once rather than when memory has been used up.
+            bound = memory.total_bytes() if folder is None else shutil.disk_usage(folder).total
+            rows = 5 * bound // (4 * row_bytes)
             return max(capacity, min(2**31 - 1, rows))
         return check_int(name, "max_capacity", self.max_capacity, capacity, 2**31 - 1)
+
+    def _checked_storage(self, name: str, device: torch.device) -> str | None:
+        """Check the options about storage; return the folder of the files that rows lie in."""
+        if not isinstance(self.storage, str):
+            raise TypeError(f"{name}: storage must be a string, got {self.storage!r}")
+        kind, _, folder = self.storage.partition(":")
+        if self.storage != "memory" and not (kind == "mmap" and folder):
+            raise ValueError(
+                f"{name}: storage must be 'memory' or 'mmap:FOLDER', got {self.storage!r}"
+            )
+        if self.max_resident_bytes is not None:
+            check_count(name, "max_resident_bytes", self.max_resident_bytes)
+            if not folder:
+                raise ValueError(
+                    f"{name}: max_resident_bytes={self.max_resident_bytes} needs "
+                    f"storage='mmap:FOLDER', got storage={self.storage!r}"
+                )
+        if not folder:
+            return None
+        if device.type == "cuda":
+            raise NotImplementedError(
+                f"{name}: storage={self.storage!r} needs device='cpu', got {device}: a GPU cannot "
+                f"read rows that lie in files"
+            )
+        folder = os.path.abspath(folder)
+        if not os.path.isdir(folder):
+            raise ValueError(f"{name}: storage={self.storage!r}: there is no folder {folder}")
+        return folder
 
     def _checked_life(self, name: str) -> dict[str, Any]:
         """Check the options about the life of rows, and return them with defaults filled in."""

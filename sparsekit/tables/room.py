@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ..memory import first_rows, with_length
+from ..memory import first_rows, untouched_zeros, with_length
+from ..row_files import RowFiles
 from .hash_table import HashTable
-from .options import CANNOT_GROW
+from .options import CANNOT_GROW, TableOptions
 from .row_states import reach_of
 from .weight import EmbeddingWeight
 
@@ -20,10 +21,33 @@ class RowsWithRoom(torch.nn.Module):
 
     name: str
     capacity: int
+    embedding_vec_size: int
     on_full: str
+    # The files in which rows and their states lie; None if they are in memory.
+    files: RowFiles | None = None
     weight: EmbeddingWeight
     table: HashTable | None
     scores: torch.Tensor | None
+
+    def new_weight(self, options: TableOptions, rows: int) -> EmbeddingWeight:
+        """Return the weight of a new table, in files if the options say so.
+
+        Args:
+            options: checked options.
+            rows: number of rows that may be used at first.
+
+        Raises:
+            OSError: there is no space for the rows on the disk.
+        """
+        dtype, device = cast(torch.dtype, options.dtype), cast(torch.device, options.device)
+        shape = self.capacity, self.embedding_vec_size
+        if options.storage != "memory":
+            most = options.max_resident_bytes
+            self.files = RowFiles(self.name, options.storage, self.capacity, most)
+            self.files.allocate(rows)
+            if type(torch.empty(0, device=device)) is torch.Tensor and device.type == "cpu":
+                return EmbeddingWeight(self.files.vectors(shape[1], dtype))
+        return EmbeddingWeight(untouched_zeros(shape, dtype, device, few=self.grows))
 
     @property
     def grows(self) -> bool:
@@ -57,17 +81,22 @@ class RowsWithRoom(torch.nn.Module):
             fn: the function.
 
         Raises:
-            NotImplementedError: it moves tensors to a GPU.
+            NotImplementedError: it moves tensors to a GPU, or converts those in files.
             RuntimeError: it shares their memory with other processes.
         """
         weight = self.weight
-        if not self.grows or not isinstance(weight, EmbeddingWeight):
+        if not (self.grows or self.files) or not isinstance(weight, EmbeddingWeight):
             yield
             return
         sample = torch.empty(1, dtype=weight.dtype, device=weight.device)
         made = fn(sample)
         if made.device.type == "cuda":
             raise NotImplementedError(f"{self.name}: {CANNOT_GROW}")
+        if made.device.type == "cpu" and made.is_shared() and self.files:
+            raise RuntimeError(
+                f"{self.name}: rows in files (storage='mmap:{self.files.folder}') cannot be "
+                f"shared with other processes: share_memory_() would put all of them into memory"
+            )
         if made.device.type == "cpu" and made.is_shared():
             raise RuntimeError(
                 f"{self.name}: a table with on_full='grow' cannot share its memory with other "
@@ -77,6 +106,12 @@ class RowsWithRoom(torch.nn.Module):
         if made is sample or made.is_meta:
             yield
             return
+        if self.files and not weight.is_meta:
+            raise NotImplementedError(
+                f"{self.name}: rows in files (storage='mmap:{self.files.folder}') are "
+                f"{weight.dtype} on {weight.device} and stay so; make the layer with the dtype "
+                f"and device that you need"
+            )
         whole = weight.data, self.scores
         reach = 0 if weight.is_meta else self.reach
         try:
@@ -84,7 +119,10 @@ class RowsWithRoom(torch.nn.Module):
             if self.scores is not None:
                 self.scores = first_rows(self.scores, reach)
             yield
-            longer = with_length(self.weight.data, self.capacity)
+            if self.files is None:
+                longer = with_length(self.weight.data, self.capacity)
+            else:
+                longer = self.files.holding(self.weight.data)
             scores = None if self.scores is None else with_length(self.scores, self.capacity)
             self.weight.data, self.scores = longer, scores
         except BaseException:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..memory import first_rows_of, untouched_like
+from ..memory import first_rows_of, is_mapped, untouched_like
+from ..row_files import RowFiles
 from .hash_table import HashTable
 
 
@@ -61,7 +62,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         if state[name].is_sparse:
             found[name] = _moved_sparse(state[name], taken, rows)
     strided = {name: state[name] for name in names if name not in found}
-    for name, tensor in untouched_like(strided).items():
+    for name, tensor in _new_like(strided, weight).items():
         if initial.get(name, 0.0) != 0:
             tensor[:reach].fill_(initial[name])
         tensor[rows] = state[name][taken]
@@ -129,6 +130,16 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
     ]
 
 
+def _new_like(tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return zeros for new states of a weight with rows like these, in its files if it has any."""
+    if (files := files_of(weight)) is None:
+        return untouched_like(tensors, len(weight))
+    # Counts of steps are in memory, as `new_states` makes them.
+    counts = {name: one for name, one in tensors.items() if not one.is_floating_point()}
+    rest = {name: (one.shape[1:], one.dtype) for name, one in tensors.items() if name not in counts}
+    return untouched_like(counts, len(weight)) | files.states(weight, rest)
+
+
 def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Mapping[str, float]:
     """Return the initial value of each state, by name; a state without an entry starts at 0."""
     group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
@@ -162,35 +173,40 @@ def reach_of(weight: torch.Tensor) -> int | None:
     return getattr(weight, "reach", None)
 
 
+def files_of(weight: torch.Tensor) -> RowFiles | None:
+    """Return the files in which a weight and its states lie; None if they are in memory."""
+    return getattr(weight, "files", None)
+
+
 def with_rows(
     state: Mapping[str, Any], weight: torch.Tensor, rows: int | None = None
 ) -> Mapping[str, Any]:
-    """Return a state of a weight for its first rows alone, if it has rows out of reach.
+    """Return a state of a weight for its first rows alone, if a copy needs no more.
 
     Args:
         state: the state.
         weight: the weight.
-        rows: number of rows; None means those in reach.
+        rows: number of rows; None means `EmbeddingWeight.rows_to_copy`.
     """
-    if (reach := reach_of(weight)) is None:
+    if not hasattr(weight, "rows_to_copy") or (copied := weight.rows_to_copy()) is None:
         return state
     own = {name: state[name] for name in _of_rows(state, weight)}
-    return {**state, **first_rows_of(own, reach if rows is None else rows)}
+    return {**state, **first_rows_of(own, copied if rows is None else rows)}
 
 
 def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return those tensors of a state that `with_rows` has made shorter, in their full length."""
-    if (reach := reach_of(weight)) is None:
-        return {}
+    rows = reach_of(weight) if files_of(weight) is None else getattr(weight, "rows_copied", None)
     short = {
         name: value
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and value.dim()
-        and len(value) == reach
+        and len(value) == rows
+        and not (len(value) == len(weight) and is_mapped(value))
         and name != "keys"
     }
-    full = untouched_like(short, len(weight))
+    full = _new_like(short, weight) if short else {}
     for name, tensor in full.items():
-        tensor[:reach] = short[name]
+        tensor[:rows] = short[name]
     return full

@@ -44,6 +44,16 @@ class RowsOf:
         if hasattr(weight, "open_rows"):
             weight.open_rows(before, after)
 
+    def allocate(self, rows: int) -> None:
+        """Give this number of rows space on the disk, if they lie in files.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        files = getattr(None if self._layer is None else self._layer(), "files", None)
+        if files is not None:
+            files.allocate(rows)
+
     def have_grown(self) -> None:
         """Tell the layer that its table has another capacity."""
         layer: Any = None if self._layer is None else self._layer()

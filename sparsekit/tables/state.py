@@ -340,9 +340,14 @@ def _replace(
     table: dict[str, torch.Tensor],
     life: dict[str, torch.Tensor],
 ) -> None:
-    if len(weight) != layer.capacity:
+    if layer.files is not None:
+        weight = layer.files.holding(weight)
+    elif len(weight) != layer.capacity:
         weight = with_length(weight[: layer.capacity], layer.capacity, few=layer.grows)
-    parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
+    else:
+        weight = weight.contiguous()
+    parameter = EmbeddingWeight(weight, layer.weight.requires_grad)
+    parameter.files = layer.files
     shard = torch.tensor([layer.rank, layer.world_size], device=weight.device)
     buffers = {"seed": seed.to(weight.device), "shard": shard, **life}
     if owners is not None:
@@ -373,7 +378,9 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
     used, zeros_initially = weight[:keys], layer.initializer == Constant(0.0)
     what, undo = "", "call reset_parameters(), which drops keys too"
     if keys == 0:
-        if bool(weight[: layer.reach].any()) or (written and not zeros_initially):
+        # Not all rows of a file, which would have to be read.
+        held = free_rows_hold(weight, 0) if layer.files else bool(weight[: layer.reach].any())
+        if held or (written and not zeros_initially):
             what = "before any of its rows had a key"
     elif free_rows_hold(weight, keys):
         what = f"past its {keys} keys, in rows that have none"

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from .._pybind import count_up, each_is
 from ..distributed.shard_gradient import ShardGradient
 from ..memory import first_rows, with_length
+from ..row_files import RowFiles
 from .counter import Counter
 from .hash_table import HashTable
 from .in_flight import InFlight
@@ -56,9 +58,15 @@ class EmbeddingWeight(torch.nn.Parameter):
     _reach: int | None = None
     # Value of `key_changes` after the last change of the keys of these rows.
     keys_changed_at: int = 0
+    # The files in which rows and their states lie; None if they are in memory.
+    files: RowFiles | None = None
+    # Number of the rows with which a copy was made, and with which states come; see `with_room`.
+    rows_copied: int | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Apply the optimizer steps that these rows, or all rows, have missed."""
+        if rows is None and self.files is not None:
+            self.files.have_passed(self.rows_to_copy() or 0)
         if self.before_read is not None:
             self.before_read(self, rows)
 
@@ -183,8 +191,9 @@ class EmbeddingWeight(torch.nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
         self.catch_up()
         copied: EmbeddingWeight
-        if (reach := self.reach) is not None:
-            copied = memo[id(self)] = _with_room(*self._first_rows(reach))
+        if (rows := self.rows_to_copy()) is not None:
+            files = deepcopy(self.files, memo)
+            copied = memo[id(self)] = _with_room(*self._first_rows(rows), files)
         else:
             copied = super().__deepcopy__(memo)
         copied.moved = self.moved
@@ -194,18 +203,32 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self.catch_up()
-        if (reach := self.reach) is not None:
-            return _with_room, self._first_rows(reach)
+        if (rows := self.rows_to_copy()) is not None:
+            return _with_room, (*self._first_rows(rows), self.files)
         return EmbeddingWeight, (self.data, self.requires_grad)
 
-    def _first_rows(self, rows: int) -> tuple[torch.Tensor, int, bool]:
-        return first_rows(self.data, rows), len(self), self.requires_grad
+    def rows_to_copy(self) -> int | None:
+        """Return the number of the first rows that a copy needs; None means all, in memory."""
+        if (reach := self.reach) is not None or self.files is None:
+            return reach
+        table = None if self._table is None else self._table()
+        return len(self) if table is None or self.moved or self.is_meta else len(table)
+
+    def _first_rows(self, rows: int) -> tuple[torch.Tensor, int, int | None, bool]:
+        return first_rows(self.data, rows), len(self), self.reach, self.requires_grad
 
 
-def _with_room(rows: torch.Tensor, capacity: int, requires_grad: bool) -> EmbeddingWeight:
+def _with_room(
+    rows: torch.Tensor,
+    capacity: int,
+    reach: int | None,
+    requires_grad: bool,
+    files: RowFiles | None = None,
+) -> EmbeddingWeight:
     """Return a weight with these rows, and room for more."""
-    weight = EmbeddingWeight(with_length(rows, capacity), requires_grad)
-    weight._reach = len(rows)
+    longer = with_length(rows, capacity) if files is None else files.holding(rows)
+    weight = EmbeddingWeight(longer, requires_grad)
+    weight._reach, weight.files, weight.rows_copied = reach, files, len(rows)
     return weight
 
 

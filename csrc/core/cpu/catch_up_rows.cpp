@@ -64,7 +64,7 @@ int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, 
           states[k] = table.states[k] + row * table.strides[k] + column;
         }
         replay(rule, numbers, std::min(count, most), count, std::min(kBlock, dim - column),
-               table.weight + row * dim + column, states);
+               table.weight + row * table.stride + column, states);
       }
       table.row_step[row] = static_cast<int32_t>(last);
     }

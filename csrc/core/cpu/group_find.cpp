@@ -18,8 +18,8 @@ template <class T>
 int64_t write_new_rows(const NewRows& to, int64_t num_rows, const int64_t* keys,
                        const int64_t* rows, int64_t n, int64_t first_row,
                        const ParallelFor& parallel_for) {
-  return init_rows(static_cast<T*>(to.weight), num_rows, to.dim, keys, rows, n, first_row,
-                   to.initializer, parallel_for);
+  return init_rows(static_cast<T*>(to.weight), num_rows, to.dim, to.stride, keys, rows, n,
+                   first_row, to.initializer, parallel_for);
 }
 
 struct Lookup {

@@ -7,8 +7,8 @@
 
 namespace sparsekit::cpu {
 template <class T>
-int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
-                  int64_t n, int64_t first_row, const Initializer& initializer,
+int64_t init_rows(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,
+                  const int64_t* rows, int64_t n, int64_t first_row, const Initializer& initializer,
                   const ParallelFor& parallel_for) {
   FirstBad bad;
   const int64_t grain = std::max<int64_t>(1, 4096 / std::max<int64_t>(dim, 1));
@@ -17,7 +17,7 @@ int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, co
       const int64_t row = rows == nullptr ? i : rows[i];
       if (row < first_row) continue;
       if (row >= num_rows) return bad.report(i);
-      init_row(out + row * dim, dim, keys[i], initializer);
+      init_row(out + row * stride, dim, keys[i], initializer);
     }
   });
   return bad.position();

@@ -81,7 +81,7 @@ void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int
   };
   const auto ask_for = [&](int64_t i) {
     const int64_t row = row_of(i);
-    prefetch_row(table.weight + row * dim, dim);
+    prefetch_row(table.weight + row * table.stride, dim);
     for (int k = 0; k < Rule::kStates; ++k) {
       prefetch_row(state(k, row), k < kElementStates<Rule> ? dim : 1);
     }
@@ -98,7 +98,7 @@ void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int
       if (per_row) numbers = rule.template at<A>(count);
     }
     const auto update = [&](const auto& put) {
-      update_row<Rule, T>(numbers, dim, gradients.grad + i * dim, table.weight + row * dim,
+      update_row<Rule, T>(numbers, dim, gradients.grad + i * dim, table.weight + row * table.stride,
                           state(0, row), state(1, row), state(2, row), put);
     };
     if constexpr (std::is_same_v<T, BFloat16>) {

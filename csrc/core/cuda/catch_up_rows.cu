@@ -46,7 +46,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
     const double* numbers = missed.numbers + 2 * (from - missed.first_step);
     const int64_t replayed = count < most_replayed ? count : most_replayed;
     for (int64_t at = column; at < dim; at += kWidth << log2_lanes) {
-      auto w = read<T, kWidth>(table.weight + row * dim + at);
+      auto w = read<T, kWidth>(table.weight + row * table.stride + at);
       TableSlice<A, kWidth, Rule::kStates> states;
       states.read(table, row, at);
       for (int64_t k = 0; k < replayed; ++k) {
@@ -66,7 +66,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
         }
       }
       states.write(table, row, at);
-      write(table.weight + row * dim + at, w);
+      write(table.weight + row * table.stride + at, w);
     }
   }
 }

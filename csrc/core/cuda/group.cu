@@ -159,6 +159,7 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
     const NewRows& rows = call.new_rows[t];
     table.weight = rows.weight;
     table.dim = static_cast<int32_t>(rows.dim);
+    table.stride = rows.stride;
     table.seed = rows.device_seed;
     table.distribution = rows.initializer.distribution;
     table.a = rows.initializer.a;

@@ -39,6 +39,7 @@ struct DeviceTable {
   Distribution distribution;
   float a, b;
   int32_t dim;
+  int64_t stride;
   Bucket* larger;
   int64_t num_larger;
 };

@@ -135,8 +135,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
       const Initializer initializer{static_cast<uint64_t>(*simt::global(table.seed)),
                                     table.distribution, table.a, table.b};
       T* weight = simt::global(static_cast<T*>(table.weight));
-      const bool wide = draws_are_aligned(weight, table.dim);
-      T* at = weight + to * table.dim;
+      const bool wide = draws_are_aligned(weight, table.dim, table.stride);
+      T* at = weight + to * table.stride;
       for (int64_t column = simt::lane() * kDrawColumns; column < table.dim;
            column += simt::kWarp * kDrawColumns) {
         if (wide) {

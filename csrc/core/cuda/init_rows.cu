@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 // batches few keys are new; each other key costs only the read of a row index.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
-    init_rows_kernel(T* out, int64_t num_rows, int64_t dim, const int64_t* keys,
+    init_rows_kernel(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,
                      const int64_t* rows, int64_t n, const int64_t* first_row,
                      Initializer initializer, const int64_t* device_seed, int64_t* bad,
                      int log2_lanes) {
@@ -35,25 +35,26 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     const int64_t target = simt::warp_shuffle(row, tile + turn);
     const int64_t target_key = simt::warp_shuffle(key, tile + turn);
     if (target < 0 || column >= dim) continue;
-    write_initial<T, kWidth>(out + target * dim, dim, column, initializer, target_key);
+    write_initial<T, kWidth>(out + target * stride, dim, column, initializer, target_key);
   }
 }
 
 }  // namespace
 
 template <class T>
-void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
-               int64_t n, const int64_t* first_row, const Initializer& initializer,
-               const int64_t* device_seed, int64_t* bad, void* stream) {
+void init_rows(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,
+               const int64_t* rows, int64_t n, const int64_t* first_row,
+               const Initializer& initializer, const int64_t* device_seed, int64_t* bad,
+               void* stream) {
   if (n <= 0) return;
-  const bool wide = draws_are_aligned(out, dim);
+  const bool wide = draws_are_aligned(out, dim, stride);
   // Use one lane per draw: a draw has as many floats as the widest access.
   const RowShape shape = row_shape<float>((dim + kDrawColumns - 1) / kDrawColumns * kDrawColumns);
   simt::Grid grid = simt::grid_for(n, kThreads);
   grid.columns = shape.columns;
   simt::launch("init_rows", wide ? init_rows_kernel<T, kDrawWidth<T>> : init_rows_kernel<T, 1>,
-               grid, stream, out, num_rows, dim, keys, rows, n, first_row, initializer, device_seed,
-               bad, shape.log2_lanes);
+               grid, stream, out, num_rows, dim, stride, keys, rows, n, first_row, initializer,
+               device_seed, bad, shape.log2_lanes);
 }
 
 SPARSEKIT_INSTANTIATE(init_rows)

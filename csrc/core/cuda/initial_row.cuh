@@ -13,10 +13,11 @@ template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 
 // Returns true if all rows of an array that begins at `out` are aligned for accesses of kDrawWidth
-// elements.
+// elements, where each row begins `stride` elements after the one before.
 template <class T>
-SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim) {
-  return dim % kDrawColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim, int64_t stride) {
+  return dim % kDrawColumns == 0 && stride % kDrawColumns == 0 &&
+         reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
 // Writes the columns [column, column + 4) of a key's row, up to the end of the row.

@@ -47,7 +47,7 @@ RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
   using A = Acc<T>;
   RowShape shape = row_shape<A>(table.dim, table.states[0], table.states[1], table.states[2],
                                 table.weight, grad);
-  bool aligned = true;
+  bool aligned = table.stride % kWide<A> == 0;
   for (int k = 0; k < states; ++k) aligned = aligned && table.strides[k] % kWide<A> == 0;
   // If any row is not aligned, use the shape for unaligned rows.
   return aligned ? shape : row_shape<A>(table.dim, reinterpret_cast<const A*>(sizeof(A)));

@@ -27,7 +27,8 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& 
     for (int piece = lane_in_tile * kPiece; piece < dim; piece += kPiece << log2_used) {
       for (int at = piece; at < piece + kPiece && at < dim; at += kWidth) {
         simt::Vec<T, kWidth> w{};
-        if constexpr (Rule::kMeansReadWeight) w = read<T, kWidth>(table.weight + row * dim + at);
+        if constexpr (Rule::kMeansReadWeight)
+          w = read<T, kWidth>(table.weight + row * table.stride + at);
         TableSlice<A, kWidth, Rule::kMeansReadStates ? kElementStates<Rule> : 0> states;
         states.read(table, row, at);
         const simt::Vec<T, kWidth> g = gradient(at);
@@ -154,7 +155,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     if (row < 0) continue;
     for (int at = column; at < dim; at += stride) {
       simt::free_registers();
-      T* weight_at = own.table.weight + row * dim + at;
+      T* weight_at = own.table.weight + row * own.table.stride + at;
       auto w = read<T, kWidth>(weight_at);
       TableSlice<A, kWidth, kOwn> states;
       states.read(own.table, row, at);

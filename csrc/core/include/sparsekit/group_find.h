@@ -25,8 +25,8 @@ struct GroupTable : AskedTable {
 
 // Memory for the initial vectors of a table's new rows, and the settings to initialize them.
 struct NewRows {
-  void* weight;  // [capacity, dim]
-  int64_t dim;
+  void* weight;  // [capacity, dim]; row r begins at element r * stride
+  int64_t dim, stride;
   Initializer initializer;
   const int64_t* device_seed;  // replaces the initializer's seed on a device
 };

@@ -25,12 +25,12 @@ struct Initializer {
 namespace cpu {
 
 // Sets out[rows[i]] to the initial vector of keys[i], for all i with rows[i] >= first_row. If
-// `rows` is null, sets out[i] to the initial vector of keys[i] for all i. out [num_rows, dim], keys
-// [n], rows [n]. A row may occur more than once only if its key is the same each time. Returns -1,
-// or the first position whose row is >= num_rows.
+// `rows` is null, sets out[i] to the initial vector of keys[i] for all i. out [num_rows, dim],
+// where row r begins at element r * stride; keys [n], rows [n]. A row may occur more than once only
+// if its key is the same each time. Returns -1, or the first position whose row is >= num_rows.
 template <class T>
-int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
-                  int64_t n, int64_t first_row, const Initializer& initializer,
+int64_t init_rows(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,
+                  const int64_t* rows, int64_t n, int64_t first_row, const Initializer& initializer,
                   const ParallelFor& parallel_for);
 
 }  // namespace cpu
@@ -42,9 +42,10 @@ namespace cuda {
 // skipped and reported in *bad, as in gather_rows. Uniform and constant values match the CPU bit
 // for bit; normal values may differ in the last bit.
 template <class T>
-void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
-               int64_t n, const int64_t* first_row, const Initializer& initializer,
-               const int64_t* device_seed, int64_t* bad, void* stream);
+void init_rows(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,
+               const int64_t* rows, int64_t n, const int64_t* first_row,
+               const Initializer& initializer, const int64_t* device_seed, int64_t* bad,
+               void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

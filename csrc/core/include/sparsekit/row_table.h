@@ -11,11 +11,12 @@ namespace sparsekit {
 
 constexpr int kMostStates = 3;
 
-// The rows of `weight` [num_rows, dim], a contiguous array, and their states. State k of row r
-// begins at states[k] + r * strides[k].
+// The rows of `weight` [num_rows, dim], and their states. Row r begins at weight + r * stride, and
+// its state k at states[k] + r * strides[k].
 template <class T>
 struct RowTable {
   T* weight;
+  int64_t stride;
   Acc<T>* states[kMostStates];
   int64_t strides[kMostStates];
   int64_t num_rows;

@@ -1,0 +1,30 @@
+"""Copies of tensors, which a checkpoint in the background writes while training goes on."""
+
+from __future__ import annotations
+
+import torch
+
+from ..memory import is_mapped, untouched_zeros
+from ..row_files import RowFiles
+
+
+class Copies:
+    """Host memory for copies of tensors; it is kept for the next save, since allocation is slow."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(
+        self, name: str, tensor: torch.Tensor, rows: int, files: RowFiles | None = None
+    ) -> torch.Tensor:
+        """Copy the first rows of a tensor, overwriting the last copy of this name.
+
+        Rows of a table with files are copied to a file, which is not kept.
+        """
+        if files is not None and is_mapped(tensor):
+            return files.zeros((rows, *tensor.shape[1:]), tensor.dtype).copy_(tensor[:rows])
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            # For all rows: unused memory costs nothing.
+            kept = self._kept[name] = untouched_zeros(tensor.shape, tensor.dtype, "cpu")
+        return kept[:rows].copy_(tensor[:rows])

@@ -1,0 +1,359 @@
+"""Keeps the rows of a table in a file without a name that is mapped into memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .memory import MappedMemory, mapped, total_bytes, untouched_zeros
+
+# Shape of a row, and dtype.
+Column = tuple[Sequence[int], torch.dtype]
+
+_PAGE = mmap.PAGESIZE
+# Pages that the hand of the clock looks at, or that are written, at a time.
+_PAGES_AT_A_TIME = 1 << 12
+# Each record begins at a multiple of this number of bytes.
+_ALIGNMENT = 8
+# The states of a page: it is not in memory; or it is, and has not been asked for since the hand of
+# the clock came by, has been, or is being asked for.
+_GONE, _OLD, _ASKED, _PINNED = range(4)
+# Rows to copy at a time.
+_ROWS_AT_A_TIME = 1 << 16
+_NO_PAGES = np.empty(0, np.int64)
+
+# Flags of Linux's fallocate and sync_file_range, which Python does not name.
+_PUNCH_HOLE = 0x02 | 0x01  # keeps the size of the file
+_WAIT, _WRITE = 1, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+class _File(MappedMemory):
+    """A file of records, mapped whole; its first records have space on the disk."""
+
+    fd: int
+    table: tuple[str, str]  # name and folder
+    record_bytes: int
+    allocated: int = 0
+
+    def allocate(self, rows: int) -> None:
+        """Give the first records space on the disk, so that writing to them cannot fail."""
+        begin, end = self.allocated * self.record_bytes, rows * self.record_bytes
+        if end <= begin:
+            return
+        try:
+            os.posix_fallocate(self.fd, begin, end - begin)
+        except OSError:
+            first = -(-begin // _PAGE) * _PAGE  # the page before belongs to earlier rows, too
+            if end > first:
+                _libc.fallocate64(self.fd, _PUNCH_HOLE, first, end - first)
+            raise
+        self.allocated = rows
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """Fill some of the rows with zeros, as far as they have been written to."""
+        first = (tensor.data_ptr() - self.address) // self.record_bytes
+        for rows in self.rows_written():
+            part = slice(max(0, rows.start - first), max(0, rows.stop - first))
+            tensor[part].zero_()
+
+    def rows_written(self) -> Iterator[slice]:
+        """Return the ranges of rows that have been written to."""
+        begin, end = 0, self.allocated * self.record_bytes
+        while begin < end:
+            try:
+                begin = os.lseek(self.fd, begin, os.SEEK_DATA)
+                stop = min(end, os.lseek(self.fd, begin, os.SEEK_HOLE))
+            except OSError:  # there is nothing more
+                return
+            if begin < stop:
+                rows = begin // self.record_bytes, -(-stop // self.record_bytes)
+                yield slice(rows[0], min(rows[1], self.allocated))
+            begin = stop
+
+    def first_rows(
+        self, tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a copy of the first rows of a tensor, in a file of their own."""
+        copy = RowFiles(*self.table, rows).zeros((rows, *tensor.shape[1:]), tensor.dtype)
+        return copy.copy_(tensor[:rows])
+
+    def bytes_of(self, first: int, end: int) -> tuple[int, int]:
+        """Return offset and length, in bytes, of these pages."""
+        return first * _PAGE, min(end * _PAGE, len(self)) - first * _PAGE
+
+    def leave(self, rows: slice) -> None:
+        """Write rows to the disk, and let them leave memory."""
+        first = rows.start * self.record_bytes // _PAGE
+        end = -(-rows.stop * self.record_bytes // _PAGE)
+        self.begin_writing(first, end)
+        self.wait()
+        self.drop(first, end)
+
+    def begin_writing(self, first: int, end: int) -> None:
+        """Begin to write pages to the disk; an error is left to the system, which tries again."""
+        _libc.sync_file_range(self.fd, *self.bytes_of(first, end), _WRITE)
+
+    def wait(self) -> None:
+        """Wait for what `begin_writing` has begun."""
+        _libc.sync_file_range(self.fd, 0, 0, _WAIT)
+
+    def drop(self, first: int, end: int) -> None:
+        """Let pages that have been written leave memory."""
+        at = self.bytes_of(first, end)
+        self.madvise(mmap.MADV_DONTNEED, *at)
+        os.posix_fadvise(self.fd, *at, os.POSIX_FADV_DONTNEED)
+
+
+class RowFiles:
+    """The file that holds the rows of a table: a record for each, of its vector and its states.
+
+    The file has no name. So nobody can take it for a checkpoint or remove it, two jobs never use
+    the same one, and its space is free once the process has ended, even if it was killed.
+
+    Rows that are asked for are read from the disk together. Beyond a budget, pages that have not
+    been asked for leave memory, in the order of the clock algorithm (F. J. Corbato, "A paging
+    experiment with the Multics system", 1968).
+
+    Args:
+        name: name of the table, for error messages.
+        folder: where to make the file.
+        capacity: number of rows.
+        max_resident_bytes: the budget; None means half of the system's memory.
+    """
+
+    def __init__(
+        self, name: str, folder: str, capacity: int, max_resident_bytes: int | None = None
+    ) -> None:
+        self.name, self.folder = name, folder
+        self.max_resident_bytes = max_resident_bytes
+        self._capacity, self._allocated = capacity, 0
+        self._main: weakref.ref[_File] | None = None
+        self._states: dict[str, torch.Tensor] = {}  # columns of the file that nobody uses yet
+        self._known = np.empty(0, np.uint8)  # of each page
+        self._resident = self._hand = 0  # number of pages in memory; the next one to look at
+        self._leaving = _NO_PAGES  # pages that are being written
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = self.name, self.folder, self._capacity, self.max_resident_bytes
+        return _with_space, (self._allocated, *made)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros with a row for each of the first rows, in a file of its own.
+
+        Raises:
+            OSError: the file cannot be made, or the disk is full.
+        """
+        return self._new_file(shape[0], shape[0], {"": (shape[1:], dtype)})[0][""]
+
+    def vectors(self, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight of a new table, zeros ``[capacity, dim]``; raise OSError as `zeros`."""
+        return self._lay_out({"": ((dim,), dtype)})[""]
+
+    def states(
+        self, weight: torch.Tensor, columns: Mapping[str, Column]
+    ) -> dict[str, torch.Tensor]:
+        """Return new states of a weight, zeros, in the same records as its vectors.
+
+        Args:
+            weight: the weight; it may get other memory.
+            columns: shape of a row and dtype of each state, by name.
+
+        Raises:
+            OSError: there is no space for larger records; the weight is unchanged.
+        """
+        self.prepare(weight, columns)
+        states, self._states = self._states, {}
+        return states
+
+    def prepare(self, weight: torch.Tensor, columns: Mapping[str, Column]) -> None:
+        """Make room for states in the records of a weight, which gets other memory; see `states`.
+
+        It is best done while the table is small, since all vectors are copied.
+        """
+        there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
+        if there == {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}:
+            return
+        made = self._lay_out({"": (weight.shape[1:], weight.dtype), **columns}, weight)
+        weight.data = made.pop("")
+        self._states = made
+
+    def _lay_out(
+        self, columns: Mapping[str, Column], before: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return columns of a new main file; the first one begins with the rows of `before`."""
+        made, file = self._new_file(self._capacity, self._allocated, columns)
+        if before is not None:
+            old = self._file()
+            here = old is not None and before.untyped_storage().data_ptr() == old.address
+            for rows in old.rows_written() if old and here else [slice(0, self._allocated)]:
+                for first in range(rows.start, rows.stop, _ROWS_AT_A_TIME):
+                    part = slice(first, min(first + _ROWS_AT_A_TIME, rows.stop))
+                    made[""][part] = before.detach()[part]
+                    file.leave(part)
+        with self._lock:
+            pages = -(-len(file) // _PAGE)
+            self._known = untouched_zeros([pages], torch.uint8, "cpu", few=True).numpy()
+            self._resident = self._hand = 0
+            self._leaving = _NO_PAGES
+            self._main = weakref.ref(file)
+        return made
+
+    def _new_file(
+        self, rows: int, allocated: int, columns: Mapping[str, Column]
+    ) -> tuple[dict[str, torch.Tensor], _File]:
+        """Return the columns of a new file with this number of records, and the file."""
+        begins, end = [], 0
+        for shape, dtype in columns.values():
+            end = -(-end // dtype.itemsize) * dtype.itemsize
+            begins.append(end)
+            end += math.prod(shape) * dtype.itemsize
+        record = max(1, -(-end // _ALIGNMENT)) * _ALIGNMENT
+        try:
+            with tempfile.TemporaryFile(dir=self.folder, buffering=0) as made:
+                size = max(1, rows) * record
+                os.ftruncate(made.fileno(), size)
+                file = _File(made.fileno(), size)
+                file.fd, file.record_bytes = os.dup(made.fileno()), record
+                file.table = self.name, self.folder
+                weakref.finalize(file, os.close, file.fd)
+            file.madvise(mmap.MADV_RANDOM)  # otherwise neighbours would be read with each page
+            file.allocate(allocated)
+        except OSError as error:
+            raise self._refused(error, allocated, record) from None
+        tensors = {}
+        for (name, (shape, dtype)), begin in zip(columns.items(), begins, strict=True):
+            flat = mapped(file, [size // dtype.itemsize], dtype)
+            inner = torch.empty(tuple(shape), device="meta").stride()
+            strides = record // dtype.itemsize, *inner
+            tensors[name] = flat.as_strided((rows, *shape), strides, begin // dtype.itemsize)
+        return tensors, file
+
+    def holding(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `vectors` that begin with these, as far as there is space for them."""
+        made = self.vectors(rows.shape[1], rows.dtype)
+        made[: min(len(rows), self._allocated)] = rows[: self._allocated]
+        return made
+
+    def allocate(self, rows: int) -> None:
+        """Give the first rows space on the disk.
+
+        Raises:
+            OSError: the disk is full; the rows that had space keep it.
+        """
+        if (file := self._file()) is not None:
+            try:
+                file.allocate(rows)
+            except OSError as error:
+                raise self._refused(error, rows, file.record_bytes) from None
+        self._allocated = max(self._allocated, rows)
+
+    def _refused(self, error: OSError, rows: int, row_bytes: int) -> OSError:
+        told = f"storage='mmap:{self.folder}' for {rows:,} rows of {row_bytes:,} bytes"
+        return OSError(error.errno, f"{self.name}: {told}: {os.strerror(error.errno or 0)}")
+
+    def ask_for(self, rows: torch.Tensor) -> None:
+        """Begin to read rows from the disk; drop others from memory if there are too many.
+
+        Args:
+            rows: int32 or int64, any shape; -1 stands for no row.
+        """
+        if (file := self._file()) is None:
+            return
+        numbers = rows.detach().numpy().reshape(-1)
+        begins = numbers[numbers >= 0].astype(np.int64) * file.record_bytes
+        firsts, lasts = begins // _PAGE, (begins + (file.record_bytes - 1)) // _PAGE
+        most_of_record = (file.record_bytes - 2) // _PAGE + 2
+        asked = np.concatenate([np.minimum(firsts + k, lasts) for k in range(most_of_record)])
+        with self._lock:
+            absent = np.unique(asked[self._known[asked] == _GONE])
+            self._resident += len(absent)
+            most = self._most_pages()
+            if self._resident + len(self._leaving) > most:
+                self._known[asked] = _PINNED
+                self._drop(file, most - most // 64 - len(absent))
+            self._known[asked] = _ASKED
+        for first, end in _runs(absent):
+            file.madvise(mmap.MADV_WILLNEED, *file.bytes_of(first, end))
+
+    def have_passed(self, rows: int) -> None:
+        """Note that code goes through the first rows, which may be in memory afterwards."""
+        if (file := self._file()) is None:
+            return
+        with self._lock:
+            known = self._known[: -(-rows * file.record_bytes // _PAGE)]
+            gone = known == _GONE
+            known[gone] = _OLD
+            self._resident += int(gone.sum())
+
+    def resident_bytes(self) -> int:
+        """Return the size of the pages of the file that are in memory."""
+        if (file := self._file()) is None:
+            return 0
+        pages = np.zeros(-(-len(file) // _PAGE), np.uint8)
+        if _libc.mincore(file.address, len(file), pages.ctypes.data):
+            raise OSError(ctypes.get_errno(), "mincore")
+        return int((pages & 1).sum()) * _PAGE
+
+    def _file(self) -> _File | None:
+        return None if self._main is None else self._main()
+
+    def _most_pages(self) -> int:
+        """Return the number of pages for which there is memory."""
+        most = total_bytes() // 2 if self.max_resident_bytes is None else self.max_resident_bytes
+        return max(1, most // _PAGE)
+
+    def _drop(self, file: _File, most: int) -> None:
+        """Drop pages until there are at most as many; those not asked for go first.
+
+        They leave memory at the next call, by when they have been written, so that no step waits.
+        """
+        file.wait()
+        for first, end in _runs(self._leaving[self._known[self._leaving] == _GONE]):
+            file.drop(first, end)
+        self._leaving = _NO_PAGES
+        pages = -(-self._allocated * file.record_bytes // _PAGE)
+        for _ in range(2 * (pages // _PAGES_AT_A_TIME + 1) + 1):
+            if self._resident <= most:
+                return
+            begin = self._hand if self._hand < pages else 0
+            known = self._known[begin : min(begin + _PAGES_AT_A_TIME, pages)]
+            old = np.flatnonzero(known == _OLD)[: self._resident - most]
+            if len(old) == self._resident - most:  # the hand goes no further
+                known = known[: old[-1] + 1]
+            known[known == _ASKED], known[old] = _OLD, _GONE
+            self._resident -= len(old)
+            self._hand = begin + len(known)
+            leaving = begin + old
+            for first, end in _runs(leaving):
+                file.begin_writing(first, end)
+            self._leaving = np.concatenate([self._leaving, leaving])
+
+
+def _with_space(rows: int, *made: Any) -> RowFiles:
+    files = RowFiles(*made)
+    files.allocate(rows)
+    return files
+
+
+def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Return first and end of each run of consecutive numbers."""
+    if len(numbers):
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        firsts, ends = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]] + 1
+        yield from zip(firsts.tolist(), ends.tolist(), strict=True)
