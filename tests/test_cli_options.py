@@ -15,6 +15,7 @@ from sparsekit import checkpoint, cli, data, models, optim, train
 from sparsekit.cli import checkpoint as checkpoint_command
 from sparsekit.cli import data as data_command
 from sparsekit.cli import ranks
+from sparsekit.cli import table as table_command
 from sparsekit.cli.dispatch import make_parser
 from sparsekit.distributed.world import settings
 from sparsekit.train.plots import read_run
@@ -175,6 +176,13 @@ COMMANDS = {
         "--dim": ("t=3", {"sources_of.dims": {"t": 3}}),
         "--rename": ("t=layer", {"import_tables.names": {"t": "layer"}}),
     },
+    "table": {
+        "path": ("ckpt", {"output": "t: dim 3, float32, hash table"}),
+        "--table": ("t", {"table_figures.names": ["t"]}),
+        "--buckets": ("9", {"table_figures.buckets": 9}),
+        "--json": ("t.json", {"written": "t.json"}),
+        "--plot": ("t.png", {"written": "t.png"}),
+    },
     "plot": {
         "folder": ("run", {}),
         "--out": ("out.png", {"written": "out.png"}),
@@ -275,6 +283,7 @@ def seen(monkeypatch, tmp_path):
     watch(Profile, "table")
     for name in ("diff", "reshard", "forget", "export", "sources_of", "import_tables"):
         watch(checkpoint_command, name)
+    watch(table_command, "table_figures")
     watch(data_command, "write_criteo_sample")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))
     monkeypatch.setattr(settings, "wire_dtype", None)  # so that the test's end restores the setting
@@ -311,7 +320,7 @@ def write(command):
     elif kind == "recommend":
         command = ["train", "autoencoder", "--data", "file", "--save", "trained"]
         assert cli.main([*command, "--ranks=1", "--epochs=1"]) == 0
-    elif kind == "checkpoint":
+    elif kind in ("checkpoint", "table"):
         checkpoint.save(torch.nn.ModuleDict({"t": sparsekit.Embedding(9, 3)}), "ckpt", step=5)
         Path("dump").mkdir()
         Path("dump/t_keys.file").write_bytes(bytes(8))
@@ -342,7 +351,10 @@ def seen_afterwards(seen, output):
             yield from (("rate of step 2", factor(2)), ("rate of step 4", factor(4)))
 
 
-PACKAGES = {"hash": "pyarrow", "plot": "matplotlib", "dlrm": "tensorboard", "deepfm": "tensorboard"}
+PACKAGES = {
+    **{"hash": "pyarrow", "plot": "matplotlib", "table": "matplotlib"},
+    **{"dlrm": "tensorboard", "deepfm": "tensorboard"},
+}
 
 
 @pytest.mark.parametrize(

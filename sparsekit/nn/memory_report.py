@@ -80,8 +80,10 @@ class MemoryReport:
             parts = table.vectors, states, table.index, table.scores, table.waiting
             sizes = [part.reserved for part in parts]
             sizes += [table.total.in_use, table.total.reserved]
-            rows.append((table.name, f"{table.rows:,}", f"{table.capacity:,}", *map(_text, sizes)))
-        rows.append(("all", *[""] * (2 + len(_PARTS)), *map(_text, self.total)))
+            rows.append(
+                (table.name, f"{table.rows:,}", f"{table.capacity:,}", *map(size_text, sizes))
+            )
+        rows.append(("all", *[""] * (2 + len(_PARTS)), *map(size_text, self.total)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -159,7 +161,7 @@ def _sum(parts: Iterable[Bytes]) -> Bytes:
     return Bytes(sum(part.in_use for part in listed), sum(part.reserved for part in listed))
 
 
-def _text(size: int) -> str:
+def size_text(size: int) -> str:
     """Return a size in the largest binary unit in which it is at least 1."""
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:

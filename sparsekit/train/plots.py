@@ -1,4 +1,4 @@
-"""Plots training runs and speed-ups as PNG files; needs matplotlib."""
+"""Plots training runs, tables and speed-ups as PNG files; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .._extras import needed
+from ..checkpoint.histogram import Spread
+from ..checkpoint.table_figures import TableFigures
 from .logs import METRICS
 
 # Maximum number of tables to plot, chosen by their number of rows.
@@ -206,6 +208,59 @@ def plot_scaling(
     axes.legend()
     figure.savefig(out, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> None:
+    """Plot how norms, ages and scores are distributed over the rows of tables, a line for each.
+
+    Of more than 8 tables, the largest are plotted. Columns that no table has are left out.
+
+    Args:
+        tables: figures of at least one table.
+        out: path of the picture.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    pyplot = _pyplot()
+    chosen = sorted(tables, key=lambda table: -table.rows)[:MOST_TABLES]
+    titles = {"norms": "norm of the vector", "ages": "age: since the last lookup in training"}
+    titles["scores"] = "score"
+    shown = [
+        name
+        for name in titles
+        if name == "norms" or any(getattr(table, name) is not None for table in chosen)
+    ]
+    size = 5.5 * len(shown) + 0.5, 2.6 * len(chosen) + 0.6
+    figure, axes = pyplot.subplots(
+        len(chosen), len(shown), figsize=size, layout="constrained", squeeze=False
+    )
+    for line, table in zip(axes, chosen, strict=True):
+        for each, name in zip(line, shown, strict=True):
+            _spread(each, getattr(table, name))
+            each.set_xlabel(titles[name])
+        dead = "" if table.dead is None else f", {table.dead.rows:,} dead"
+        line[0].set_title(f"{table.name}: {table.rows:,} rows{dead}", loc="left", parse_math=False)
+        line[0].set_ylabel("rows")
+    figure.savefig(out, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def _spread(axes: Any, spread: Spread | None) -> None:
+    """Plot a distribution as a histogram, with its median."""
+    if spread is None:
+        axes.axis("off")
+        return
+    axes.stairs(spread.counts, spread.edges, fill=True, alpha=0.8)
+    median = spread.quantiles[0.5]
+    axes.axvline(median, color="black", linewidth=1, label=f"median {median:.4g}")
+    if spread.logarithmic:
+        axes.set_xscale("symlog", linthresh=next(edge for edge in spread.edges if edge > 0))
+    axes.set_xlim(spread.edges[0], spread.edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
 def _largest_tables(records: Sequence[Mapping[str, Any]], having: str) -> list[str]:

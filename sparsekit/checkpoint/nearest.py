@@ -1,0 +1,102 @@
+"""Finds rows of a table whose vectors are equal or nearly so, in a sample of bounded size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..tables.key_hash import mixed
+from .changes import Fingerprints
+from .files import PIECE
+
+# Maximum number of vectors in a sample. The vectors also fit in a piece of a file.
+MOST_SAMPLED = 8192
+# Cosine from which two vectors count as nearly equal.
+NEAR = 0.999
+_PAIRS = 5
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Vectors of a table's sample that are equal, or point nearly in one direction.
+
+    Attributes:
+        sampled: number of vectors in the sample.
+        of: number of vectors from which the sample was drawn.
+        equal: number of sampled vectors that are equal to another one, bit for bit.
+        near: number of sampled vectors whose cosine with another one is at least 0.999.
+        pairs: the pairs of keys with the highest cosines, at most 5, each with its cosine.
+    """
+
+    sampled: int
+    of: int
+    equal: int
+    near: int
+    pairs: list[tuple[int, int, float]]
+
+
+class Sample:
+    """Draws vectors from a table, piece by piece, and compares them with one another.
+
+    It keeps the vectors whose fingerprints have the smallest hashes (a bottom-k sample). These are
+    random vectors, but of equal vectors it takes either all or none, however rare they are.
+
+    Args:
+        dim: number of elements in a vector.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self._room = max(2, min(MOST_SAMPLED, PIECE // (4 * dim)))
+        self._of = 0
+        self._hashes = torch.empty(0, dtype=torch.int64)
+        self._keys = torch.empty(0, dtype=torch.int64)
+        self._directions = torch.empty(0, dim)
+
+    def add(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Draw from vectors ``[n, dim]`` with keys int64 ``[n]``; all are finite, none is 0."""
+        self._of += len(keys)
+        prints = Fingerprints(len(keys))
+        prints.update([vectors], len(keys), np.empty(0, dtype=np.int64))
+        hashes = mixed(torch.from_numpy(prints.of_rows.view(np.int64)))
+        if len(self._hashes) == self._room:
+            low = (hashes <= self._hashes[-1]).nonzero().squeeze(1)
+            keys, vectors, hashes = keys[low], vectors[low], hashes[low]
+        # Scale first: the square of a float64 may overflow, or vanish.
+        directions = vectors.double()
+        directions = directions / directions.abs().amax(1, keepdim=True)
+        directions = torch.nn.functional.normalize(directions, dim=1).float()
+        hashes, order = torch.cat([self._hashes, hashes]).sort(stable=True)
+        order = order[: self._room]
+        self._hashes = hashes[: self._room].clone()
+        self._keys = torch.cat([self._keys, keys])[order]
+        self._directions = torch.cat([self._directions, directions])[order]
+
+    def alike(self) -> Alike:
+        """Compare all vectors of the sample with one another."""
+        size = len(self._keys)
+        _, counts = self._hashes.unique(return_counts=True)
+        near = torch.zeros(size, dtype=torch.bool)
+        pairs: list[tuple[float, int, int]] = []
+        # With a single element, all vectors point in one of two directions.
+        for begin in range(0, size if self._directions.shape[1] > 1 else 0, _BLOCK):
+            rows = torch.arange(begin, min(begin + _BLOCK, size))
+            cosines = self._directions[rows] @ self._directions.T
+            cosines[torch.arange(size) <= rows[:, None]] = -2  # each pair counts once
+            found = cosines >= NEAR
+            near[rows] |= found.any(1)
+            near |= found.any(0)
+            best = cosines.flatten().topk(min(_PAIRS, cosines.numel()))
+            for cosine, at in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                if cosine > -2:
+                    pairs.append((min(cosine, 1.0), begin + at // size, at % size))
+        pairs = sorted(pairs, key=lambda pair: -pair[0])[:_PAIRS]
+        return Alike(
+            sampled=size,
+            of=self._of,
+            equal=int(counts[counts > 1].sum()),
+            near=int(near.sum()),
+            pairs=[(int(self._keys[a]), int(self._keys[b]), cosine) for cosine, a, b in pairs],
+        )
