@@ -16,7 +16,7 @@ MOST_SAMPLED = 8192
 # Cosine from which two vectors count as nearly equal.
 NEAR = 0.999
 _PAIRS = 5
-_BLOCK = 512
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,15 @@ class Sample:
 
     Args:
         dim: number of elements in a vector.
+        dtype: dtype of the vectors.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
         self._room = max(2, min(MOST_SAMPLED, PIECE // (4 * dim)))
         self._of = 0
         self._hashes = torch.empty(0, dtype=torch.int64)
         self._keys = torch.empty(0, dtype=torch.int64)
-        self._directions = torch.empty(0, dim)
+        self._vectors = torch.empty(0, dim, dtype=dtype)
 
     def add(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
         """Draw from vectors ``[n, dim]`` with keys int64 ``[n]``; all are finite, none is 0."""
@@ -64,15 +65,11 @@ class Sample:
         if len(self._hashes) == self._room:
             low = (hashes <= self._hashes[-1]).nonzero().squeeze(1)
             keys, vectors, hashes = keys[low], vectors[low], hashes[low]
-        # Scale first: the square of a float64 may overflow, or vanish.
-        directions = vectors.double()
-        directions = directions / directions.abs().amax(1, keepdim=True)
-        directions = torch.nn.functional.normalize(directions, dim=1).float()
         hashes, order = torch.cat([self._hashes, hashes]).sort(stable=True)
         order = order[: self._room]
         self._hashes = hashes[: self._room].clone()
         self._keys = torch.cat([self._keys, keys])[order]
-        self._directions = torch.cat([self._directions, directions])[order]
+        self._vectors = torch.cat([self._vectors, vectors])[order]
 
     def alike(self) -> Alike:
         """Compare all vectors of the sample with one another."""
@@ -80,11 +77,12 @@ class Sample:
         _, counts = self._hashes.unique(return_counts=True)
         near = torch.zeros(size, dtype=torch.bool)
         pairs: list[tuple[float, int, int]] = []
+        directions = torch.cat([_directions(part) for part in self._vectors.split(_BLOCK)])
         # With a single element, all vectors point in one of two directions.
-        for begin in range(0, size if self._directions.shape[1] > 1 else 0, _BLOCK):
+        for begin in range(0, size if directions.shape[1] > 1 else 0, _BLOCK):
             rows = torch.arange(begin, min(begin + _BLOCK, size))
-            cosines = self._directions[rows] @ self._directions.T
-            cosines[torch.arange(size) <= rows[:, None]] = -2  # each pair counts once
+            cosines = directions[rows] @ directions.T
+            cosines.masked_fill_(torch.arange(size) <= rows[:, None], -2)  # each pair counts once
             found = cosines >= NEAR
             near[rows] |= found.any(1)
             near |= found.any(0)
@@ -100,3 +98,11 @@ class Sample:
             near=int(near.sum()),
             pairs=[(int(self._keys[a]), int(self._keys[b]), cosine) for cosine, a, b in pairs],
         )
+
+
+def _directions(vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors ``[n, dim]``, none of them 0, divided by their norms; float32."""
+    vectors = vectors.double()
+    # The square of a float64 may overflow, or vanish.
+    vectors = vectors / vectors.abs().amax(1, keepdim=True)
+    return torch.nn.functional.normalize(vectors, dim=1).float()

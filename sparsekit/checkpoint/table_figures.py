@@ -14,12 +14,15 @@ from pathlib import Path
 
 import torch
 
+from .. import optim
 from .._nearest import did_you_mean
 from ..errors import CheckpointError
 from ..nn.memory_report import Bytes
+from ..optim.row_optimizer import RowOptimizer
 from ..tables.hash_table import HashTable
 from ..tables.initializers import Constant, Initializer, Normal, Uniform
 from ..tables.scores import LFU, LRU, Score, UserScore
+from .encoding import decoded
 from .folder import chain, resolved
 from .histogram import Histogram, Spread
 from .manifest import Manifest, Table
@@ -188,7 +191,7 @@ class _Pass:
         self.norms = Histogram()
         self.ages, self.scores = Histogram(whole=True), Histogram(whole=True)
         self.zero, self.nan, self.inf, self.dead = Some(), Some(), Some(), Some()
-        self.sample = Sample(self.table.dim)
+        self.sample = Sample(self.table.dim, getattr(torch, self.table.dtype))
         self.initializer = _initializer(self.table.initializer)
         self.fresh = _fresh_states(links[-1][1], name)
         with live_pieces(self.parts) as pieces:
@@ -213,10 +216,10 @@ class _Pass:
         inf = vectors.isinf().any(1) & ~nan
         zero = ~vectors.any(1)
         finite = ~(nan | inf)
-        self.norms.add(torch.linalg.vector_norm(vectors[finite], dim=1, dtype=torch.float64))
+        self.norms.add(torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)[finite])
         plain = finite & ~zero
         if self.initializer is not None:
-            dead = self._is_initial(keys, vectors)
+            dead = _is_initial(vectors, keys, self.initializer, self.table.seed)
             for name, value in self.fresh.items() if dead.any() else ():
                 state = read(name).reshape(len(keys), -1)
                 dead &= (state == torch.tensor(value, dtype=state.dtype)).all(1)
@@ -230,17 +233,6 @@ class _Pass:
             words = read("scores")
             self.ages.add(clock - score.touched(words))
             self.scores.add(score.order(words, clock))
-
-    def _is_initial(self, keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Return whether vectors are the initial vectors of their keys, bool ``[n]``."""
-        initial = torch.empty_like(vectors)
-        one = self.initializer or Constant()
-        one.write_(initial, keys.contiguous(), seed=self.table.seed)
-        if not isinstance(one, Normal):
-            return (vectors == initial).all(1)
-        # A GPU may draw a normal number that differs in the last bit of a float32.
-        eps = max(torch.finfo(vectors.dtype).eps, torch.finfo(torch.float32).eps)
-        return ((vectors - initial).abs() <= eps * (initial.abs() + abs(one.mean))).all(1)
 
     def figures(self, buckets: int | None) -> TableFigures:
         """Return what the rows have been found to have."""
@@ -298,24 +290,40 @@ def _initializer(text: str) -> Initializer | None:
         return None
 
 
-def _fresh_states(manifest: Manifest, name: str) -> dict[str, float]:
-    """Return what the states of a new row are, by name.
+def _is_initial(
+    vectors: torch.Tensor, keys: torch.Tensor, initializer: Initializer, seed: int
+) -> torch.Tensor:
+    """Return whether vectors ``[n, dim]`` are the initial vectors of their keys, bool ``[n]``."""
+    initial = torch.empty_like(vectors)
+    initializer.write_(initial, keys, seed=seed)
+    if not isinstance(initializer, Normal):
+        return (vectors == initial).all(1)
+    # A GPU may draw a normal number that differs in the last bit of a float32.
+    eps = max(torch.finfo(vectors.dtype).eps, torch.finfo(torch.float32).eps)
+    return ((vectors - initial).abs() <= eps * (initial.abs() + abs(initializer.mean))).all(1)
 
-    All states of our optimizers and torch's start at 0, but for those that have a setting for it.
-    """
+
+def _fresh_states(manifest: Manifest, name: str) -> dict[str, float]:
+    """Return what the states of a new row are, by name."""
     table = manifest.tables[name]
     fresh = dict.fromkeys((state for state in table.states if state not in _ANY_VALUE), 0.0)
     if table.optimizer is None:
         return fresh
+    saved = manifest.optimizers[table.optimizer]
     try:
-        for group in manifest.optimizers[table.optimizer]["groups"]:
+        kind = getattr(optim, saved["kind"], None)
+        for group in decoded(saved["groups"], {}):
             # A module that is itself a table has the parameter "weight".
-            if not {f"{name}.weight", "weight"}.isdisjoint(group["params"]):
-                initial = float(group.get("initial_accumulator_value", 0.0))
-                fresh |= dict.fromkeys(fresh.keys() & {"sum", "accumulator"}, initial)
+            if {f"{name}.weight", "weight"}.isdisjoint(group["params"]):
+                continue
+            if isinstance(kind, type) and issubclass(kind, RowOptimizer):
+                initial = object.__new__(kind)._initial_states(group)
+            else:  # among torch's optimizers, only Adagrad has states that do not start at 0
+                initial = {"sum": float(group.get("initial_accumulator_value", 0.0))}
+            fresh |= {state: initial[state] for state in fresh.keys() & initial.keys()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"table {name}: its optimizer's groups are damaged: {error!r:.80}"
+            f"table {name}: the settings of its optimizer are damaged: {error!r:.80}"
         ) from None
     return fresh
 

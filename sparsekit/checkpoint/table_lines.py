@@ -34,9 +34,7 @@ def findings(table: TableFigures) -> list[str]:
     if table.dead is not None and table.dead.rows > _MANY_DEAD * table.rows:
         found.append(f"{table.dead.rows / table.rows:.0%} of the rows are dead: never updated")
     if table.alike.equal:
-        found.append(
-            f"{table.alike.equal:,} of {table.alike.sampled:,} sampled vectors are equal to another"
-        )
+        found.append(_equal(table))
     return found
 
 
@@ -45,7 +43,7 @@ def lines(tables: Sequence[TableFigures]) -> Iterator[str]:
     rows = [("table", "rows", "of", "load", "dead", "zero", "nan, inf", "median norm", "in files")]
     rows += [
         (
-            _name(table),
+            shown(table.name),
             f"{table.rows:,}",
             f"{table.capacity:,}",
             f"{table.load:.1%}",
@@ -65,7 +63,7 @@ def lines(tables: Sequence[TableFigures]) -> Iterator[str]:
 
 def _of_table(table: TableFigures) -> Iterator[str]:
     kind = "hash table" if table.hash_table else "row numbers"
-    yield f"{_name(table)}: dim {table.dim}, {table.dtype}, {kind}"
+    yield f"{shown(table.name)}: dim {table.dim}, {table.dtype}, {kind}"
     ranks = ""
     if len(table.rows_of_ranks) > 1:
         of_ranks = " + ".join(f"{rows:,}" for rows in table.rows_of_ranks)
@@ -92,12 +90,13 @@ def _of_table(table: TableFigures) -> Iterator[str]:
         yield f"  dead    {table.dead.rows:,} row(s) never updated, {share:.1%}{listed}"
     yield f"  alike   {_alike(table)}"
     yield from (
-        f"          {cosine:.6f} {one} and {other}" for one, other, cosine in table.alike.pairs
+        f"          cosine {cosine:.6f}: {one} and {other}"
+        for one, other, cosine in table.alike.pairs
     )
     sizes: list[tuple[str, ...]] = [("  bytes ", "in files", "of rows in use", "reserved")]
     for name, part in table.parts.items():
         memory = ("", "") if part.in_memory is None else tuple(map(size_text, part.in_memory))
-        sizes.append((f"    {_shown(name)}", size_text(part.in_files), *memory))
+        sizes.append((f"    {shown(name)}", size_text(part.in_files), *memory))
     yield from _aligned(sizes)
     yield from (f"  ! {finding}" for finding in findings(table))
 
@@ -110,17 +109,18 @@ def _collisions(table: TableFigures) -> str:
     return f"; as 64-bit hashes, {table.colliding_pairs:.2g} pairs of ids with one key are expected"
 
 
-def _alike(table: TableFigures) -> str:
+def _equal(table: TableFigures) -> str:
     alike = table.alike
-    drawn = f"of {alike.sampled:,} sampled vectors" if alike.sampled < alike.of else "vectors"
-    if alike.sampled < 2:
+    drawn = f" (of {alike.of:,})" if alike.sampled < alike.of else ""
+    return f"{alike.equal:,} of {alike.sampled:,} compared vectors{drawn} are equal to another"
+
+
+def _alike(table: TableFigures) -> str:
+    if table.alike.sampled < 2:
         return "no two trained vectors to compare"
     if table.dim == 1:
-        return f"{alike.equal:,} {drawn} are equal to another (dim 1 has no directions)"
-    return (
-        f"{alike.equal:,} {drawn} are equal to another, {alike.near:,} have a cosine of {NEAR} or "
-        f"more with another; the nearest:"
-    )
+        return f"{_equal(table)} (dim 1 has no directions)"
+    return f"{_equal(table)}, {table.alike.near:,} have a cosine of {NEAR} or more with another"
 
 
 def _spread(spread: Spread | None) -> str:
@@ -136,11 +136,7 @@ def _keys(keys: Sequence[int], rows: int) -> str:
     return ", ".join(map(str, keys)) + ", …" * (rows > len(keys))
 
 
-def _name(table: TableFigures) -> str:
-    return _shown(table.name)
-
-
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     """Return a name, in quotes if it would break a line, or begins or ends with a blank."""
     return name if name.isprintable() and name == name.strip() else repr(name)
 

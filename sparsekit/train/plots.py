@@ -12,6 +12,7 @@ from typing import Any
 from .._extras import needed
 from ..checkpoint.histogram import Spread
 from ..checkpoint.table_figures import TableFigures
+from ..checkpoint.table_lines import shown
 from .logs import METRICS
 
 # Maximum number of tables to plot, chosen by their number of rows.
@@ -227,21 +228,22 @@ def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> 
     chosen = sorted(tables, key=lambda table: -table.rows)[:MOST_TABLES]
     titles = {"norms": "norm of the vector", "ages": "age: since the last lookup in training"}
     titles["scores"] = "score"
-    shown = [
+    columns = [
         name
         for name in titles
         if name == "norms" or any(getattr(table, name) is not None for table in chosen)
     ]
-    size = 5.5 * len(shown) + 0.5, 2.6 * len(chosen) + 0.6
+    size = 5.5 * len(columns) + 0.5, 2.6 * len(chosen) + 0.6
     figure, axes = pyplot.subplots(
-        len(chosen), len(shown), figsize=size, layout="constrained", squeeze=False
+        len(chosen), len(columns), figsize=size, layout="constrained", squeeze=False
     )
     for line, table in zip(axes, chosen, strict=True):
-        for each, name in zip(line, shown, strict=True):
+        for each, name in zip(line, columns, strict=True):
             _spread(each, getattr(table, name))
             each.set_xlabel(titles[name])
         dead = "" if table.dead is None else f", {table.dead.rows:,} dead"
-        line[0].set_title(f"{table.name}: {table.rows:,} rows{dead}", loc="left", parse_math=False)
+        title = f"{shown(table.name)}: {table.rows:,} rows{dead}"
+        line[0].set_title(title, loc="left", parse_math=False)
         line[0].set_ylabel("rows")
     figure.savefig(out, dpi=110, format="png")
     pyplot.close(figure)

@@ -12,6 +12,7 @@ from checkpoint.models import assert_equal, contents, keys_of_step, made, train
 import sparsekit
 from sparsekit import checkpoint
 from sparsekit.checkpoint import Checkpoints, DcpState
+from sparsekit.checkpoint.table_figures import table_figures
 from sparsekit.checkpoint.together import Together
 
 from .pool import Died, Ranks
@@ -93,6 +94,17 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(pools, tmp_path, opt
         first = after.setdefault(source, trained)
         for name in ("users keys", "users vectors", "rows keys", "rows vectors"):
             assert torch.allclose(trained[name], first[name], rtol=0, atol=1e-6), name
+
+
+def test_figures_are_those_of_all_ranks(pools, tmp_path):
+    """Figures of a checkpoint that two ranks have saved count the rows of both."""
+    parts = pools[2](begin, 2, tmp_path / "two", {"rows": ROWS // 2, "optimizer": "LazyAdam"})
+    for found in table_figures(tmp_path / "two"):
+        vectors = together(parts)[f"{found.name} vectors"]
+        assert found.rows_of_ranks == [len(part[f"{found.name} keys"]) for part in parts]
+        assert found.rows == len(vectors)
+        assert found.norms.quantiles[1] == pytest.approx(vectors.norm(dim=1).max().item())
+        assert found.dead.rows == 0
 
 
 def other_placement(rank, world, folder, saves, loads):
