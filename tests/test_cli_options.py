@@ -179,7 +179,7 @@ COMMANDS = {
     "table": {
         "path": ("ckpt", {"output": "t: dim 3, float32, hash table"}),
         "--table": ("t", {"table_figures.names": ["t"]}),
-        "--buckets": ("9", {"table_figures.buckets": 9}),
+        "--modulo": ("9", {"table_figures.modulo": 9}),
         "--json": ("t.json", {"written": "t.json"}),
         "--plot": ("t.png", {"written": "t.png"}),
     },
@@ -206,10 +206,10 @@ COMMANDS = {
         "--skip-malformed": (None, {"CsvReader.on_error": "skip"}),
     },
     "data criteo-sample": {
-        "--rows": ("5", {"write_criteo_sample.rows": 5}),
+        "--rows": ("5", {"write_criteo_drawn.rows": 5}),
         "--out": ("out", {"written": "out"}),
-        "--seed": ("7", {"write_criteo_sample.seed": 7}),
-        "--multi-hot": (None, {"write_criteo_sample.multi_hot": True}),
+        "--seed": ("7", {"write_criteo_drawn.seed": 7}),
+        "--multi-hot": (None, {"write_criteo_drawn.multi_hot": True}),
     },
     "info": {},
     "bench": {},  # this command has its own parser

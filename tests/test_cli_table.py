@@ -60,7 +60,7 @@ def test_output(saved, capsys):
         "",
         "users: dim 4, float32, hash table",
         "  rows    21 of 500",
-        "  keys    from -1 to 19; as 64-bit hashes, 1.1e-17 pairs of ids with one key are expected",
+        "  keys    from -1 to 19",
         "  norms   lowest 0.7709, 1% 0.7709, 10% 0.7729, median 1.523, 90% 2.102, 99% 2.113, "
         "highest 2.54",
         "  ages    lowest 0, 1% 0, 10% 2, median 2, 90% 4, 99% 4, highest 4 (lookups; clock 5)",
@@ -104,6 +104,15 @@ def test_run_folders_of_training_commands(tmp_path, capsys, monkeypatch):
     assert not any(line.startswith("    exp_avg") for line in model)
 
 
+def test_expected_collisions_of_hashed_keys(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    layer = sparsekit.Embedding(3000, 1, name="words")
+    layer(torch.as_tensor(sparsekit.hashing.xxh64([f"word {i}" for i in range(3000)])))
+    checkpoint.save(layer, "a")
+    (line,) = [line for line in run(capsys, "a") if line.startswith("  keys")]
+    assert line.endswith("; if 64-bit hashes, 2.4e-13 pairs of ids with one key are expected")
+
+
 def test_json_has_all_figures(saved, capsys):
     run(capsys, "a", "--json", "f.json", "--table", "users")
     found = json.loads((saved / "f.json").read_text(), parse_constant=pytest.fail)
@@ -126,8 +135,8 @@ def test_json_has_all_figures(saved, capsys):
 def test_tables_are_chosen_by_name(saved, capsys):
     lines = run(capsys, "a", "--table", "films", "--table", "users")
     assert [line.split()[0] for line in lines[1:3]] == ["films", "users"]
-    lines = run(capsys, "a", "--table", "films", "--buckets", "10")
-    assert "  keys    from 0 to 8; as buckets, 88.89% of the ids share theirs with another" in lines
+    lines = run(capsys, "a", "--table", "films", "--modulo", "10")
+    assert "  keys    from 0 to 8; if hashes modulo N, 88.89% of the ids share a key" in lines
 
 
 @pytest.mark.parametrize("tables", [["users"], ["films"], None])
@@ -162,10 +171,10 @@ def test_errors_are_one_line(saved, capsys):
     assert "aa: No such file or directory; did you mean a?" in error_of(capsys, "aa")
     error = error_of(capsys, "a", "--table", "user")
     assert error == "sparsekit: a: no table named user; did you mean users?; tables: users, films\n"
-    error = error_of(capsys, "a", "--buckets", "15")
-    assert error == "sparsekit: a: buckets 15: table users has the key -1\n"
-    error = error_of(capsys, "a", "--buckets", "1")
-    assert "--buckets: 1 is not in [2, " in error
+    error = error_of(capsys, "a", "--modulo", "15")
+    assert error == "sparsekit: a: modulo 15: table users has the key -1\n"
+    error = error_of(capsys, "a", "--modulo", "1")
+    assert "--modulo: 1 is not in [2, " in error
     (saved / "empty").mkdir()
     assert "sparsekit: empty: is neither a checkpoint nor a folder that" in error_of(
         capsys, "empty"

@@ -1,4 +1,4 @@
-"""Finds rows of a table whose vectors are equal or nearly so, in a sample of bounded size."""
+"""Finds equal and nearly equal vectors among a bounded number of vectors of a table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..tables.key_hash import mixed
 from .changes import Fingerprints
 from .files import PIECE
 
-# Maximum number of vectors in a sample. The vectors also fit in a piece of a file.
-MOST_SAMPLED = 8192
+# Maximum number of vectors to compare. As float32, they also fit in a piece of a file.
+MOST_COMPARED = 8192
 # Cosine from which two vectors count as nearly equal.
 NEAR = 0.999
 _PAIRS = 5
@@ -21,24 +21,24 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Alike:
-    """Vectors of a table's sample that are equal, or point nearly in one direction.
+    """Vectors of a table that are equal, or point nearly in one direction.
 
     Attributes:
-        sampled: number of vectors in the sample.
-        of: number of vectors from which the sample was drawn.
-        equal: number of sampled vectors that are equal to another one, bit for bit.
-        near: number of sampled vectors whose cosine with another one is at least 0.999.
+        compared: number of vectors that were compared with one another.
+        of: number of vectors from which these were drawn.
+        equal: number of compared vectors that are equal to another one, bit for bit.
+        near: number of compared vectors whose cosine with another one is at least 0.999.
         pairs: the pairs of keys with the highest cosines, at most 5, each with its cosine.
     """
 
-    sampled: int
+    compared: int
     of: int
     equal: int
     near: int
     pairs: list[tuple[int, int, float]]
 
 
-class Sample:
+class Drawn:
     """Draws vectors from a table, piece by piece, and compares them with one another.
 
     It keeps the vectors whose fingerprints have the smallest hashes (a bottom-k sample). These are
@@ -50,7 +50,7 @@ class Sample:
     """
 
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
-        self._room = max(2, min(MOST_SAMPLED, PIECE // (4 * dim)))
+        self._room = max(2, min(MOST_COMPARED, PIECE // (4 * dim)))
         self._of = 0
         self._hashes = torch.empty(0, dtype=torch.int64)
         self._keys = torch.empty(0, dtype=torch.int64)
@@ -72,7 +72,7 @@ class Sample:
         self._vectors = torch.cat([self._vectors, vectors])[order]
 
     def alike(self) -> Alike:
-        """Compare all vectors of the sample with one another."""
+        """Compare the drawn vectors with one another."""
         size = len(self._keys)
         _, counts = self._hashes.unique(return_counts=True)
         near = torch.zeros(size, dtype=torch.bool)
@@ -92,7 +92,7 @@ class Sample:
                     pairs.append((min(cosine, 1.0), begin + at // size, at % size))
         pairs = sorted(pairs, key=lambda pair: -pair[0])[:_PAIRS]
         return Alike(
-            sampled=size,
+            compared=size,
             of=self._of,
             equal=int(counts[counts > 1].sum()),
             near=int(near.sum()),

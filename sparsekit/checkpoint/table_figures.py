@@ -26,7 +26,7 @@ from .encoding import decoded
 from .folder import chain, resolved
 from .histogram import Histogram, Spread
 from .manifest import Manifest, Table
-from .nearest import Alike, Sample
+from .nearest import Alike, Drawn
 from .reshard import OnProgress, live_pieces, verify
 from .table_files import Chain, columns_of, opened, parts_of
 from .tensor_file import TensorFile
@@ -105,13 +105,14 @@ class TableFigures:
         ages: distribution of the clock's units since the last lookup in training.
         scores: distribution of the counts of LFU as they are stored, which is before halving, or of
             the user's scores. None for LRU, whose scores are the clock of the last lookup.
-        alike: vectors that are equal or nearly so, in a sample of the rows that are neither dead
-            nor 0, nan or inf.
+        alike: vectors that are equal or nearly so, among some of the rows that are neither dead nor
+            have 0, nan or inf for a vector.
         colliding_pairs: expected number of pairs of ids with one key if keys are 64-bit hashes of
-            ids: n (n - 1) / 2^65 for n rows. None without a hash table, or with `buckets`.
-        in_shared_buckets: expected fraction of the ids that share their key with another id if keys
-            are hashes modulo `buckets`: (n - 1) / (buckets - 1) for n rows, since each other bucket
-            is as likely to be in use. None without `buckets`.
+            ids: n (n - 1) / 2^65 for n rows. None if keys span less than 2^62, as such hashes
+            hardly do.
+        sharing_ids: expected fraction of ids that share their key with another id if keys are
+            hashes of ids modulo m: (n - 1) / (m - 1) for n rows, the fraction of the other m - 1
+            keys that are in use. None without `modulo`.
         parts: sizes of keys (in memory, of the index), vectors, scores, states and others, by name.
     """
 
@@ -138,7 +139,7 @@ class TableFigures:
     scores: Spread | None
     alike: Alike
     colliding_pairs: float | None
-    in_shared_buckets: float | None
+    sharing_ids: float | None
     parts: dict[str, Part]
 
     @property
@@ -150,7 +151,7 @@ class TableFigures:
 def table_figures(
     path: str | os.PathLike[str],
     names: Sequence[str] | None = None,
-    buckets: int | None = None,
+    modulo: int | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> list[TableFigures]:
     """Tell what tables of a checkpoint and its chain have.
@@ -161,12 +162,12 @@ def table_figures(
     Args:
         path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         names: names of tables, in this order; None for all.
-        buckets: number of buckets, at least 2, if keys are hashes modulo this number.
+        modulo: number, at least 2, modulo which keys are hashes of ids; None if they are not.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
         CheckpointError: a file is damaged; the message names it.
-        ValueError: there is no table of a name, or a key is not in [0, buckets).
+        ValueError: there is no table of a name, or a key is not in [0, modulo).
     """
     links = chain(resolved(path))
     tables = links[-1][1].tables
@@ -176,7 +177,7 @@ def table_figures(
             raise ValueError(f"no table named {name}{hint}; tables: {', '.join(tables)}")
     verify(links[-1][0], on_progress)
     chosen = dict.fromkeys(tables if names is None else names)
-    return [_Pass(links, name).figures(buckets) for name in chosen]
+    return [_Pass(links, name).figures(modulo) for name in chosen]
 
 
 class _Pass:
@@ -191,7 +192,7 @@ class _Pass:
         self.norms = Histogram()
         self.ages, self.scores = Histogram(whole=True), Histogram(whole=True)
         self.zero, self.nan, self.inf, self.dead = Some(), Some(), Some(), Some()
-        self.sample = Sample(self.table.dim, getattr(torch, self.table.dtype))
+        self.drawn = Drawn(self.table.dim, getattr(torch, self.table.dtype))
         self.initializer = _initializer(self.table.initializer)
         self.fresh = _fresh_states(links[-1][1], name)
         with live_pieces(self.parts) as pieces:
@@ -225,7 +226,7 @@ class _Pass:
                 dead &= (state == torch.tensor(value, dtype=state.dtype)).all(1)
             self.dead.add(keys[dead])
             plain &= ~dead
-        self.sample.add(keys[plain], vectors[plain])
+        self.drawn.add(keys[plain], vectors[plain])
         for kind, rows in ((self.zero, zero), (self.nan, nan), (self.inf, inf)):
             kind.add(keys[rows])
         if self.table.scores is not None:
@@ -234,18 +235,19 @@ class _Pass:
             self.ages.add(clock - score.touched(words))
             self.scores.add(score.order(words, clock))
 
-    def figures(self, buckets: int | None) -> TableFigures:
+    def figures(self, modulo: int | None) -> TableFigures:
         """Return what the rows have been found to have."""
         table, rows = self.table, self.rows
         why = ""
         if self.initializer is None:
             how = f"by {table.initializer}" if table.initializer else "somehow"
             why = f"vectors began {how}, which is no function of keys that a checkpoint tells"
-        if buckets is not None and rows and not 0 <= self.lowest <= self.highest < buckets:
+        if modulo is not None and rows and not 0 <= self.lowest <= self.highest < modulo:
             wrong = self.lowest if self.lowest < 0 else self.highest
-            raise ValueError(f"buckets {buckets}: table {self.name} has the key {wrong}")
+            raise ValueError(f"modulo {modulo}: table {self.name} has the key {wrong}")
         sizes = [shard.size for shard in table.shards]
         scores = table.scores
+        spans = rows > 0 and self.highest - self.lowest >= 2**62
         lru = scores is not None and scores.kind == "lru"
         return TableFigures(
             name=self.name,
@@ -269,11 +271,9 @@ class _Pass:
             clock_by_user=scores is not None and scores.set_by_user,
             ages=self.ages.spread(),
             scores=None if lru else self.scores.spread(),
-            alike=self.sample.alike(),
-            colliding_pairs=None
-            if buckets is not None or not table.hash_table
-            else rows * (rows - 1) / 2**65,
-            in_shared_buckets=None if buckets is None else max(rows - 1, 0) / (buckets - 1),
+            alike=self.drawn.alike(),
+            colliding_pairs=rows * (rows - 1) / 2**65 if spans else None,
+            sharing_ids=None if modulo is None else max(rows - 1, 0) / (modulo - 1),
             parts=_sizes(self.parts, rows),
         )
 

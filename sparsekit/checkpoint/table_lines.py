@@ -102,21 +102,21 @@ def _of_table(table: TableFigures) -> Iterator[str]:
 
 
 def _collisions(table: TableFigures) -> str:
-    if table.in_shared_buckets is not None:
-        return f"; as buckets, {table.in_shared_buckets:.2%} of the ids share theirs with another"
+    if table.sharing_ids is not None:
+        return f"; if hashes modulo N, {table.sharing_ids:.2%} of the ids share a key"
     if table.colliding_pairs is None:
         return ""
-    return f"; as 64-bit hashes, {table.colliding_pairs:.2g} pairs of ids with one key are expected"
+    return f"; if 64-bit hashes, {table.colliding_pairs:.2g} pairs of ids with one key are expected"
 
 
 def _equal(table: TableFigures) -> str:
     alike = table.alike
-    drawn = f" (of {alike.of:,})" if alike.sampled < alike.of else ""
-    return f"{alike.equal:,} of {alike.sampled:,} compared vectors{drawn} are equal to another"
+    drawn = f" (of {alike.of:,})" if alike.compared < alike.of else ""
+    return f"{alike.equal:,} of {alike.compared:,} compared vectors{drawn} are equal to another"
 
 
 def _alike(table: TableFigures) -> str:
-    if table.alike.sampled < 2:
+    if table.alike.compared < 2:
         return "no two trained vectors to compare"
     if table.dim == 1:
         return f"{_equal(table)} (dim 1 has no directions)"

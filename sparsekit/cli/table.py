@@ -41,7 +41,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         help="a table to tell of (default: all); may be given several times",
     )
     table.add_argument(
-        "--buckets", type=number(int, 2, 2**63 - 1), metavar="N",
+        "--modulo", type=number(int, 2, 2**63 - 1), metavar="N",
         help="keys are hashes modulo N: tell how many ids share one",
     )  # fmt: skip
     table.add_argument("--json", metavar="FILE", help="where to write the figures as JSON")
@@ -56,8 +56,8 @@ def _table(args: argparse.Namespace) -> int:
     total = sum(file.bytes for _, manifest in links for file in manifest.files.values())
     try:
         with Progress("verify", total, sys.stderr, "bytes") as progress:
-            tables = table_figures(links[-1][0], args.table, args.buckets, progress.update)
-    except ValueError as error:  # there is no such table, or a key is in no bucket
+            tables = table_figures(links[-1][0], args.table, args.modulo, progress.update)
+    except ValueError as error:  # there is no such table, or a key is too large
         raise UsageError(f"{args.path}: {error}") from None
     for line in lines(tables):
         print(line)

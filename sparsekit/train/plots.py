@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -258,7 +259,13 @@ def _spread(axes: Any, spread: Spread | None) -> None:
     median = spread.quantiles[0.5]
     axes.axvline(median, color="black", linewidth=1, label=f"median {median:.4g}")
     if spread.logarithmic:
-        axes.set_xscale("symlog", linthresh=next(edge for edge in spread.edges if edge > 0))
+        low = next(edge for edge in spread.edges if edge > 0)
+        axes.set_xscale("symlog", linthresh=low)
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(spread.edges[-1])))
+        steps = (1, 2, 5) if len(decades) < 4 else (1,)  # as many labels as there is room for
+        ticks = [0.0, *(step * 10.0**decade for decade in decades for step in steps)]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     axes.set_xlim(spread.edges[0], spread.edges[-1])
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

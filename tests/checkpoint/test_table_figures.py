@@ -10,7 +10,7 @@ from peak_memory import forget_peak, peak
 import sparsekit
 from sparsekit import checkpoint, optim
 from sparsekit.checkpoint.histogram import Histogram
-from sparsekit.checkpoint.nearest import MOST_SAMPLED, Sample
+from sparsekit.checkpoint.nearest import MOST_COMPARED, Drawn
 from sparsekit.checkpoint.table_figures import table_figures
 from sparsekit.checkpoint.table_lines import findings, lines
 
@@ -54,7 +54,7 @@ def test_rows_keys_norms_and_vectors_that_stand_out(tmp_path):
     assert (found.inf.rows, found.inf.keys) == (1, [13])
     assert found.norms.quantiles == {0: 0, 0.01: 0, 0.1: 0, 0.5: 1, 0.9: 4, 0.99: 4, 1: 5}
     assert sum(found.norms.counts) == 6
-    assert found.alike.sampled == found.alike.of == 5
+    assert found.alike.compared == found.alike.of == 5
     assert found.alike.equal == 2  # keys 11 and 12
     assert found.alike.near == 4  # all but -4
     assert found.alike.pairs[0][2] == 1
@@ -141,11 +141,11 @@ def test_a_table_without_hash_table(tmp_path):
 
 
 def test_an_empty_table(tmp_path):
-    found = figures_of(embedding(score="lfu", on_full="evict"), tmp_path, buckets=5)
+    found = figures_of(embedding(score="lfu", on_full="evict"), tmp_path, modulo=5)
     assert (found.rows, found.load, found.skew, found.dead.rows) == (0, 0, 1, 0)
     assert found.norms is found.ages is found.scores is found.lowest_key is None
-    assert found.alike.sampled == 0
-    assert found.in_shared_buckets == 0
+    assert found.alike.compared == 0
+    assert found.sharing_ids == 0
     assert findings(found) == []
     assert "  norms   none" in list(lines([found]))
 
@@ -240,22 +240,22 @@ def test_sizes_in_memory_are_those_of_the_memory_report(tmp_path):
     }
 
 
-def test_ids_in_shared_buckets(tmp_path):
-    """Hash 30,000 ids into 20,000 buckets, and compare the estimate with the true fraction."""
+def test_ids_sharing_ids(tmp_path):
+    """Hash 30,000 ids modulo 20,000, and compare the estimate with the true fraction."""
     keys = torch.as_tensor(sparsekit.hashing.xxh64([f"id {i}" for i in range(30_000)]))
-    buckets = keys.remainder(20_000)
+    keys = keys.remainder(20_000)
     layer = embedding(20_000, dim=1)
-    layer(buckets)
-    found = figures_of(layer, tmp_path, buckets=20_000)
-    true = (buckets.bincount()[buckets] > 1).double().mean()
+    layer(keys)
+    found = figures_of(layer, tmp_path, modulo=20_000)
+    true = (keys.bincount()[keys] > 1).double().mean()
     assert found.colliding_pairs is None
-    assert found.in_shared_buckets == (found.rows - 1) / 19_999
-    assert found.in_shared_buckets == pytest.approx(true.item(), abs=0.01)
-    with pytest.raises(ValueError, match=r"buckets 100: table t has the key \d+"):
-        table_figures(tmp_path / "saved", buckets=100)
+    assert found.sharing_ids == (found.rows - 1) / 19_999
+    assert found.sharing_ids == pytest.approx(true.item(), abs=0.01)
+    with pytest.raises(ValueError, match=r"modulo 100: table t has the key \d+"):
+        table_figures(tmp_path / "saved", modulo=100)
     layer.assign(torch.tensor([-3]), torch.ones(1, 1))
-    with pytest.raises(ValueError, match="buckets 20000: table t has the key -3"):
-        figures_of(layer, tmp_path / "negative", buckets=20_000)
+    with pytest.raises(ValueError, match="modulo 20000: table t has the key -3"):
+        figures_of(layer, tmp_path / "negative", modulo=20_000)
 
 
 def test_names_choose_tables(tmp_path):
@@ -266,28 +266,28 @@ def test_names_choose_tables(tmp_path):
         table_figures(tmp_path, ["user"])
 
 
-def test_equal_vectors_of_a_large_table_are_all_in_the_sample_or_none(tmp_path):
-    """Of 20,000 pairs in a table of 100,000 rows, the sample has whole pairs alone."""
+def test_equal_vectors_of_a_large_table_are_drawn_together(tmp_path):
+    """Of 20,000 pairs in a table of 100,000 rows, whole pairs are drawn."""
     torch.manual_seed(0)
     pairs = torch.randn(20_000, 8)
     vectors = torch.cat([pairs, torch.randn(60_000, 8), pairs])
-    sample = Sample(8, torch.float32)
+    drawn = Drawn(8, torch.float32)
     for begin in range(0, 100_000, 3000):
         part = vectors[begin : begin + 3000]
-        sample.add(torch.arange(begin, begin + len(part)), part)
-    found = sample.alike()
-    assert (found.sampled, found.of) == (MOST_SAMPLED, 100_000)
-    # The true fraction is 0.4; the last of the sample may have lost its twin.
-    assert found.equal / found.sampled == pytest.approx(0.4, abs=0.03)
+        drawn.add(torch.arange(begin, begin + len(part)), part)
+    found = drawn.alike()
+    assert (found.compared, found.of) == (MOST_COMPARED, 100_000)
+    # The true fraction is 0.4; the last vector may have lost its twin.
+    assert found.equal / found.compared == pytest.approx(0.4, abs=0.03)
     assert all(b - a == 80_000 or a - b == 80_000 for a, b, _ in found.pairs)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-160, 1, 1e160, 1e300])
 def test_directions_of_tiny_and_huge_vectors(scale):
     vectors = torch.tensor([[1.0, 2, 2], [2, 4, 4], [-2, -1, 0.0]], dtype=torch.float64)
-    sample = Sample(3, torch.float64)
-    sample.add(torch.tensor([7, 8, 9]), vectors * scale)
-    found = sample.alike()
+    drawn = Drawn(3, torch.float64)
+    drawn.add(torch.tensor([7, 8, 9]), vectors * scale)
+    found = drawn.alike()
     assert (found.equal, found.near) == (0, 2)
     assert sorted(found.pairs[0][:2]) == [7, 8]
     assert found.pairs[0][2] == pytest.approx(1)
@@ -295,9 +295,9 @@ def test_directions_of_tiny_and_huge_vectors(scale):
 
 
 def test_vectors_of_one_element_are_compared_for_equality_alone():
-    sample = Sample(1, torch.float32)
-    sample.add(torch.arange(4), torch.tensor([[1.0], [2.0], [2.0], [3.0]]))
-    found = sample.alike()
+    drawn = Drawn(1, torch.float32)
+    drawn.add(torch.arange(4), torch.tensor([[1.0], [2.0], [2.0], [3.0]]))
+    found = drawn.alike()
     assert (found.equal, found.near, found.pairs) == (2, 0, [])
 
 
@@ -367,4 +367,4 @@ def test_memory_does_not_grow_with_the_table(tmp_path):
     assert peak() - before < 192 << 20
     assert found.rows == rows
     assert found.dead.rows == rows // 2
-    assert found.alike.sampled == 8192
+    assert found.alike.compared == 8192
