@@ -79,6 +79,7 @@ RANGES = {
     "--k": (1, 2**20),
     "--show": (0, 2**31),
     "--world": (1, 4096),
+    "--modulo": (2, 2**63 - 1),
     "autoencoder --dim": (1, 2**16),
     "scaling --threads": (1, MOST),
 }

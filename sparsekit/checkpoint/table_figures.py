@@ -79,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TableFigures:
-    """What one table of a checkpoint has, over all ranks.
+    """Describes one table of a checkpoint, over all ranks.
 
     Attributes:
         name: name of the table.
