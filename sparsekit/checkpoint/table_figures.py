@@ -25,7 +25,7 @@ from ..tables.scores import LFU, LRU, Score, UserScore
 from .encoding import decoded
 from .folder import chain, resolved
 from .histogram import Histogram, Spread
-from .manifest import Manifest, Table
+from .manifest import MANIFEST, Manifest, Table
 from .nearest import Alike, Drawn
 from .reshard import OnProgress, live_pieces, verify
 from .table_files import Chain, columns_of, opened, parts_of
@@ -156,8 +156,8 @@ def table_figures(
 ) -> list[TableFigures]:
     """Tell what tables of a checkpoint and its chain have.
 
-    Memory does not grow with tables: of each file a piece of at most 8 MiB is there at a time, and
-    besides some 50 MiB. Only the keys of a chain's changes are kept.
+    Memory does not grow with tables: it takes pieces of at most 8 MiB, with several copies, and
+    counters of 24 MiB. Only the keys of a chain's changes are kept.
 
     Args:
         path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
@@ -194,7 +194,7 @@ class _Pass:
         self.zero, self.nan, self.inf, self.dead = Some(), Some(), Some(), Some()
         self.drawn = Drawn(self.table.dim, getattr(torch, self.table.dtype))
         self.initializer = _initializer(self.table.initializer)
-        self.fresh = _fresh_states(links[-1][1], name)
+        self.fresh = _fresh_states(*links[-1], name)
         with live_pieces(self.parts) as pieces:
             for file, begin, keys, kept in pieces:
                 if len(kept):
@@ -240,8 +240,9 @@ class _Pass:
         table, rows = self.table, self.rows
         why = ""
         if self.initializer is None:
-            how = f"by {table.initializer}" if table.initializer else "somehow"
-            why = f"vectors began {how}, which is no function of keys that a checkpoint tells"
+            why = "the checkpoint does not tell how vectors start"
+            if table.initializer:
+                why = f"vectors start from {table.initializer}, which is no function of their keys"
         if modulo is not None and rows and not 0 <= self.lowest <= self.highest < modulo:
             wrong = self.lowest if self.lowest < 0 else self.highest
             raise ValueError(f"modulo {modulo}: table {self.name} has the key {wrong}")
@@ -303,7 +304,7 @@ def _is_initial(
     return ((vectors - initial).abs() <= eps * (initial.abs() + abs(initializer.mean))).all(1)
 
 
-def _fresh_states(manifest: Manifest, name: str) -> dict[str, float]:
+def _fresh_states(folder: Path, manifest: Manifest, name: str) -> dict[str, float]:
     """Return what the states of a new row are, by name."""
     table = manifest.tables[name]
     fresh = dict.fromkeys((state for state in table.states if state not in _ANY_VALUE), 0.0)
@@ -323,7 +324,7 @@ def _fresh_states(manifest: Manifest, name: str) -> dict[str, float]:
             fresh |= {state: initial[state] for state in fresh.keys() & initial.keys()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"table {name}: the settings of its optimizer are damaged: {error!r:.80}"
+            f"{folder / MANIFEST}: is damaged: settings of the optimizer of {name}: {error!r:.80}"
         ) from None
     return fresh
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peak_memory import forget_peak, peak
 import sparsekit
 from sparsekit import checkpoint, optim
 from sparsekit.checkpoint.histogram import Histogram
+from sparsekit.checkpoint.manifest_file import read_manifest, write_manifest
 from sparsekit.checkpoint.nearest import MOST_COMPARED, Drawn
 from sparsekit.checkpoint.table_figures import table_figures
 from sparsekit.checkpoint.table_lines import findings, lines
@@ -74,9 +76,34 @@ def test_dead_rows_are_those_that_no_update_has_changed(name, saves_states, tmp_
     step(layer, optimizer, [1, 2, 3])
     layer(torch.tensor([10, 11]))  # get rows in training, and no gradient
     step(layer, optimizer, [3, 4])
+    layer.erase(torch.tensor([2]))
+    layer(torch.tensor([20]))  # gets a row that has had another key
     found = figures_of(layer, tmp_path, optimizer if saves_states else None)
-    assert (found.rows, found.dead.rows, found.dead.keys) == (6, 2, [10, 11])
-    assert found.alike.of == 4
+    assert (found.rows, found.dead.rows, sorted(found.dead.keys)) == (6, 3, [10, 11, 20])
+    assert found.alike.of == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "full"),
+    [({}, True), ({"use_hashtable": False}, False), ({"on_full": "evict", "max_rows": 99}, False)],
+)
+def test_a_full_table_is_mentioned_unless_it_evicts(options, full, tmp_path):
+    layer = embedding(**options)
+    layer.assign(torch.arange(96), torch.randn(96, 8))
+    found = figures_of(layer, tmp_path)
+    expected = ["nearly full: the fullest rank has 96.0% of its capacity in use"]
+    assert findings(found) == (expected if full else [])
+
+
+def test_a_skewed_table_is_mentioned(tmp_path):
+    layer = embedding()
+    layer.assign(torch.arange(8) * 4, torch.randn(8, 8))
+    figures_of(layer, tmp_path)
+    made = checkpoint.reshard(tmp_path / "saved", tmp_path / "two", 2)
+    (found,) = table_figures(made)
+    assert found.skew == max(found.rows_of_ranks) / 4
+    found = replace(found, skew=1.75)
+    assert findings(found) == ["skewed: the fullest rank has 1.75 times the mean of rows"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -127,7 +154,9 @@ def test_dead_rows_are_unknown_where_vectors_do_not_start_by_key(tmp_path):
     (found,) = table_figures(tmp_path / "imported")
     assert found.dead is None
     assert found.alike.of == found.rows == 100
-    assert any(line.startswith("  dead    unknown: vectors began") for line in lines([found]))
+    assert any(
+        line.startswith("  dead    unknown: the checkpoint does not") for line in lines([found])
+    )
 
 
 def test_a_table_without_hash_table(tmp_path):
@@ -221,6 +250,7 @@ def test_files_of_several_ranks_are_one_table(tmp_path):
         assert len(theirs.rows_of_ranks) == 3
         assert sum(theirs.rows_of_ranks) == ours.rows == theirs.rows
         assert theirs.skew == max(theirs.rows_of_ranks) * 3 / ours.rows
+        assert theirs.capacity == 3 * ours.capacity
         assert theirs.norms == ours.norms
         assert (theirs.dead.rows, theirs.alike.equal) == (ours.dead.rows, ours.alike.equal)
 
@@ -346,6 +376,24 @@ def test_a_damaged_file_is_named(name, tmp_path):
     path.write_bytes(content)
     with pytest.raises(checkpoint.CheckpointError, match=name):
         table_figures(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("groups", [[{}], [5], 7, [{"params": ["t.weight"]}]])
+def test_damaged_settings_of_an_optimizer_are_named(groups, tmp_path):
+    layer = embedding()
+    optimizer = optim.RMSProp(layer.parameters())
+    step(layer, optimizer, [1])
+    figures_of(layer, tmp_path, optimizer)
+    folder = tmp_path / "saved"
+    manifest = read_manifest(folder)
+    manifest.optimizers[0]["groups"] = groups
+    for name in ("manifest.json", "manifest.crc32"):
+        (folder / name).unlink()
+    write_manifest(folder, manifest)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"manifest\.json: is damaged: settings of"
+    ):
+        table_figures(folder)
 
 
 def test_memory_does_not_grow_with_the_table(tmp_path):
