@@ -10,9 +10,7 @@ from peak_memory import forget_peak, peak
 
 import sparsekit
 from sparsekit import checkpoint, optim
-from sparsekit.checkpoint.histogram import Histogram
 from sparsekit.checkpoint.manifest_file import read_manifest, write_manifest
-from sparsekit.checkpoint.nearest import MOST_COMPARED, Drawn
 from sparsekit.checkpoint.table_figures import table_figures
 from sparsekit.checkpoint.table_lines import findings, lines
 
@@ -294,75 +292,6 @@ def test_names_choose_tables(tmp_path):
     assert names == ["rows", "users"]
     with pytest.raises(ValueError, match=r"no table named user; did you mean users\?; tables: us"):
         table_figures(tmp_path, ["user"])
-
-
-def test_equal_vectors_of_a_large_table_are_drawn_together(tmp_path):
-    """Of 20,000 pairs in a table of 100,000 rows, whole pairs are drawn."""
-    torch.manual_seed(0)
-    pairs = torch.randn(20_000, 8)
-    vectors = torch.cat([pairs, torch.randn(60_000, 8), pairs])
-    drawn = Drawn(8, torch.float32)
-    for begin in range(0, 100_000, 3000):
-        part = vectors[begin : begin + 3000]
-        drawn.add(torch.arange(begin, begin + len(part)), part)
-    found = drawn.alike()
-    assert (found.compared, found.of) == (MOST_COMPARED, 100_000)
-    # The true fraction is 0.4; the last vector may have lost its twin.
-    assert found.equal / found.compared == pytest.approx(0.4, abs=0.03)
-    assert all(b - a == 80_000 or a - b == 80_000 for a, b, _ in found.pairs)
-
-
-@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1, 1e160, 1e300])
-def test_directions_of_tiny_and_huge_vectors(scale):
-    vectors = torch.tensor([[1.0, 2, 2], [2, 4, 4], [-2, -1, 0.0]], dtype=torch.float64)
-    drawn = Drawn(3, torch.float64)
-    drawn.add(torch.tensor([7, 8, 9]), vectors * scale)
-    found = drawn.alike()
-    assert (found.equal, found.near) == (0, 2)
-    assert sorted(found.pairs[0][:2]) == [7, 8]
-    assert found.pairs[0][2] == pytest.approx(1)
-    assert len(found.pairs) == 3
-
-
-def test_vectors_of_one_element_are_compared_for_equality_alone():
-    drawn = Drawn(1, torch.float32)
-    drawn.add(torch.arange(4), torch.tensor([[1.0], [2.0], [2.0], [3.0]]))
-    found = drawn.alike()
-    assert (found.equal, found.near, found.pairs) == (2, 0, [])
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("scale", [1, 1000, 10**9])
-def test_quantiles_and_bins(whole, scale):
-    numbers = (torch.rand(10_000, generator=torch.Generator().manual_seed(0)) ** 8 * scale).double()
-    numbers = numbers.long() if whole else numbers
-    histogram = Histogram(whole)
-    for part in numbers.split(999):
-        histogram.add(part)
-    spread = histogram.spread()
-    ordered = numbers.sort().values
-    for at, value in spread.quantiles.items():
-        true = ordered[math.floor(at * 9999)].item()
-        assert true * (1 - 2**-11) <= value <= true, at
-        if whole and true <= 8192:
-            assert value == true
-    assert spread.quantiles[0] == ordered[0]
-    assert spread.quantiles[1] == ordered[-1]
-    assert sum(spread.counts) == 10_000
-    assert len(spread.edges) == len(spread.counts) + 1 <= 130
-    assert all(a < b for a, b in zip(spread.edges, spread.edges[1:], strict=False))
-    assert spread.edges[0] <= ordered[0]
-    assert ordered[-1] <= spread.edges[-1]
-
-
-@pytest.mark.parametrize("numbers", [[0.0], [5.0, 5.0], [1e300], [2.0**62]])
-@pytest.mark.parametrize("whole", [True, False])
-def test_bins_of_a_single_number(numbers, whole):
-    histogram = Histogram(whole)
-    histogram.add(torch.tensor(numbers, dtype=torch.float64))
-    spread = histogram.spread()
-    assert sum(spread.counts) == len(numbers)
-    assert len(spread.edges) == len(spread.counts) + 1
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "table-0000-rank-0000.safetensors"])
