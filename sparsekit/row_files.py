@@ -125,7 +125,7 @@ class RowFiles:
     The file has no name. So nobody can take it for a checkpoint or remove it, two jobs never use
     the same one, and its space is free once the process has ended, even if it was killed.
 
-    Rows that are asked for are read from the disk together. Beyond a budget, pages that have not
+    Rows that are asked for are read from the disk together. Beyond a limit, pages that have not
     been asked for leave memory, in the order of the clock algorithm (F. J. Corbato, "A paging
     experiment with the Multics system", 1968).
 
@@ -133,7 +133,7 @@ class RowFiles:
         name: name of the table, for error messages.
         folder: where to make the file.
         capacity: number of rows.
-        max_resident_bytes: the budget; None means half of the system's memory.
+        max_resident_bytes: the limit; None means half of the system's memory.
     """
 
     def __init__(

@@ -109,7 +109,8 @@ def test_defaults_of_settings():
         "model": {"rows": None, "dim": 16, "bottom": (64,), "top": (128, 64)}
         | {"cross_layers": 3, "cross_rank": 64},
         "table": dict.fromkeys(
-            ("on_full", "max_rows", "low_watermark", "score", "ttl", "admission")
+            ("on_full", "storage", "max_resident_bytes", "max_rows", "low_watermark")
+            + ("score", "ttl", "admission")
         ),
         "data": {"train": (), "validation": (), "test": (), "format": "csv", "label": "label"}
         | {"dense": (), "sparse": (), "separator": None},

@@ -71,7 +71,7 @@ CLICKS = {
 }
 TABLE = {
     **{"on_full": "evict", "max_rows": 90, "low_watermark": 0.75, "score": "lfu", "ttl": 9},
-    "admission": sparsekit.MinCount(1),
+    **{"admission": sparsekit.MinCount(1), "storage": "mmap:.", "max_resident_bytes": 4096},
 }
 CHECKPOINT = {"path": ("ckpt", {}), "out": ("out", {"written": "out"})}
 COMMANDS = {
@@ -111,6 +111,8 @@ COMMANDS = {
         **CLICKS,
         "--table.on_full": ("evict", {"DLRM.options": TABLE}),
         "--table.max_rows": ("90", {"DLRM.options": TABLE}),
+        "--table.storage": ("mmap:.", {"DLRM.options": TABLE}),
+        "--table.max_resident_bytes": ("4096", {"DLRM.options": TABLE}),
         "--table.low_watermark": ("0.75", {"DLRM.options": TABLE}),
         "--table.score": ("lfu", {"DLRM.options": TABLE}),
         "--table.ttl": ("9", {"DLRM.options": TABLE}),
@@ -130,6 +132,8 @@ COMMANDS = {
         **CLICKS,
         "--table.on_full": ("evict", {"DeepFM.options": TABLE}),
         "--table.max_rows": ("90", {"DeepFM.options": TABLE}),
+        "--table.storage": ("mmap:.", {"DeepFM.options": TABLE}),
+        "--table.max_resident_bytes": ("4096", {"DeepFM.options": TABLE}),
         "--table.low_watermark": ("0.75", {"DeepFM.options": TABLE}),
         "--table.score": ("lfu", {"DeepFM.options": TABLE}),
         "--table.ttl": ("9", {"DeepFM.options": TABLE}),
@@ -206,10 +210,10 @@ COMMANDS = {
         "--skip-malformed": (None, {"CsvReader.on_error": "skip"}),
     },
     "data criteo-sample": {
-        "--rows": ("5", {"write_criteo_drawn.rows": 5}),
+        "--rows": ("5", {"write_criteo_sample.rows": 5}),
         "--out": ("out", {"written": "out"}),
-        "--seed": ("7", {"write_criteo_drawn.seed": 7}),
-        "--multi-hot": (None, {"write_criteo_drawn.multi_hot": True}),
+        "--seed": ("7", {"write_criteo_sample.seed": 7}),
+        "--multi-hot": (None, {"write_criteo_sample.multi_hot": True}),
     },
     "info": {},
     "bench": {},  # this command has its own parser

@@ -71,6 +71,12 @@ class DistributedEmbedding(EmbeddingLayer):
             max_capacity rows, and takes memory for those in use. See docs/capacity.md.
         max_capacity: largest number of rows of this process's table, with on_full="grow". None
             means a quarter more than the system's memory has room for vectors.
+        storage: where vectors and the states of optimizers of `sparsekit.optim` are. ``"memory"``,
+            or ``"mmap:FOLDER"``, on the CPU: in a file without a name in a folder, mapped into
+            memory, so that the table may be larger than the memory. The index and scores stay in
+            memory. See docs/capacity.md.
+        max_resident_bytes: size in bytes of the part of the file that may stay in memory; a batch
+            may take more for a while. None means half of the system's memory.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
             of all ranks' rows.
         low_watermark: fraction of max_rows, in (0, 1], that a table that makes room leaves in use.

@@ -108,7 +108,7 @@ def test_a_skewed_table_is_mentioned(tmp_path):
 @pytest.mark.parametrize(
     "initializer",
     [None, sparsekit.nn.Normal(0.5, 2), sparsekit.nn.Constant(1), torch.nn.init.xavier_uniform_],
-    ids=str,
+    ids=["default", "normal", "constant", "function"],
 )
 def test_dead_rows_of_all_initializers_and_dtypes(initializer, dtype, tmp_path):
     layer = embedding(dtype=dtype, embedding_initializer=initializer)

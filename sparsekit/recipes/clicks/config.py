@@ -57,6 +57,8 @@ class TableConfig:
     """
 
     on_full: str | None = None
+    storage: str | None = None
+    max_resident_bytes: int | None = None
     max_rows: int | None = None
     low_watermark: float | None = None
     score: str | None = None
