@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -61,6 +61,10 @@ class MappedMemory(mmap.mmap):
             return
         for start, stop in ((begin, first), (last, end)):
             ctypes.memset(self.address + start, 0, stop - start)
+
+    def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
+        """Return ranges of the rows of a tensor that lies here; all others have zeros."""
+        yield slice(0, len(tensor))
 
     def first_rows(
         self, tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]
@@ -253,6 +257,14 @@ def zero_(tensor: torch.Tensor) -> None:
         _mapping_of(tensor).zero(tensor)
     else:
         tensor.zero_()
+
+
+def parts_written(tensor: torch.Tensor) -> Iterator[slice]:
+    """Return ranges of a tensor's rows, at least all of those that have other values than zeros."""
+    if is_mapped(tensor):
+        yield from _mapping_of(tensor).parts_written(tensor)
+    else:
+        yield slice(0, len(tensor))
 
 
 def _mapping_of(tensor: torch.Tensor) -> MappedMemory:

@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .memory import MappedMemory, mapped, total_bytes, untouched_zeros
+from .memory import MappedMemory, mapped, parts_written, total_bytes, untouched_zeros
 
 # Shape of a row, and dtype.
 Column = tuple[Sequence[int], torch.dtype]
@@ -26,8 +25,8 @@ _PAGES_AT_A_TIME = 1 << 12
 # Each record begins at a multiple of this number of bytes.
 _ALIGNMENT = 8
 # The states of a page: it is not in memory; or it is, and has not been asked for since the hand of
-# the clock came by, has been, or is being asked for.
-_GONE, _OLD, _ASKED, _PINNED = range(4)
+# the clock came by, or has been.
+_GONE, _OLD, _ASKED = range(3)
 # Rows to copy at a time.
 _ROWS_AT_A_TIME = 1 << 16
 _NO_PAGES = np.empty(0, np.int64)
@@ -65,15 +64,15 @@ class _File(MappedMemory):
         self.allocated = rows
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fill some of the rows with zeros, as far as they have been written to."""
-        first = (tensor.data_ptr() - self.address) // self.record_bytes
-        for rows in self.rows_written():
-            part = slice(max(0, rows.start - first), max(0, rows.stop - first))
+        """Fill rows with zeros; they keep their space on the disk."""
+        for part in self.parts_written(tensor):
             tensor[part].zero_()
 
-    def rows_written(self) -> Iterator[slice]:
-        """Return the ranges of rows that have been written to."""
-        begin, end = 0, self.allocated * self.record_bytes
+    def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
+        """Return the ranges of the rows of a tensor that have been written to, or their states."""
+        origin = (tensor.data_ptr() - self.address) // self.record_bytes
+        begin = origin * self.record_bytes
+        end = min(origin + len(tensor), self.allocated) * self.record_bytes
         while begin < end:
             try:
                 begin = os.lseek(self.fd, begin, os.SEEK_DATA)
@@ -81,8 +80,8 @@ class _File(MappedMemory):
             except OSError:  # there is nothing more
                 return
             if begin < stop:
-                rows = begin // self.record_bytes, -(-stop // self.record_bytes)
-                yield slice(rows[0], min(rows[1], self.allocated))
+                first = max(0, begin // self.record_bytes - origin)
+                yield slice(first, -(-stop // self.record_bytes) - origin)
             begin = stop
 
     def first_rows(
@@ -147,7 +146,6 @@ class RowFiles:
         self._known = np.empty(0, np.uint8)  # of each page
         self._resident = self._hand = 0  # number of pages in memory; the next one to look at
         self._leaving = _NO_PAGES  # pages that are being written
-        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self.name, self.folder, self._capacity, self.max_resident_bytes
@@ -199,19 +197,17 @@ class RowFiles:
         """Return columns of a new main file; the first one begins with the rows of `before`."""
         made, file = self._new_file(self._capacity, self._allocated, columns)
         if before is not None:
-            old = self._file()
-            here = old is not None and before.untyped_storage().data_ptr() == old.address
-            for rows in old.rows_written() if old and here else [slice(0, self._allocated)]:
+            before = before.detach()[: self._allocated]
+            for rows in parts_written(before):
                 for first in range(rows.start, rows.stop, _ROWS_AT_A_TIME):
                     part = slice(first, min(first + _ROWS_AT_A_TIME, rows.stop))
-                    made[""][part] = before.detach()[part]
+                    made[""][part] = before[part]
                     file.leave(part)
-        with self._lock:
-            pages = -(-len(file) // _PAGE)
-            self._known = untouched_zeros([pages], torch.uint8, "cpu", few=True).numpy()
-            self._resident = self._hand = 0
-            self._leaving = _NO_PAGES
-            self._main = weakref.ref(file)
+        pages = -(-len(file) // _PAGE)
+        self._known = untouched_zeros([pages], torch.uint8, "cpu", few=True).numpy()
+        self._resident = self._hand = 0
+        self._leaving = _NO_PAGES
+        self._main = weakref.ref(file)
         return made
 
     def _new_file(
@@ -246,9 +242,7 @@ class RowFiles:
 
     def holding(self, rows: torch.Tensor) -> torch.Tensor:
         """Return `vectors` that begin with these, as far as there is space for them."""
-        made = self.vectors(rows.shape[1], rows.dtype)
-        made[: min(len(rows), self._allocated)] = rows[: self._allocated]
-        return made
+        return self._lay_out({"": (rows.shape[1:], rows.dtype)}, rows)[""]
 
     def allocate(self, rows: int) -> None:
         """Give the first rows space on the disk.
@@ -280,14 +274,15 @@ class RowFiles:
         firsts, lasts = begins // _PAGE, (begins + (file.record_bytes - 1)) // _PAGE
         most_of_record = (file.record_bytes - 2) // _PAGE + 2
         asked = np.concatenate([np.minimum(firsts + k, lasts) for k in range(most_of_record)])
-        with self._lock:
+        gone = self._known[asked] == _GONE
+        absent = np.unique(asked[gone])
+        most = self._most_pages() - len(absent)
+        if self._resident + len(self._leaving) > most:
+            self._known[asked[~gone]] = _ASKED  # others go first
+            self._drop(file, most - most // 64)
             absent = np.unique(asked[self._known[asked] == _GONE])
-            self._resident += len(absent)
-            most = self._most_pages()
-            if self._resident + len(self._leaving) > most:
-                self._known[asked] = _PINNED
-                self._drop(file, most - most // 64 - len(absent))
-            self._known[asked] = _ASKED
+        self._known[asked] = _ASKED
+        self._resident += len(absent)
         for first, end in _runs(absent):
             file.madvise(mmap.MADV_WILLNEED, *file.bytes_of(first, end))
 
@@ -295,11 +290,10 @@ class RowFiles:
         """Note that code goes through the first rows, which may be in memory afterwards."""
         if (file := self._file()) is None:
             return
-        with self._lock:
-            known = self._known[: -(-rows * file.record_bytes // _PAGE)]
-            gone = known == _GONE
-            known[gone] = _OLD
-            self._resident += int(gone.sum())
+        known = self._known[: -(-rows * file.record_bytes // _PAGE)]
+        gone = known == _GONE
+        known[gone] = _OLD
+        self._resident += int(gone.sum())
 
     def resident_bytes(self) -> int:
         """Return the size of the pages of the file that are in memory."""
@@ -332,9 +326,11 @@ class RowFiles:
             if self._resident <= most:
                 return
             begin = self._hand if self._hand < pages else 0
+            if begin == 0:  # count again, in case a call was interrupted
+                self._resident = int(np.count_nonzero(self._known))
             known = self._known[begin : min(begin + _PAGES_AT_A_TIME, pages)]
             old = np.flatnonzero(known == _OLD)[: self._resident - most]
-            if len(old) == self._resident - most:  # the hand goes no further
+            if 0 < len(old) == self._resident - most:  # the hand goes no further
                 known = known[: old[-1] + 1]
             known[known == _ASKED], known[old] = _OLD, _GONE
             self._resident -= len(old)

@@ -389,11 +389,11 @@ def check_weight(table: EmbeddingTable) -> None:
     """Raise TypeError or ValueError if a lookup cannot use the table's weight."""
     weight = table.weight
     if weight.dtype not in ROW_DTYPES:  # for example after half()
-        raise TypeError(
-            f"{table.name}: weight must be float32, float64 or bfloat16, got {weight.dtype}"
-        )
+        told = f"weight must be float32, float64 or bfloat16, got {weight.dtype}"
+        raise TypeError(f"{table.name}: {told}")
     shape = (table.capacity, table.embedding_vec_size)
-    if weight.shape != shape or not (weight.is_contiguous() or table.files is not None):
+    gaps = table.files is not None and weight.stride(1) == 1
+    if weight.shape != shape or not (weight.is_contiguous() or gaps):
         raise ValueError(
             f"{table.name}: weight must be contiguous and of shape {shape}, got shape "
             f"{tuple(weight.shape)} and strides {weight.stride()}"

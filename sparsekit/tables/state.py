@@ -11,7 +11,7 @@ import torch
 from .. import ops
 from ..distributed import Exchange
 from ..distributed.sharded import Sharded
-from ..memory import first_rows, untouched_zeros, with_length
+from ..memory import first_rows, parts_written, untouched_zeros, with_length
 from ..ops._checks import FLOATING, ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
 from . import saved_state as saved
@@ -378,8 +378,8 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
     used, zeros_initially = weight[:keys], layer.initializer == Constant(0.0)
     what, undo = "", "call reset_parameters(), which drops keys too"
     if keys == 0:
-        # Not all rows of a file, which would have to be read.
-        held = free_rows_hold(weight, 0) if layer.files else bool(weight[: layer.reach].any())
+        reached = weight[: layer.reach]
+        held = any(bool(reached[part].any()) for part in parts_written(reached))
         if held or (written and not zeros_initially):
             what = "before any of its rows had a key"
     elif free_rows_hold(weight, keys):

@@ -11,7 +11,7 @@ import torch
 
 from .._pybind import count_up, each_is
 from ..distributed.shard_gradient import ShardGradient
-from ..memory import first_rows, with_length
+from ..memory import first_rows, parts_written, with_length
 from ..row_files import RowFiles
 from .counter import Counter
 from .hash_table import HashTable
@@ -211,8 +211,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         """Return the number of the first rows that a copy needs; None means all, in memory."""
         if (reach := self.reach) is not None or self.files is None:
             return reach
-        table = None if self._table is None else self._table()
-        return len(self) if table is None or self.moved or self.is_meta else len(table)
+        return max((part.stop for part in parts_written(self.data)), default=0)
 
     def _first_rows(self, rows: int) -> tuple[torch.Tensor, int, int | None, bool]:
         return first_rows(self.data, rows), len(self), self.reach, self.requires_grad

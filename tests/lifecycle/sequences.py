@@ -10,6 +10,7 @@ import os
 import random
 from dataclasses import dataclass
 from functools import partial
+from tempfile import gettempdir
 from unittest.mock import patch
 
 import pytest
@@ -146,6 +147,9 @@ class Sequence:
                 if draw.random() < 0.7:
                     budget = {"on_full": "grow", "max_capacity": 1 << 16}
                     rows = draw.choice([1, 5, 40])
+            if draw.random() < 0.3:
+                most = draw.choice([1, 2, 1000]) * 4096
+                budget |= {"storage": f"mmap:{gettempdir()}", "max_resident_bytes": most}
             self.padding[name] = draw.choice([None, None, 1])
             admission, of_admission = ADMISSIONS[draw.choice(["all", *ADMISSIONS])]
             before = draw.choice(["initial", "zero", ROWS]) if admission else "initial"
