@@ -17,10 +17,10 @@ from .scores import LFU, Score
 
 # Fraction of all ranks' rows that is the default of max_rows. The rest is for the differences
 # between ranks, since a hash of the key decides which rank gets a new key.
-_BUDGET = 0.9
+DEFAULT_BUDGET = 0.9
 
 # A sweep for expired rows runs whenever the clock has advanced by this fraction of ttl.
-_SWEEPS_PER_TTL = 16
+SWEEPS_PER_TTL = 16
 
 
 class Evicted(NamedTuple):
@@ -232,7 +232,7 @@ class RowLife:
 
     @property
     def _every(self) -> int:
-        return max(1, cast(int, self.ttl) // _SWEEPS_PER_TTL)
+        return max(1, cast(int, self.ttl) // SWEEPS_PER_TTL)
 
     def move_to(self, device: torch.device) -> None:
         """Move the counts of keys that have not been admitted to another device."""
@@ -266,7 +266,7 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
         return None
     max_rows = None
     if options.on_full == "evict":
-        max_rows = options.max_rows or max(1, int(_BUDGET * most_rows))
+        max_rows = options.max_rows or max(1, int(DEFAULT_BUDGET * most_rows))
         check_int(name, "max_rows", max_rows, 1, most_rows)
     if isinstance(options.before_admission, Fallback):
         most = (most_rows if max_rows is None else max_rows) - 1

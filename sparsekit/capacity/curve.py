@@ -1,0 +1,224 @@
+"""Predicts the hit rates of a table at several sizes, from one pass over its keys."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .. import ops
+from ..errors import check_int, check_number
+from .expiry import Expiry
+from .miniature import Miniature
+from .policy import Policy
+from .sample import KeySample, distinct
+
+POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "lfu"))
+# Most sizes of a policy, of those that double.
+_SIZES = 8
+# Rows of the smallest miniature: one with few rows says little of a large table.
+_LEAST_ROWS = 128
+# Keys to look at together: the least, the inverse of the part of all keys so far, and the most.
+_LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 18
+
+
+class Point(NamedTuple):
+    """A prediction.
+
+    Attributes:
+        policy: the table's policy.
+        rows: rows of the table over all ranks: its budget, ``max_rows``; with a ttl, the most in
+            use.
+        hit_rate: fraction of the keys that have a row before their lookup. A key counts once for
+            each lookup, as in `Telemetry`.
+    """
+
+    policy: Policy
+    rows: int
+    hit_rate: float
+
+
+class Curve(NamedTuple):
+    """Predictions for the table of one feature.
+
+    Attributes:
+        lookups: number of lookups.
+        keys: number of keys, those of each lookup counted once.
+        distinct: estimated number of distinct keys.
+        most_at_once: most distinct keys of a lookup, whose rows a table must have at the same time.
+        rate: fraction of the keys from which all is estimated; 1 if it is exact.
+        points: predictions, by policy, ascending rows. The last of a policy without a ttl is of a
+            table that never sweeps.
+    """
+
+    lookups: int
+    keys: int
+    distinct: int
+    most_at_once: int
+    rate: float
+    points: tuple[Point, ...]
+
+
+class CapacityCurve:
+    """Predicts hit rates of a table of any size from a sample of the keys of its lookups.
+
+    Memory is fixed, whatever the number of keys. As long as there are at most `sample` distinct
+    keys, predictions are exact: those of a single table that makes its lookups in training. With
+    more, the keys are sampled by hash, and a miniature of each table is simulated; see `KeySample`
+    and `Miniature` for the sources. Misses of the sample are divided by all keys, which are
+    counted, since keys that come in every lookup hardly miss and are hardly in the sample: the
+    correction SHARDS-adj of FAST 2015, section 3.2.
+
+    Args:
+        policies: policies to predict, with a score each.
+        rows: sizes of the tables in rows; None for up to eight that double, below the number of
+            distinct keys.
+        ttls: values of ttl in lookups; None for all powers of two below the number of lookups;
+            empty for none.
+        low_watermark: as of the tables.
+        sample: most keys in the sample.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or is out of range.
+
+    Example:
+        >>> curve = CapacityCurve(rows=[1000])
+        >>> for batch in batches:
+        ...     curve.add(batch)  # int64 keys of one lookup
+        >>> curve.read().points
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Policy] = POLICIES,
+        rows: Sequence[int] | None = None,
+        ttls: Sequence[int] | None = None,
+        low_watermark: float = 0.95,
+        sample: int = 1 << 15,
+    ) -> None:
+        name = type(self).__name__
+        sample = check_int(name, "sample", sample, 1, 2**24)
+        if not 0 < check_number(name, "low_watermark", low_watermark) <= 1:
+            raise ValueError(f"{name}: low_watermark must be in (0, 1], got {low_watermark}")
+        for policy in policies:
+            if policy.ttl is not None:
+                raise ValueError(f"{name}: policies have a score, got ttl={policy.ttl}; see ttls")
+        self._rows, self._ttls = (
+            None
+            if given is None
+            else sorted({check_int(name, argument, one, 1, 2**62) for one in given})
+            for argument, given in (("rows", rows), ("ttls", ttls))
+        )
+        self._sample = KeySample(sample)
+        self._unlimited = [
+            Miniature(policy, math.inf, low_watermark, sample) for policy in dict.fromkeys(policies)
+        ]
+        self._limited: list[list[Miniature]] = [[] for _ in self._unlimited]
+        self._largest = [0] * len(self._unlimited)  # of the tables that have been full
+        self._expiry = Expiry(self._ttls)
+        self._waiting: list[torch.Tensor] = []
+        self._waiting_keys = 0
+        self._lookups = self._keys = self._occurrences = self._most_at_once = 0
+
+    def add(self, keys: torch.Tensor) -> None:
+        """Add the keys of one lookup of the table in training, repeats included.
+
+        Args:
+            keys: int64 ``[n]``, on any device. They are copied.
+
+        Raises:
+            TypeError, ValueError: keys is not an int64 tensor, or not 1-D.
+        """
+        if keys.dtype != torch.int64:
+            raise TypeError(f"CapacityCurve: keys must be int64, got {keys.dtype}")
+        if keys.dim() != 1:
+            raise ValueError(f"CapacityCurve: keys must be 1-D, got the shape {list(keys.shape)}")
+        self._waiting.append(keys.detach().to("cpu", copy=True))
+        self._waiting_keys += len(keys)
+        enough = min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
+        if self._waiting_keys + len(self._waiting) >= enough:
+            self._run()
+
+    def read(self) -> Curve:
+        """Return the predictions for the lookups so far."""
+        self._run()
+        points, keys = [], self._keys
+        for unlimited, limited in zip(self._unlimited, self._limited, strict=True):
+            misses = dict.fromkeys(self._rows or (), unlimited.misses)
+            misses |= {int(table.rows): table.misses for table in limited}
+            misses.setdefault(max(1, round(unlimited.held / self._sample.rate)), unlimited.misses)
+            points += [
+                Point(unlimited.policy, rows, _hit_rate(misses[rows], keys))
+                for rows in sorted(misses)
+            ]
+        points += [
+            Point(Policy(None, ttl=ttl), max(1, round(rows)), _hit_rate(missed, keys))
+            for ttl, rows, missed in self._expiry.points(self._lookups)
+        ]
+        count, rate = len(self._sample), self._sample.rate
+        return Curve(
+            self._lookups, keys, round(count / rate), self._most_at_once, rate, tuple(points)
+        )
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        """Take the keys that wait into account."""
+        waiting, self._waiting, self._waiting_keys = self._waiting, [], 0
+        lengths = torch.tensor([len(keys) for keys in waiting], dtype=torch.int64, device="cpu")
+        numbers = torch.arange(len(waiting), device="cpu") + self._lookups + 1
+        self._lookups += len(waiting)
+        if int(lengths.sum()) == 0:
+            return
+        keys, clock = torch.cat(waiting), numbers.repeat_interleave(lengths)
+        self._occurrences += len(keys)
+        first, times, number = distinct(keys, clock)
+        self._keys += len(first)
+        # Distinct keys have numbers in the order of lookups, so that the largest number so far
+        # tells how many there are.
+        starts = (lengths.cumsum(0) - lengths)[lengths > 0].numpy()
+        last = np.maximum.accumulate(np.maximum.reduceat(number.numpy(), starts))
+        self._most_at_once = max(self._most_at_once, int(np.diff(last, prepend=-1).max()))
+
+        sample = self._sample
+        chosen, times = _of_sample(sample, keys, first, times)
+        kept = sample.make_room(ops.unique(keys[chosen])[0])
+        if kept is not None:
+            for table in itertools.chain(self._unlimited, *self._limited):
+                table.keep(kept)
+        chosen, times = _of_sample(sample, keys, chosen, times)
+        lookups = sample.see(keys[chosen], clock[chosen].numpy(), times.numpy())
+        for i, (unlimited, limited) in enumerate(zip(self._unlimited, self._limited, strict=True)):
+            self._add_tables(i, unlimited.held_after(lookups))
+            for table in (*limited, unlimited):
+                table.run(lookups, sample)
+        sample.advance(lookups)
+        self._expiry.run(lookups, sample)
+
+    def _add_tables(self, i: int, held: int) -> None:
+        """Add the tables that are about to be full for the first time, and drop the smallest."""
+        # Up to now they have been like the one that is never full.
+        limited, rate = self._limited[i], self._sample.rate
+        sizes = [2**power for power in range(62)] if self._rows is None else self._rows
+        for rows in sizes:
+            if rows > self._largest[i] and round(rows * rate) < held:
+                limited.append(self._unlimited[i].limited(rows))
+                self._largest[i] = rows
+        if self._rows is None:
+            least = max(self._most_at_once, 1 if rate == 1 else _LEAST_ROWS / rate)
+            limited[:] = [table for table in limited if table.rows >= least][-_SIZES:]
+
+
+def _of_sample(
+    sample: KeySample, keys: torch.Tensor, places: torch.Tensor, times: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of keys that are in the sample, and how often they come."""
+    here = sample.chosen(keys[places])
+    return places[here], times[here]
+
+
+def _hit_rate(misses: float, keys: int) -> float:
+    return min(1.0, max(0.0, 1 - misses / keys)) if keys else 0.0

@@ -1,0 +1,56 @@
+"""Names the policies whose hit rates are predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import check_choice, check_int
+from ..tables.admission import MinCount
+from ..tables.scores import LFU, LRU
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A table's options that decide which keys have rows.
+
+    Args:
+        score: ``"lru"`` or ``"lfu"``, for a table with ``on_full="evict"``; None for a table that
+            only ``ttl`` empties.
+        admission: a key gets a row once it has come this often, as with ``MinCount``.
+        ttl: lookups after which a row without one expires; None for never.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or is out of range, or score and ttl
+            are both given, or neither.
+    """
+
+    score: str | None = "lru"
+    admission: int = 1
+    ttl: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("Policy", "admission", self.admission, 1, 2**31 - 1)
+        if self.ttl is None:
+            check_choice("Policy", "score", self.score, ("lru", "lfu"))
+        elif self.score is not None or self.admission != 1:
+            raise ValueError(f"Policy: ttl={self.ttl} is predicted without score and admission")
+        else:
+            check_int("Policy", "ttl", self.ttl, 1, 2**62)
+
+    def __str__(self) -> str:
+        if self.score is None:
+            return "ttl"
+        return self.score + (f", admission {self.admission}" if self.admission > 1 else "")
+
+    @property
+    def halve_every(self) -> int:
+        """Lookups after which counts are halved; 0 for never."""
+        return (LFU() if self.score == "lfu" else LRU()).halve_every
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a table, except for its rows."""
+        if self.score is None:
+            return {"ttl": self.ttl}
+        admission = {"admission": MinCount(self.admission)} if self.admission > 1 else {}
+        return {"on_full": "evict", "score": self.score, **admission}
