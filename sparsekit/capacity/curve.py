@@ -19,11 +19,13 @@ from .sample import KeySample, distinct
 
 POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "lfu"))
 # Most sizes of a policy, of those that double.
-_SIZES = 8
+_SIZES = 6
 # Rows of the smallest miniature: one with few rows says little of a large table.
-_LEAST_ROWS = 128
+_LEAST_ROWS = 256
 # Keys to look at together: the least, the inverse of the part of all keys so far, and the most.
-_LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 18
+_LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 17
+# Keys that wait at first, and what a lookup costs on top of its keys, in keys.
+_FIRST, _LOOKUP = 1 << 20, 64
 
 
 class Point(NamedTuple):
@@ -75,7 +77,7 @@ class CapacityCurve:
 
     Args:
         policies: policies to predict, with a score each.
-        rows: sizes of the tables in rows; None for up to eight that double, below the number of
+        rows: sizes of the tables in rows; None for up to six that double, below the number of
             distinct keys.
         ttls: values of ttl in lookups; None for all powers of two below the number of lookups;
             empty for none.
@@ -121,7 +123,7 @@ class CapacityCurve:
         self._largest = [0] * len(self._unlimited)  # of the tables that have been full
         self._expiry = Expiry(self._ttls)
         self._waiting: list[torch.Tensor] = []
-        self._waiting_keys = 0
+        self._waiting_size = 0
         self._lookups = self._keys = self._occurrences = self._most_at_once = 0
 
     def add(self, keys: torch.Tensor) -> None:
@@ -138,9 +140,8 @@ class CapacityCurve:
         if keys.dim() != 1:
             raise ValueError(f"CapacityCurve: keys must be 1-D, got the shape {list(keys.shape)}")
         self._waiting.append(keys.detach().to("cpu", copy=True))
-        self._waiting_keys += len(keys)
-        enough = min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
-        if self._waiting_keys + len(self._waiting) >= enough:
+        self._waiting_size += len(keys) + _LOOKUP
+        if self._waiting_size >= (self._piece_size() if self._lookups else _FIRST):
             self._run()
 
     def read(self) -> Curve:
@@ -167,28 +168,52 @@ class CapacityCurve:
     @torch.no_grad()
     def _run(self) -> None:
         """Take the keys that wait into account."""
-        waiting, self._waiting, self._waiting_keys = self._waiting, [], 0
-        lengths = torch.tensor([len(keys) for keys in waiting], dtype=torch.int64, device="cpu")
-        numbers = torch.arange(len(waiting), device="cpu") + self._lookups + 1
-        self._lookups += len(waiting)
-        if int(lengths.sum()) == 0:
-            return
-        keys, clock = torch.cat(waiting), numbers.repeat_interleave(lengths)
-        self._occurrences += len(keys)
-        first, times, number = distinct(keys, clock)
-        self._keys += len(first)
-        # Distinct keys have numbers in the order of lookups, so that the largest number so far
-        # tells how many there are.
-        starts = (lengths.cumsum(0) - lengths)[lengths > 0].numpy()
-        last = np.maximum.accumulate(np.maximum.reduceat(number.numpy(), starts))
-        self._most_at_once = max(self._most_at_once, int(np.diff(last, prepend=-1).max()))
+        waiting, self._waiting, self._waiting_size = self._waiting, [], 0
+        pieces: list[list[torch.Tensor]] = [[]]
+        size = 0
+        for keys in waiting:
+            pieces[-1].append(keys)
+            size += len(keys) + _LOOKUP
+            if size >= self._piece_size():
+                pieces.append([])
+                size = 0
+        if self._lookups == 0:
+            # Find the rate first: few keys would be left of what is simulated at a higher one.
+            for piece in filter(None, pieces):
+                keys = torch.cat(piece)
+                self._make_room(keys[self._sample.chosen(keys)], reserve=True)
+        for piece in filter(None, pieces):
+            self._look_up(piece)
 
-        sample = self._sample
-        chosen, times = _of_sample(sample, keys, first, times)
-        kept = sample.make_room(ops.unique(keys[chosen])[0])
+    def _piece_size(self) -> int:
+        return min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
+
+    def _make_room(self, keys: torch.Tensor, reserve: bool = False) -> None:
+        """Make room in the sample for chosen keys; `reserve` inserts those that stay chosen."""
+        unique, _, _ = ops.unique(keys)
+        kept = self._sample.make_room(unique)
         if kept is not None:
             for table in itertools.chain(self._unlimited, *self._limited):
                 table.keep(kept)
+        if reserve:
+            self._sample.insert(unique[self._sample.chosen(unique)])
+
+    def _look_up(self, piece: list[torch.Tensor]) -> None:
+        lengths = torch.tensor([len(keys) for keys in piece], dtype=torch.int64, device="cpu")
+        numbers = torch.arange(len(piece), device="cpu") + self._lookups + 1
+        self._lookups += len(piece)
+        if int(lengths.sum()) == 0:
+            return
+        keys, clock = torch.cat(piece), numbers.repeat_interleave(lengths)
+        self._occurrences += len(keys)
+        first, times, so_far = distinct(keys, clock)
+        self._keys += len(first)
+        ends = so_far[lengths[lengths > 0].cumsum(0).numpy() - 1]
+        self._most_at_once = max(self._most_at_once, int(np.diff(ends, prepend=0).max()))
+
+        sample = self._sample
+        chosen, times = _of_sample(sample, keys, first, times)
+        self._make_room(keys[chosen])
         chosen, times = _of_sample(sample, keys, chosen, times)
         lookups = sample.see(keys[chosen], clock[chosen].numpy(), times.numpy())
         for i, (unlimited, limited) in enumerate(zip(self._unlimited, self._limited, strict=True)):

@@ -44,7 +44,7 @@ class Expiry:
         for i, (ttl, every) in enumerate(zip(self._ttls, self._every, strict=True)):
             late = 0 if ttl >= clock else np.count_nonzero(then < came // every * every - ttl)
             self._misses[i] += (first_come + late) / sample.rate
-            alive = len(last) - np.searchsorted(last, clock + 1 - every - ttl)
+            alive = len(last) - np.searchsorted(last, max(1, clock + 1 - every - ttl))
             self.rows[i] = max(self.rows[i], alive / sample.rate)
 
     def points(self, clock: int) -> list[tuple[int, float, float]]:

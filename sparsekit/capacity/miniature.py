@@ -11,6 +11,8 @@ from .sample import KeySample, Lookups
 
 # Number of entries to look at together before a sweep is found.
 _ENTRIES = 64
+# Score of a row that must stay.
+_STAYS = np.iinfo(np.int64).max
 
 
 class Miniature:
@@ -37,6 +39,7 @@ class Miniature:
     def __init__(self, policy: Policy, rows: float, low_watermark: float, most: int) -> None:
         self.policy, self.rows = policy, rows
         self.misses = 0.0
+        self._halve_every = policy.halve_every
         self._low_watermark = low_watermark
         self._period = 0  # number of halvings of counts so far
         # How often keys had come when they lost their rows, and what to subtract from how often
@@ -109,7 +112,7 @@ class Miniature:
     def _end(self, lookups: Lookups, begin: int, width: int) -> int:
         """Return where to stop looking: at the end of a lookup, before counts are halved."""
         end = int(lookups.end[min(begin + width, len(lookups.slots)) - 1])
-        if every := self.policy.halve_every:
+        if every := self._halve_every:
             halved = (int(lookups.clock[begin]) // every + 1) * every
             end = min(end, int(np.searchsorted(lookups.clock, halved)))
         return end
@@ -123,7 +126,7 @@ class Miniature:
 
     def _age(self, clock: int, total: np.ndarray) -> None:
         """Halve the counts of keys with rows, if it is time to."""
-        every = self.policy.halve_every
+        every = self._halve_every
         if every == 0 or clock // every == self._period:
             return
         halvings = min(63, clock // every - self._period)
@@ -143,16 +146,21 @@ class Miniature:
         """Drop the rows with the lowest scores, but not those of this lookup."""
         left = max(0, min(round(self._low_watermark * budget), int(budget) - new))
         held = self._held
+        scores = last[held]
+        words = (total[held] - self._uncounted[held] if len(self._uncounted) else scores) << 31
+        words |= ties[held]
+        words[scores == clock] = _STAYS
         count = len(held) - left
-        loose = np.flatnonzero(last[held] != clock)
-        slots = held[loose]
-        scores = total[slots] - self._uncounted[slots] if len(self._uncounted) else last[slots]
-        words = (scores << 31) | ties[slots]
-        gone = loose if count >= len(loose) else loose[np.argpartition(words, count - 1)[:count]]
+        if count < len(held):
+            order = np.argpartition(words, count - 1)
+            gone, kept = order[:count], order[count:]
+        else:
+            gone, kept = np.arange(count), np.arange(0)
+        pinned = words[gone] == _STAYS
+        if pinned.any():  # all others are dropped
+            gone, kept = gone[~pinned], np.concatenate([kept, gone[pinned]])
         dropped = held[gone]
         self._since[dropped] = total[dropped]
         if len(self._uncounted):
             self._uncounted[dropped] = total[dropped]
-        stays = np.ones(len(held), bool)
-        stays[gone] = False
-        self._held = held[stays]
+        self._held = held[kept]

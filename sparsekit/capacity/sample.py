@@ -96,6 +96,15 @@ class KeySample:
             state[len(slots) :] = 0
         return slots
 
+    def insert(self, keys: torch.Tensor) -> np.ndarray:
+        """Insert chosen keys for which there is room, and return their slots, int64 ``[n]``."""
+        known = len(self)
+        slots = self._index.find_or_insert(keys).numpy()
+        if known < len(self):
+            new = mixed(self._index.keys()[known:])
+            self.ties[known : len(self)] = ((new >> 33) & (2**31 - 1)).numpy()
+        return slots
+
     def see(self, keys: torch.Tensor, clock: np.ndarray, times: np.ndarray) -> Lookups:
         """Insert keys for which there is room, and return their lookups.
 
@@ -104,10 +113,7 @@ class KeySample:
             clock: number of each key's lookup, int64 ``[n]``.
             times: how often the lookup has the key, int64 ``[n]``.
         """
-        known = len(self)
-        slots = self._index.find_or_insert(keys).numpy()
-        new = mixed(self._index.keys()[known:])
-        self.ties[known : len(self)] = ((new >> 33) & (2**31 - 1)).numpy()
+        slots = self.insert(keys)
         # Sums and predecessors within these lookups: by key, then in the order of lookups.
         order = np.argsort(slots, kind="stable")
         ordered, amounts, clocks = slots[order], times[order], clock[order]
@@ -135,7 +141,7 @@ class KeySample:
 
 def distinct(
     keys: torch.Tensor, clock: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """Find the distinct keys of each lookup.
 
     Args:
@@ -144,12 +150,11 @@ def distinct(
 
     Returns:
         The position at which each distinct key of a lookup first comes, int64 ``[u]``, ascending;
-        how often the lookup has it, int64 ``[u]``; and for each key its number among them, int64
-        ``[n]``.
+        how often the lookup has it, int64 ``[u]``; and how many there are up to and with each
+        position, int64 ``[n]``.
     """
     # Equal words of different keys would be counted as one, which 64 bits make improbable.
     words = mixed(keys) ^ mixed(clock ^ _SALT)
-    unique, numbers, times = ops.unique(words)
-    first = torch.empty_like(unique)
-    first[numbers.flip(0)] = torch.arange(len(keys) - 1, -1, -1, device="cpu")
-    return first, times, numbers
+    _, numbers, times = ops.unique(words)
+    so_far = np.maximum.accumulate(numbers.numpy())  # numbers are in order of first occurrence
+    return torch.from_numpy(np.flatnonzero(np.diff(so_far, prepend=-1))), times, so_far + 1
