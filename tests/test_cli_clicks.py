@@ -288,7 +288,7 @@ def test_the_adult_data_as_files(tmp_path, split):
         config = train_clicks.replace(config, trainer=train_clicks.TrainerConfig(patience=1))
     written = train_clicks._write_adult((people, people), config, tmp_path)[0]
     counts = {
-        name: sum(batch.rows for batch in train_clicks._reader(written, files, None))
+        name: sum(batch.rows for batch in train_clicks.reader_of(written, files, None))
         for name in ("train", "validation", "test")
         if (files := getattr(written.data, name))
     }
@@ -309,7 +309,7 @@ def test_training_is_shuffled_and_tests_are_not(clicks):
     config = train_clicks.replace(config, data=columns)
 
     def order(seed):
-        reader = train_clicks._reader(config, columns.train, seed)
+        reader = train_clicks.reader_of(config, columns.train, seed)
         return torch.cat([batch.label for batch in reader])
 
     in_file = torch.tensor(
@@ -322,13 +322,13 @@ def test_training_is_shuffled_and_tests_are_not(clicks):
 
 
 def test_the_seed_is_that_of_the_training_data_alone(clicks, capsys, monkeypatch):
-    asked, read = {}, train_clicks._reader
+    asked, read = {}, train_clicks.reader_of
 
     def asking(config, files, seed):
         asked[files] = seed
         return read(config, files, seed)
 
-    monkeypatch.setattr(train_clicks, "_reader", asking)
+    monkeypatch.setattr(train_clicks, "reader_of", asking)
     test = clicks.with_name("test.csv")
     test.write_text(clicks.read_text())
     more = ["--ranks", "1", "--seed", "5", "--epochs", "1", "--set", f"data.test={test}"]

@@ -7,7 +7,7 @@ import pytest
 
 from sparsekit import cli
 from sparsekit._extras import MissingPackageError
-from sparsekit.cli import data
+from sparsekit.cli import columns, data
 from sparsekit.cli import hash as hash_command
 from sparsekit.cli.common import UsageError
 from sparsekit.data import CriteoReader, ParquetReader
@@ -129,11 +129,11 @@ def test_what_the_user_can_put_right(tmp_path, capsys, arguments, message):
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ""])
 def test_the_format_is_that_of_the_name(suffix):
-    found = [hash_command._format_of(f"a.b/x{form}{suffix}") for form in (".csv", ".tsv")]
+    found = [columns.format_of(f"a.b/x{form}{suffix}") for form in (".csv", ".tsv")]
     assert found == ["csv", "tsv"]
     for name in (f"x{suffix}", f"x.txt{suffix}", f"x.csv.old{suffix}", f"x.csv{suffix}.zip"):
         with pytest.raises(UsageError, match="--format says what it is"):
-            hash_command._format_of(name)
+            columns.format_of(name)
 
 
 def test_an_empty_list_of_columns_is_empty(tmp_path):
@@ -181,10 +181,10 @@ def test_hash_without_pyarrow(monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [OSError("odd"), OSError(5, "odd", "part")])
 def test_a_file_that_cannot_be_opened_is_named_where_it_is_known(monkeypatch, capsys, error):
-    def fail(args):
+    def fail(*args):
         raise error
 
-    monkeypatch.setattr(hash_command, "_open", fail)
+    monkeypatch.setattr(columns, "_open", fail)
     assert cli.main(["hash", "x.csv", "--out", "y"]) == 2
     assert capsys.readouterr().err == f"sparsekit: {'x.csv: ' if error.filename else ''}odd\n"
 

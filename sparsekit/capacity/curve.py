@@ -19,7 +19,7 @@ from .sample import KeySample, distinct
 
 POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "lfu"))
 # Most sizes of a policy, of those that double.
-_SIZES = 6
+_SIZES = 5
 # Rows of the smallest miniature: one with few rows says little of a large table.
 _LEAST_ROWS = 256
 # Keys to look at together: the least, the inverse of the part of all keys so far, and the most.
@@ -77,7 +77,7 @@ class CapacityCurve:
 
     Args:
         policies: policies to predict, with a score each.
-        rows: sizes of the tables in rows; None for up to six that double, below the number of
+        rows: sizes of the tables in rows; None for up to five that double, below the number of
             distinct keys.
         ttls: values of ttl in lookups; None for all powers of two below the number of lookups;
             empty for none.

@@ -11,7 +11,7 @@ from ..errors import DivergedError
 from ..recipes.autoencoder import recommend
 from ..recipes.clicks import predict
 from ..train.launch import RankError
-from . import bench, checkpoint, data, hash, info, plot, profile, scaling, table, train
+from . import bench, capacity, checkpoint, data, hash, info, plot, profile, scaling, table, train
 from .common import EXPECTED, discard_output
 
 
@@ -57,6 +57,7 @@ def make_parser() -> Parser:
         plot,
         profile,
         scaling,
+        capacity,
         hash,
         data,
         bench,

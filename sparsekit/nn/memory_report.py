@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._sizes import size_text
 from ..tables.admission import ExactCounts
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.removal import states_of
@@ -159,12 +160,3 @@ def _whole(tensors: Iterable[torch.Tensor]) -> Bytes:
 def _sum(parts: Iterable[Bytes]) -> Bytes:
     listed = list(parts)
     return Bytes(sum(part.in_use for part in listed), sum(part.reserved for part in listed))
-
-
-def size_text(size: int) -> str:
-    """Return a size in the largest binary unit in which it is at least 1."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:,.0f} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"

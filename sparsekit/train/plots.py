@@ -71,10 +71,10 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     epochs = [record for record in records if record["kind"] == "epoch"]
     if not records:
         raise ValueError(f"{os.fspath(folder)}: no record of training yet")
-    pyplot = _pyplot()
+    plt = pyplot()
     living = _largest_tables(records, "inserted")
     lines = 3 if living else 2
-    figure, axes = pyplot.subplots(lines, 4, figsize=(18, 4 * lines), layout="constrained")
+    figure, axes = plt.subplots(lines, 4, figsize=(18, 4 * lines), layout="constrained")
     figure.suptitle(f"{Path(folder).resolve().name}, {records[-1]['step']:,} steps")
     (loss, metrics, speed, sent), of_tables, *of_life = axes
 
@@ -114,7 +114,7 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         each.set_xlim(0, 1.05 * max(records[-1]["step"], 1))
         each.locator_params(axis="x", integer=True)
     figure.savefig(out, dpi=110, format="png")
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
@@ -192,8 +192,8 @@ def plot_scaling(
         ImportError: matplotlib is missing.
         OSError: the file cannot be written.
     """
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     speed_up = {ranks: rate / measured[1] for ranks, rate in measured.items()}
     ranks = sorted({*measured, *forecast})
     axes.plot(ranks, ranks, linestyle=":", color="gray", label="ideal")
@@ -209,7 +209,7 @@ def plot_scaling(
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=110, format="png")
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> None:
@@ -291,6 +291,11 @@ def _line(
         axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
 
 
-def _pyplot() -> Any:
-    needed("matplotlib", "a plot").use("Agg")  # a backend that does not need a screen
+def pyplot() -> Any:
+    """Return matplotlib.pyplot with a backend that needs no screen.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    needed("matplotlib", "a plot").use("Agg")
     return needed("matplotlib.pyplot", "a plot")

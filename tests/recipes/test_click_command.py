@@ -74,7 +74,7 @@ def test_the_batch_of_a_rank_is_rounded_up(monkeypatch, tmp_path, ranks, expecte
     settings.append("data.separator=/")
     config = command._config(arguments(settings=settings))
     monkeypatch.setattr(command, "world_size", lambda: ranks)
-    reader = command._reader(config, config.data.train, 0)
+    reader = command.reader_of(config, config.data.train, 0)
     assert reader.batch_size == expected
     assert reader.columns.sparse["a"].separator == "/"
 
@@ -109,7 +109,7 @@ def fitted(monkeypatch):
     """Replace everything that `_fit` calls; return the trainer and the later calls' arguments."""
     trainer, calls = Trainer(), []
     reader = SimpleNamespace(columns="columns")
-    monkeypatch.setattr(command, "_reader", lambda *_: reader)
+    monkeypatch.setattr(command, "reader_of", lambda *_: reader)
     monkeypatch.setattr(command, "check_files", lambda config, readers: calls.append(list(readers)))
     monkeypatch.setattr(command, "_model", lambda *_: "model")
     monkeypatch.setattr(command, "_trainer", lambda *_: trainer)

@@ -8,6 +8,7 @@ import functools
 import math
 import resource
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from ..buckets import QuantileBuckets
 from ..wide.command import NUMBER_BUCKETS, SPLIT_SEED, TEST_FRACTION, load_people
 from . import trained
 from .check import check_files
-from .config import OPTIMIZERS, DataConfig, RunConfig, TrainerConfig, check
+from .config import CONFIG, OPTIMIZERS, DataConfig, RunConfig, TrainerConfig, check
 from .trained import MODELS, scores
 
 
@@ -150,7 +151,7 @@ def _write_adult(
     return replace(config, data=data_config), buckets
 
 
-def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Reader:
+def reader_of(config: RunConfig, files: Sequence[str], seed: int | None) -> Reader:
     """Return a reader of this rank's share of each batch, shuffled unless seed is None."""
     data = config.data
     batch = -(-config.trainer.global_batch_size // world_size())
@@ -180,9 +181,9 @@ def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 
 def _fit(config: RunConfig, args: argparse.Namespace, buckets: QuantileBuckets | None) -> int:
     try:
-        reader = _reader(config, config.data.train, args.seed)
+        reader = reader_of(config, config.data.train, args.seed)
         tested = {
-            name: _reader(config, files, None)
+            name: reader_of(config, files, None)
             for name in ("validation", "test")
             if (files := getattr(config.data, name))
         }
@@ -240,7 +241,7 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
     logs = ranks.logs(args)
     if logs:
         folder = Path(args.log)
-        (folder / "config.yaml").write_text(to_yaml(config))
+        (folder / CONFIG).write_text(to_yaml(config))
         if settings.tensorboard:
             logs.append(TensorBoard(folder))
     return training.make_trainer(

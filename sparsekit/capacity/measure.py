@@ -1,0 +1,56 @@
+"""Measures the hit rates of real tables, to compare predictions with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..nn import Embedding
+from .curve import Curve, Point
+
+
+class Measure:
+    """A table for each prediction of a curve, which make the same lookups.
+
+    Args:
+        curve: the predictions.
+        low_watermark: as of the predicted tables.
+    """
+
+    def __init__(self, curve: Curve, low_watermark: float = 0.95) -> None:
+        self._layers = [
+            _table(point, curve.most_at_once, low_watermark, f"measured {i}")
+            for i, point in enumerate(curve.points)
+        ]
+
+    def add(self, keys: torch.Tensor) -> None:
+        """Look up int64 keys ``[n]``, those of one lookup, in all tables."""
+        with torch.no_grad():
+            for layer in self._layers:
+                layer(keys)
+
+    def hit_rates(self) -> list[float]:
+        """Return the hit rate of each table, by point."""
+        counts = [layer.row_counts() for layer in self._layers]
+        return [each.found / each.asked if each.asked else 0.0 for each in counts]
+
+
+def measured(
+    curve: Curve, lookups: Sequence[torch.Tensor], low_watermark: float = 0.95
+) -> list[float]:
+    """Return the hit rates of real tables after lookups of int64 keys ``[n]``, by point."""
+    measure = Measure(curve, low_watermark)
+    for keys in lookups:
+        measure.add(keys)
+    return measure.hit_rates()
+
+
+def _table(point: Point, most_at_once: int, low_watermark: float, name: str) -> Embedding:
+    options = point.policy.options()
+    rows = None
+    if point.policy.ttl is None:
+        # Rows in use go over the budget until the lookup that inserts them has swept.
+        rows = point.rows + most_at_once
+        options |= {"max_rows": point.rows, "low_watermark": low_watermark}
+    return Embedding(rows, 1, name=name, device="cpu", **options)

@@ -1,0 +1,79 @@
+"""Reads again what a training run has read, from the settings in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...cli.common import UsageError, why
+from ...data.reader import Reader
+from ...tables.embedding_table import EmbeddingTable
+from ...train.config import ConfigError, read_yaml, updated
+from .command import reader_of
+from .config import CONFIG, OPTIMIZERS, RunConfig, check
+from .trained import MODELS
+
+
+class Run(NamedTuple):
+    """What a run has read, and the tables in which it has looked that up.
+
+    Attributes:
+        reader: the batches of all ranks together, in the order of the seed 0.
+        epochs: passes over them.
+        dims: elements of a vector, by feature.
+        optimizer: the tables' optimizer.
+    """
+
+    reader: Reader
+    epochs: int
+    dims: Mapping[str, int]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+
+def read_run(folder: str, batch_size: int | None = None) -> Run:
+    """Read the settings of a run.
+
+    Args:
+        folder: folder that was given to --log-to.
+        batch_size: samples in a batch; None for the run's.
+
+    Raises:
+        UsageError: the folder has no settings of a run that has read files, or the files are gone.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        values = read_yaml(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {why(error, str(path))}") from error
+    kind = next(
+        (each for each in MODELS.values() if set(values.get("model", {})) <= set(vars(each[1]()))),
+        next(iter(MODELS.values())),
+    )
+    try:
+        config = updated(RunConfig(kind[1]()), values, str(path))
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    if not config.data.train:
+        raise UsageError(f"{path}: names no files in data.train")
+    if batch_size is not None:
+        config = replace(config, trainer=replace(config.trainer, global_batch_size=batch_size))
+    check(config)
+    try:
+        reader = reader_of(config, config.data.train, 0)
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    model = kind[0](
+        *(list(reader.columns.sparse), len(reader.columns.dense)),
+        **{**vars(config.model), "rows": 1},
+        seed=0,
+    )
+    dims = {
+        one.name: one.embedding_vec_size
+        for one in model.modules()
+        if isinstance(one, EmbeddingTable)
+    }
+    return Run(reader, config.trainer.epochs, dims, OPTIMIZERS[config.optimizer.name])
