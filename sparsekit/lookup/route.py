@@ -21,6 +21,7 @@ from .local import Local
 from .make_room import Known, known_here, known_of, swept_columns, swept_tables
 from .plan import LookupPlan, PlanCache
 from .request import LazyRequests, Request
+from .watch import tell, watched
 
 # The requests of a call, one for each table, or an error for all ranks to raise.
 Asked = Sequence[Request] | Exception
@@ -116,6 +117,8 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
         plan.check_exchange(None)
     if isinstance(asked, Exception):
         raise asked
+    if watched:
+        tell(tables, asked, plan.reads)
     return Local(plan, asked)
 
 

@@ -1,0 +1,31 @@
+"""Tells who asks which keys the lookups of a table in training have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..tables.embedding_table import EmbeddingTable
+from .reading import asked_of
+from .request import Request
+
+# What is called with the keys of each lookup of a table.
+watched: dict[EmbeddingTable, Callable[[torch.Tensor], Any]] = {}
+
+
+def tell(
+    tables: Sequence[EmbeddingTable], requests: Sequence[Request], reads: Sequence[bool]
+) -> None:
+    """Call those who watch the tables of a lookup, which has not changed any table yet.
+
+    Args:
+        tables: the table of each request.
+        requests: the requests.
+        reads: for each of them, whether it inserts no keys; empty if all insert.
+    """
+    for table in dict.fromkeys(tables):
+        if table.inserts and table in watched:
+            keys, occurrences, *_ = asked_of(table, list(requests), reads)
+            watched[table](keys if occurrences is None else keys[occurrences > 0])
