@@ -147,11 +147,13 @@ class CapacityCurve:
     def read(self) -> Curve:
         """Return the predictions for the lookups so far."""
         self._run()
-        points, keys = [], self._keys
+        points = []
+        # What chance has put into the sample too often, it has also found too often.
+        keys = self._keys * self._sample.found / max(1.0, self._sample.distinct())
         for unlimited, limited in zip(self._unlimited, self._limited, strict=True):
             misses = dict.fromkeys(self._rows or (), unlimited.misses)
             misses |= {int(table.rows): table.misses for table in limited}
-            misses.setdefault(max(1, round(unlimited.held / self._sample.rate)), unlimited.misses)
+            misses.setdefault(self._rows_of(unlimited), unlimited.misses)
             points += [
                 Point(unlimited.policy, rows, _hit_rate(misses[rows], keys))
                 for rows in sorted(misses)
@@ -160,10 +162,16 @@ class CapacityCurve:
             Point(Policy(None, ttl=ttl), max(1, round(rows)), _hit_rate(missed, keys))
             for ttl, rows, missed in self._expiry.points(self._lookups)
         ]
-        count, rate = len(self._sample), self._sample.rate
-        return Curve(
-            self._lookups, keys, round(count / rate), self._most_at_once, rate, tuple(points)
-        )
+        distinct, rate = round(self._sample.distinct()), self._sample.rate
+        return Curve(self._lookups, self._keys, distinct, self._most_at_once, rate, tuple(points))
+
+    def _rows_of(self, unlimited: Miniature) -> int:
+        """Return rows with which a table never sweeps."""
+        rows, sample = unlimited.held / self._sample.scale, self._sample
+        if sample.rate < 1:  # by four standard errors more than the estimate
+            rows += 4 * math.sqrt(unlimited.held) / sample.scale
+            rows = min(rows, 1.01 * sample.distinct())
+        return max(1, math.ceil(rows))
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -207,6 +215,7 @@ class CapacityCurve:
         keys, clock = torch.cat(piece), numbers.repeat_interleave(lengths)
         self._occurrences += len(keys)
         first, times, so_far = distinct(keys, clock)
+        self._sample.mark(keys[first])
         self._keys += len(first)
         ends = so_far[lengths[lengths > 0].cumsum(0).numpy() - 1]
         self._most_at_once = max(self._most_at_once, int(np.diff(ends, prepend=0).max()))
@@ -226,14 +235,14 @@ class CapacityCurve:
     def _add_tables(self, i: int, held: int) -> None:
         """Add the tables that are about to be full for the first time, and drop the smallest."""
         # Up to now they have been like the one that is never full.
-        limited, rate = self._limited[i], self._sample.rate
+        limited, sample = self._limited[i], self._sample
         sizes = [2**power for power in range(62)] if self._rows is None else self._rows
         for rows in sizes:
-            if rows > self._largest[i] and round(rows * rate) < held:
+            if rows > self._largest[i] and round(rows * sample.scale) < held:
                 limited.append(self._unlimited[i].limited(rows))
                 self._largest[i] = rows
         if self._rows is None:
-            least = max(self._most_at_once, 1 if rate == 1 else _LEAST_ROWS / rate)
+            least = max(self._most_at_once, 1 if sample.rate == 1 else _LEAST_ROWS / sample.scale)
             limited[:] = [table for table in limited if table.rows >= least][-_SIZES:]
 
 
@@ -245,5 +254,5 @@ def _of_sample(
     return places[here], times[here]
 
 
-def _hit_rate(misses: float, keys: int) -> float:
+def _hit_rate(misses: float, keys: float) -> float:
     return min(1.0, max(0.0, 1 - misses / keys)) if keys else 0.0

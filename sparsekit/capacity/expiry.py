@@ -45,7 +45,7 @@ class Expiry:
             late = 0 if ttl >= clock else np.count_nonzero(then < came // every * every - ttl)
             self._misses[i] += (first_come + late) / sample.rate
             alive = len(last) - np.searchsorted(last, max(1, clock + 1 - every - ttl))
-            self.rows[i] = max(self.rows[i], alive / sample.rate)
+            self.rows[i] = max(self.rows[i], alive / sample.scale)
 
     def points(self, clock: int) -> list[tuple[int, float, float]]:
         """Return each ttl, its rows and its misses; without powers of two above the clock."""

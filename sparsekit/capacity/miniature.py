@@ -81,7 +81,7 @@ class Miniature:
             lookups: the lookups.
             sample: the sample before these lookups.
         """
-        budget = self.rows if self.rows == np.inf else max(1, round(self.rows * sample.rate))
+        budget = self.rows if self.rows == np.inf else max(1, round(self.rows * sample.scale))
         total, last = sample.total.copy(), sample.last.copy()
         begin, width, misses = 0, _ENTRIES, 0
         while begin < len(lookups.slots):

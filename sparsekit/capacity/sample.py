@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ from ..tables.key_hash import mixed
 # Makes the hash by which keys are chosen independent of the one that orders equal scores.
 _SALT = 0x5851F42D4C957F2D
 _SIGN = -(2**63)
+# Places of the marks by which distinct keys are counted.
+_PLACES = 1 << 22
 
 
 class Lookups(NamedTuple):
@@ -49,7 +52,10 @@ class KeySample:
         most: largest number of keys to keep.
 
     Attributes:
-        rate: fraction of all keys that is kept, a power of two in (0, 1].
+        rate: fraction of the hashes that is kept, a power of two in (0, 1].
+        scale: fraction of the distinct keys so far that is kept, which differs from the rate by
+            chance.
+        found: estimated number of distinct keys: new keys, divided by the rate at their time.
         total: how often each kept key has come, int64 ``[most]``.
         last: the last lookup that had it, int64 ``[most]``.
         ties: order of keys with equal scores in a table, int64 ``[most]``, below 2^31.
@@ -57,12 +63,30 @@ class KeySample:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.rate = 1.0
+        self.rate = self.scale = 1.0
+        self.found = 0.0
+        self._marks = np.zeros(_PLACES, bool)
         self._index = HashTable(most, device="cpu", name="sampled keys")
         self.total, self.last, self.ties = (np.zeros(most, np.int64) for _ in range(3))
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def mark(self, keys: torch.Tensor) -> None:
+        """Count int64 keys ``[n]`` among the distinct keys, whether they are chosen or not."""
+        self._marks[(mixed(keys) & (_PLACES - 1)).numpy()] = True
+
+    def distinct(self) -> float:
+        """Return the number of distinct keys that have been marked; estimated below a rate of 1.
+
+        Linear counting: Whang, Vander-Zanden and Taylor, "A Linear-Time Probabilistic Counting
+        Algorithm for Database Applications", ACM TODS 15, 1990. Its standard error is 0.06% for ten
+        million keys.
+        """
+        if self.rate == 1:
+            return len(self)
+        free = max(1, _PLACES - np.count_nonzero(self._marks))
+        return _PLACES * math.log(_PLACES / free)
 
     def chosen(self, keys: torch.Tensor) -> torch.Tensor:
         """Return a mask of the int64 keys ``[n]`` whose hash is below the limit."""
@@ -121,6 +145,10 @@ class KeySample:
         starts = np.flatnonzero(np.diff(ordered, prepend=-1))
         sizes = np.diff(np.append(starts, len(ordered)))
         before, previous = np.empty_like(times), np.empty_like(clock)
+        new = np.count_nonzero(self.last[ordered[starts]] == 0)
+        self.found += new / self.rate
+        if self.rate < 1:
+            self.scale = (np.count_nonzero(self.last) + new) / self.distinct()
         before[order] = sums - np.repeat(sums[starts], sizes) + self.total[ordered]
         earlier = np.roll(clocks, 1)
         earlier[starts] = self.last[ordered[starts]]
