@@ -21,7 +21,7 @@ POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "
 # Most sizes of a policy, of those that double.
 _SIZES = 5
 # Rows of the smallest miniature: one with few rows says little of a large table.
-_LEAST_ROWS = 256
+_LEAST_ROWS = 512
 # Keys to look at together: the least, the inverse of the part of all keys so far, and the most.
 _LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 17
 # Keys that wait at first, and what a lookup costs on top of its keys, in keys.

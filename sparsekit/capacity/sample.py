@@ -145,7 +145,7 @@ class KeySample:
         starts = np.flatnonzero(np.diff(ordered, prepend=-1))
         sizes = np.diff(np.append(starts, len(ordered)))
         before, previous = np.empty_like(times), np.empty_like(clock)
-        new = np.count_nonzero(self.last[ordered[starts]] == 0)
+        new = int(np.count_nonzero(self.last[ordered[starts]] == 0))
         self.found += new / self.rate
         if self.rate < 1:
             self.scale = (np.count_nonzero(self.last) + new) / self.distinct()
