@@ -32,7 +32,17 @@ from ..recipes.clicks.config import CONFIG, TrainerConfig
 from ..recipes.clicks.run_folder import read_run
 from ..train.progress import Progress
 from .columns import add_columns, open_reader
-from .common import UsageError, check_apart, check_folder, count, number, set_threads, why, writing
+from .common import (
+    UsageError,
+    check_apart,
+    check_folder,
+    check_other_file,
+    count,
+    number,
+    set_threads,
+    why,
+    writing,
+)
 
 _SCORES = ("lru", "lfu", "ttl")
 _OPTIMIZERS = [
@@ -119,11 +129,14 @@ _BATCH = TrainerConfig.global_batch_size
 
 
 def _capacity(args: argparse.Namespace) -> int:
-    check_folder(args.json, "--json")
-    check_folder(args.plot, "--plot")
+    for option, out in (("--json", args.json), ("--plot", args.plot)):
+        check_folder(out, option)
+        for file in args.source:
+            check_other_file(option, out, file)
     check_apart("--plot", args.plot, "--json", args.json)
-    if args.measure and any(Path(file).is_fifo() for file in args.source):
-        raise UsageError("--measure reads again, and a pipe can be read once")
+    again = "--measure" if args.measure else f"--epochs {args.epochs}"
+    if (args.measure or (args.epochs or 1) > 1) and any(Path(x).is_fifo() for x in args.source):
+        raise UsageError(f"{again} reads again, and a pipe can be read once")
     set_threads(None)
     source = _source(args)
     features = _predicted(args, source)

@@ -71,6 +71,8 @@ def _open(
         reader = form.reader(files, batch_size, keys=keys, **options)
         return reader, reader.columns.sparse if args.separator else ()
     source, names, lists = form.open(files[0])
+    if not any(names):
+        raise ValueError(f"{files[0]} is empty, or begins with an empty line")
     asked = {kind: getattr(args, kind) for kind in ("dense", *_KINDS)}
     named = {kind: names.split(",") if names else [] for kind, names in asked.items()}
     if args.hash is None:
