@@ -112,19 +112,19 @@ def test_commands_on_files_run_as_printed(
     monkeypatch.chdir(tmp_path)
     rows = [f"user {i % 9},{i % 7},{i % 5}.5,{i % 2}" for i in range(60)]
     Path("clicks.csv").write_text("\n".join(["user,item,price,click", *rows]) + "\n")
-    for name in ("day_0", "day_0.gz", "day_1.gz"):
+    for name in ("day_0", "day_0.gz", "day_0.tsv", "day_1.gz"):
         write_criteo_sample(name, rows=60)
-    of_data, of_training = (commands(ROOT / "docs" / f"{n}.md") for n in ("data", "training"))
+    pages = [commands(ROOT / "docs" / f"{n}.md") for n in ("data", "training", "capacity")]
     small = ["--ranks", "1", "--set", "model.rows=5000", "--set", "model.dim=4"]
     ran = 0
-    for command in [*of_data, *of_training]:
+    for command in itertools.chain(*pages):
         if command[0] == "train" and ("--data" in command or "--show-config" in command):
             command = [*command, *small]
-        elif command[0] not in ("hash", "plot", "predict"):
+        elif command[0] not in ("hash", "plot", "predict", "capacity"):
             continue  # needs other data or takes long; other tests cover it
         assert cli.main(command) == 0, command
         ran += 1
-    assert ran == 8
+    assert ran == 11
     assert "model:" in capsys.readouterr().out  # printed by --show-config
     for written in (
         "clicks.parquet",
@@ -132,5 +132,7 @@ def test_commands_on_files_run_as_printed(
         "run/metrics.jsonl",
         "run/plot.png",
         "predictions.txt",
+        "capacity.json",
+        "capacity.png",
     ):
         assert Path(written).stat().st_size > 100

@@ -148,7 +148,7 @@ class CapacityCurve:
         """Return the predictions for the lookups so far."""
         self._run()
         points = []
-        # What chance has put into the sample too often, it has also found too often.
+        # Correct for the keys of which the sample has, by chance, too many or too few.
         keys = self._keys * self._sample.found / max(1.0, self._sample.distinct())
         for unlimited, limited in zip(self._unlimited, self._limited, strict=True):
             misses = dict.fromkeys(self._rows or (), unlimited.misses)

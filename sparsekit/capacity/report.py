@@ -13,6 +13,8 @@ from .divide import Allotment, size_of
 
 # Most features in a plot: those with the most keys.
 _MOST_PLOTS = 9
+# How a plot shows what real tables hit.
+_CIRCLES = {"linestyle": "", "marker": "o", "markerfacecolor": "none", "markersize": 9}
 
 
 class Feature(NamedTuple):
@@ -144,12 +146,9 @@ def _plot_feature(axes: Any, feature: Feature) -> None:
         rates = [points[i].hit_rate for i in places]
         axes.plot(rows, rates, color=f"C{color}", label=policy, marker=".")
         if feature.measured is not None:
-            rates = [feature.measured[i] for i in places]
-            label = "measured" if color == 0 else None
-            axes.plot(
-                rows, rates, color=f"C{color}", label=label, linestyle="", marker="o",
-                markerfacecolor="none", markersize=9,
-            )  # fmt: skip
+            axes.plot(rows, [feature.measured[i] for i in places], color=f"C{color}", **_CIRCLES)
+    if feature.measured is not None:
+        axes.plot([], [], color="gray", label="measured", **_CIRCLES)
     axes.set_xscale("log")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)

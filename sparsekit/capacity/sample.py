@@ -162,7 +162,7 @@ class KeySample:
 
     def advance(self, lookups: Lookups) -> None:
         """Record that lookups have been, after `see`."""
-        # Of a key with several entries the last one stays.
+        # The last entry of a key stays.
         self.total[lookups.slots] = lookups.before + lookups.times
         self.last[lookups.slots] = lookups.clock
 

@@ -54,7 +54,7 @@ _OPTIMIZERS = [
 
 
 class _Source(NamedTuple):
-    """Where keys come from.
+    """The keys to read, and the tables that they are for.
 
     Attributes:
         reader: batches of a lookup each.

@@ -1,4 +1,4 @@
-"""Tells who asks which keys the lookups of a table in training have."""
+"""Passes the keys of lookups in training to those who watch a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..tables.embedding_table import EmbeddingTable
 from .reading import asked_of
 from .request import Request
 
-# What is called with the keys of each lookup of a table.
+# Functions to call with the keys of each lookup of a table.
 watched: dict[EmbeddingTable, Callable[[torch.Tensor], Any]] = {}
 
 

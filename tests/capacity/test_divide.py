@@ -17,7 +17,7 @@ def curve(points, keys=1000, most_at_once=1):
 
 
 def test_bytes_of_a_row_are_those_of_the_docs():
-    # Those of docs/capacity.md, and 8 for the score.
+    # Figures from docs/capacity.md; a score has 8 bytes more.
     for name, size in {"SGD": 85, "RowWiseAdagrad": 89, "Adagrad": 149, "LazyAdam": 213}.items():
         assert bytes_per_row(16, getattr(sparsekit.optim, name)) == pytest.approx(size + 8, abs=1)
     assert bytes_per_row(64, sparsekit.optim.Adam) == pytest.approx(793 + 8, abs=1)

@@ -19,7 +19,7 @@ from .trained import MODELS
 
 
 class Run(NamedTuple):
-    """What a run has read, and the tables in which it has looked that up.
+    """The data that a run has read, and its tables.
 
     Attributes:
         reader: the batches of all ranks together, in the order of the seed 0.
