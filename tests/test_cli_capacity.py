@@ -87,6 +87,27 @@ def test_the_rows_of_a_budget_hit_as_predicted(folder, capsys):
     assert "ttl" not in out
 
 
+def test_kinds_of_keys(tmp_path, capsys):
+    (tmp_path / "x.csv").write_text("a,b,c,d\n1,ff,x y,5\n01,0ff,y x,6\n1,fe,y,7\n")
+    read = f"{tmp_path / 'x.csv'} --batch-size 1 --int a --hex b --hash c --seed 3 --separator +"
+    distinct = dict(re.findall(r"^(\w): .* (\d+) distinct", said(capsys, read), re.MULTILINE))
+    assert distinct == {"a": "1", "b": "2", "c": "3"}
+    words = said(capsys, f"{tmp_path / 'x.csv'} --hash c --separator x --batch-size 3")
+    assert "c: 1 lookups, 3 keys, 3 distinct, at most 3 in a lookup" in words
+
+
+def test_a_small_sample(folder, capsys):
+    said(capsys, f"{READ} --sample 64 --json x.json")
+    for feature in json.loads((folder / "x.json").read_text())["features"].values():
+        assert feature["rate"] <= 0.5
+        assert feature["distinct"] > 128
+
+
+def test_a_source_of_several_files(folder, capsys):
+    out = said(capsys, f"{READ.replace('seen.csv', 'seen.csv seen.csv')} --policy lru")
+    assert "user: 94 lookups" in out
+
+
 @pytest.mark.parametrize("name", ["day", "day.gz"])
 def test_other_formats(tmp_path, capsys, name):
     write_criteo_sample(tmp_path / name, rows=300)

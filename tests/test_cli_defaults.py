@@ -25,6 +25,8 @@ DEFAULTS = {
     | {"--epochs": 3, "--batch-size": 32, "--length": 200, "--lr": 1e-4},
     "predict": {"--out": "predictions.txt", "--ranks": 1},
     "recommend": {"--out": "recs.tsv", "--k": 10, "--show": 10},
+    "capacity": {"--policy": ("lru", "lfu", "ttl"), "--admission": (1, 2), "--sample": 32768}
+    | {"--ranks": 1},
     "scaling": {"--ranks": "1,2", "--threads": 1, "--tables": 26, "--rows": 100_000}
     | {"--dim": 64, "--batch": 8192, "--epochs": 5},
 }
@@ -76,6 +78,7 @@ RANGES = {
     "--threads": (1, 1024),
     "--lr": (1e-12, 1e12),
     "--length": (4, 100_000),
+    "--sample": (1, 2**24),
     "--k": (1, 2**20),
     "--show": (0, 2**31),
     "--world": (1, 4096),

@@ -196,6 +196,35 @@ COMMANDS = {
         "test_cli_clicks.py",
     )
     | {"--plot": "test_cli_files.py"},
+    "capacity": dict.fromkeys(
+        (
+            "--format",
+            "--label",
+            "--dense",
+            "--int",
+            "--hex",
+            "--hash",
+            "--separator",
+            "--seed",
+            "--skip-malformed",
+            "--batch-size",
+            "--epochs",
+            "--rows",
+            "--ttl",
+            "--policy",
+            "--admission",
+            "--sample",
+            "--dim",
+            "--optimizer",
+            "--ranks",
+            "--budget",
+            "--measure",
+            "--json",
+            "--plot",
+            "source",
+        ),
+        "test_cli_capacity.py",
+    ),
     "hash": {
         "file": ("file", {"CsvReader.delimiter": "\t"}),
         "--out": ("out", {"written": "out"}),
@@ -389,7 +418,12 @@ def test_each_option_arrives(command, seen, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in COMMANDS if name != "scaling" and "--ranks" in COMMANDS[name]]
+    "command",
+    [
+        name
+        for name in COMMANDS
+        if name not in ("scaling", "capacity") and "--ranks" in COMMANDS[name]
+    ],
 )
 def test_as_many_ranks_are_started_as_are_asked_for(command, seen, monkeypatch):
     def start(world_size, *_):

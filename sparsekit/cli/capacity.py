@@ -113,7 +113,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--optimizer", choices=_OPTIMIZERS,
         help="whose states a row has (default: LazyAdam, or the run's)",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=count, default=1, metavar="N", help="that share the tables")
+    parser.add_argument(
+        "--ranks", type=number(int, 1, 1024), default=1, metavar="N", help="that share the tables"
+    )
     parser.add_argument(
         "--budget", type=_size, metavar="SIZE",
         help="memory of all tables on all ranks to divide, such as 2GiB",
