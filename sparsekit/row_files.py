@@ -295,6 +295,11 @@ class RowFiles:
         known[gone] = _OLD
         self._resident += int(gone.sum())
 
+    @property
+    def record_bytes(self) -> int:
+        """Size of a record in bytes; 0 before there is a file."""
+        return 0 if (file := self._file()) is None else file.record_bytes
+
     def resident_bytes(self) -> int:
         """Return the size of the pages of the file that are in memory."""
         if (file := self._file()) is None:

@@ -111,10 +111,8 @@ def test_defaults_of_settings():
     assert found == {
         "model": {"rows": None, "dim": 16, "bottom": (64,), "top": (128, 64)}
         | {"cross_layers": 3, "cross_rank": 64},
-        "table": dict.fromkeys(
-            ("on_full", "storage", "max_resident_bytes", "max_rows", "low_watermark")
-            + ("score", "ttl", "admission")
-        ),
+        "table": dict.fromkeys(("on_full", "storage", "max_resident_bytes", "max_rows"))
+        | dict.fromkeys(("low_watermark", "score", "ttl", "admission")),
         "data": {"train": (), "validation": (), "test": (), "format": "csv", "label": "label"}
         | {"dense": (), "sparse": (), "separator": None},
         "optimizer": {"name": "lazy_adam", "lr": 0.002, "dense_lr": 0.001, "lr_scale": 1.0}

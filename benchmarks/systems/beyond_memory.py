@@ -49,6 +49,7 @@ class ControlGroup:
         return int(self._peak.read_text())
 
     def close(self) -> None:
+        """Remove the group, whose processes must have ended."""
         self.folder.rmdir()
 
 
@@ -62,10 +63,8 @@ def batch_of(step: int, share: float, rows: int, size: int) -> torch.Tensor:
 
 def present(layer: Any, keys: torch.Tensor) -> float:
     """Return the fraction of the distinct keys whose rows are in memory."""
-    file = layer.files._file()
-    rows = layer.table.find(keys.unique()).numpy()
-    first = rows * file.record_bytes // 4096
-    last = (rows * file.record_bytes + file.record_bytes - 1) // 4096
+    begins = layer.table.find(keys.unique()).numpy() * layer.files.record_bytes
+    first, last = begins // 4096, (begins + layer.files.record_bytes - 1) // 4096
     known = layer.files._known
     return float(((known[first] > 0) & (known[last] > 0)).mean())
 
@@ -141,9 +140,9 @@ def main() -> int:
     common = {**size, "optimizer": args.optimizer, "from": None, "to": None}
     tiny = {**common, "rows": 20_000, "shares": [], "storage": {}}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        layer = sparsekit.Embedding(1, args.dim, storage=f"mmap:{folder}")
+        layer: Any = sparsekit.Embedding(1, args.dim, storage=f"mmap:{folder}")
         getattr(sparsekit.optim, args.optimizer)(layer.parameters())
-        table = args.rows * layer.files._file().record_bytes
+        table = args.rows * layer.files.record_bytes
         budget = table // 3
         groups = []
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..nn.memory_report import size_text
+from .._sizes import size_text
 from .histogram import Spread
 from .nearest import NEAR
 from .table_figures import Some, TableFigures

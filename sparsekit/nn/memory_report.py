@@ -40,6 +40,7 @@ class TableMemory:
         index: of the hash table. Keys lie anywhere in it, so that all of it is in use.
         scores: of the rows' scores; 0 without eviction, ttl or admission.
         waiting: counts of keys that wait for admission, with their index.
+        resident: bytes of the file of vectors and states that are in memory; None without a file.
     """
 
     name: str
@@ -50,6 +51,7 @@ class TableMemory:
     index: Bytes
     scores: Bytes
     waiting: Bytes
+    resident: int | None = None
 
     @property
     def total(self) -> Bytes:
@@ -149,6 +151,7 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
         index=_whole(index),
         scores=of_rows(table.scores),
         waiting=_whole(waiting),
+        resident=None if table.files is None else table.files.resident_bytes(),
     )
 
 

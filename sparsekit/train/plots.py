@@ -225,7 +225,7 @@ def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> 
         ImportError: matplotlib is missing.
         OSError: the file cannot be written.
     """
-    pyplot = _pyplot()
+    plt = pyplot()
     chosen = sorted(tables, key=lambda table: -table.rows)[:MOST_TABLES]
     titles = {"norms": "norm of the vector", "ages": "age: since the last lookup in training"}
     titles["scores"] = "score"
@@ -235,7 +235,7 @@ def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> 
         if name == "norms" or any(getattr(table, name) is not None for table in chosen)
     ]
     size = 5.5 * len(columns) + 0.5, 2.6 * len(chosen) + 0.6
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         len(chosen), len(columns), figsize=size, layout="constrained", squeeze=False
     )
     for line, table in zip(axes, chosen, strict=True):
@@ -247,7 +247,7 @@ def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> 
         line[0].set_title(title, loc="left", parse_math=False)
         line[0].set_ylabel("rows")
     figure.savefig(out, dpi=110, format="png")
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _spread(axes: Any, spread: Spread | None) -> None:

@@ -386,6 +386,15 @@ def test_what_rows_in_files_cannot(folder):
     assert layer.to(torch.float64).weight.dtype == torch.float64
 
 
+def test_the_report_of_memory(folder):
+    layer = in_file(folder, dim=512)
+    layer(torch.arange(9))
+    (table,) = sparsekit.memory_report(layer).tables
+    assert table.vectors == (9 * PAGE, 2000 * PAGE)
+    assert 9 * PAGE <= table.resident == layer.files.resident_bytes() < 200 * PAGE
+    assert sparsekit.memory_report(in_memory()).tables[0].resident is None
+
+
 def test_from_meta(folder):
     layer = in_file(folder, "grow", device="meta")
     layer.to_empty(device="cpu")
