@@ -71,18 +71,23 @@ class _File(MappedMemory):
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
         """Return the ranges of the rows of a tensor that have been written to, or their states."""
         origin = (tensor.data_ptr() - self.address) // self.record_bytes
-        begin = origin * self.record_bytes
-        end = min(origin + len(tensor), self.allocated) * self.record_bytes
-        while begin < end:
+        count = min(len(tensor), self.allocated - origin)
+        for begin, end in self.bytes_written(origin * self.record_bytes):
+            first = max(0, begin // self.record_bytes - origin)
+            if first >= count:
+                return
+            yield slice(first, min(count, -(-end // self.record_bytes) - origin))
+
+    def bytes_written(self, begin: int = 0) -> Iterator[tuple[int, int]]:
+        """Return begin and end of each part of the file that has been written to, from a byte on."""
+        while True:
             try:
                 begin = os.lseek(self.fd, begin, os.SEEK_DATA)
-                stop = min(end, os.lseek(self.fd, begin, os.SEEK_HOLE))
+                end = os.lseek(self.fd, begin, os.SEEK_HOLE)
             except OSError:  # there is nothing more
                 return
-            if begin < stop:
-                first = max(0, begin // self.record_bytes - origin)
-                yield slice(first, -(-stop // self.record_bytes) - origin)
-            begin = stop
+            yield begin, end
+            begin = end
 
     def first_rows(
         self, tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]
@@ -286,14 +291,13 @@ class RowFiles:
         for first, end in _runs(absent):
             file.madvise(mmap.MADV_WILLNEED, *file.bytes_of(first, end))
 
-    def have_passed(self, rows: int) -> None:
-        """Note that code goes through the first rows, which may be in memory afterwards."""
-        if (file := self._file()) is None:
-            return
-        known = self._known[: -(-rows * file.record_bytes // _PAGE)]
-        gone = known == _GONE
-        known[gone] = _OLD
-        self._resident += int(gone.sum())
+    def have_passed(self) -> None:
+        """Note that code goes through all rows, which may be in memory afterwards."""
+        file = self._file()
+        for begin, end in () if file is None else file.bytes_written():
+            known = self._known[begin // _PAGE : -(-end // _PAGE)]
+            known[known == _GONE] = _OLD
+        self._resident = int(np.count_nonzero(self._known))
 
     @property
     def record_bytes(self) -> int:

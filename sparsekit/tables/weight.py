@@ -66,7 +66,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Apply the optimizer steps that these rows, or all rows, have missed."""
         if rows is None and self.files is not None:
-            self.files.have_passed(self.rows_to_copy() or 0)
+            self.files.have_passed()
         if self.before_read is not None:
             self.before_read(self, rows)
 

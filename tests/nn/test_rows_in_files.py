@@ -57,6 +57,7 @@ def in_file(folder, policy="fixed", dim=3, pages=3, **options):
     return in_memory(policy, dim, **storage, **options)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fused", [False, True], ids=["step", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -33,7 +33,7 @@ CHECKED = {
     "name": None, "process_group": None, "placement": "hash", "wire_dtype": None,
     "max_keys_per_rank": None, "insert": True, "max_capacity": None, "max_rows": None,
     "score": None, "ttl": None, "admission": None, "before_admission": "initial",
-    "low_watermark": 0.95,
+    "low_watermark": 0.95, "storage": "memory", "max_resident_bytes": None,
 }  # fmt: skip
 
 
@@ -49,6 +49,8 @@ CHECKED = {
         *(({"key_dtype": dtype}, None) for dtype in (torch.int64, torch.int32)),
         *(({"dtype": dtype}, None) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
         ({"gradient_reduction": "sum"}, None),
+        ({"storage": "mmap:/"}, {"storage": "/"}),
+        ({"storage": "mmap:/", "max_resident_bytes": 1}, {"storage": "/", "max_resident_bytes": 1}),
         ({"use_hashtable": False}, {"use_hashtable": False, "placement": "modulo"}),
         ({"use_hashtable": False, "placement": "modulo"}, None),
         ({"placement": "modulo"}, None),
@@ -266,8 +268,8 @@ def test_counts():
 def test_keywords_as_parameters():
     parameters = keyword_parameters()
     assert [each.name for each in parameters] == [
-        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_capacity", "max_rows",
-        "low_watermark", "score", "ttl", "admission", "before_admission", "gradient_reduction",
+        "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_capacity",
+        "storage", "max_resident_bytes", "max_rows", "low_watermark", "score", "ttl", "admission", "before_admission", "gradient_reduction",
         "seed", "name",
         "process_group", "placement", "wire_dtype", "max_keys_per_rank", "insert",
     ]  # fmt: skip
