@@ -79,7 +79,7 @@ class _File(MappedMemory):
             yield slice(first, min(count, -(-end // self.record_bytes) - origin))
 
     def bytes_written(self, begin: int = 0) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each part of the file that has been written to, from a byte on."""
+        """Return begin and end of the parts of the file that have been written to, from `begin`."""
         while True:
             try:
                 begin = os.lseek(self.fd, begin, os.SEEK_DATA)

@@ -269,7 +269,8 @@ def test_keywords_as_parameters():
     parameters = keyword_parameters()
     assert [each.name for each in parameters] == [
         "key_dtype", "embedding_initializer", "padding_key", "on_full", "max_capacity",
-        "storage", "max_resident_bytes", "max_rows", "low_watermark", "score", "ttl", "admission", "before_admission", "gradient_reduction",
+        "storage", "max_resident_bytes", "max_rows", "low_watermark",
+        "score", "ttl", "admission", "before_admission", "gradient_reduction",
         "seed", "name",
         "process_group", "placement", "wire_dtype", "max_keys_per_rank", "insert",
     ]  # fmt: skip
