@@ -1,0 +1,140 @@
+"""Keeps tensors that grow in rooms: addresses of a device, of which the first have memory.
+
+A room has addresses for all rows that a table may get. Its rows get memory as the table grows, so
+tensors keep their addresses. Access to a row without memory is an illegal memory access.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ._load import device_library
+
+# Types of devices on which tensors that grow lie in rooms.
+DEVICES = {"cuda"}
+
+# Tensors of fewer bytes are ordinary ones, as a room takes at least a page of 2 MiB.
+_LEAST_BYTES = 2 << 20
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_new_capsule.restype = ctypes.py_object
+
+
+def new_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int
+) -> torch.Tensor:
+    """Return zeros with memory for the first rows alone; small tensors have memory for all.
+
+    Args:
+        shape: sizes of the dimensions.
+        dtype: dtype of the elements.
+        device: one of `DEVICES`, with an index.
+        rows: number of rows with memory; `commit` adds more.
+
+    Raises:
+        RuntimeError: there is no memory, or not as much address space.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _LEAST_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    tensor = _taken("sparsekit_new_room", size, device.index or 0).view(dtype).view(tuple(shape))
+    commit(tensor, rows)
+    return tensor
+
+
+def commit(tensor: torch.Tensor, rows: int) -> None:
+    """Give the first rows of a tensor memory, if it lies in a room; new memory is zero.
+
+    The zeros are written in the order of the current stream.
+
+    Args:
+        tensor: a tensor whose rows do not overlap.
+        rows: number of rows.
+
+    Raises:
+        RuntimeError: there is no memory, or a graph is being captured.
+    """
+    if not is_in_room(tensor):
+        return
+    begin = tensor.untyped_storage().data_ptr()
+    size = rows * tensor.stride(0) * tensor.itemsize
+    stream = None
+    if tensor.device.type == "cuda":
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    try:
+        _call("sparsekit_commit_room", begin, size, stream)
+    except RuntimeError as error:
+        if tensor.device.type != "cuda" or "out of memory" not in str(error):
+            raise
+        torch.cuda.empty_cache()  # torch may keep memory that no tensor uses
+        _call("sparsekit_commit_room", begin, size, stream)
+
+
+def is_in_room(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in a room."""
+    return _committed(tensor) >= 0
+
+
+def rows_with_memory(tensor: torch.Tensor) -> int:
+    """Return the number of the first rows that have memory: all, if it does not lie in a room."""
+    committed = _committed(tensor)
+    if committed < 0:
+        return len(tensor)
+    width = tensor.stride(0)
+    rows = committed // (width * tensor.itemsize) - tensor.storage_offset() // width
+    return min(max(rows, 0), len(tensor))
+
+
+def first_rows(tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return the first rows of a tensor in a room, in memory that ends with them.
+
+    Args:
+        tensor: the tensor.
+        rows: number of rows, at least 1, all of which have memory.
+        spaces: memory of earlier results, by address, in which this one lies if it can.
+    """
+    begin = tensor.untyped_storage().data_ptr()
+    if begin not in spaces:
+        size = rows * tensor.stride(0) * tensor.itemsize
+        spaces[begin] = _taken("sparsekit_room_tensor", begin, size).view(tensor.dtype)
+    return spaces[begin].as_strided(
+        (rows, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset()
+    )
+
+
+def _committed(tensor: torch.Tensor) -> int:
+    """Return the number of bytes with memory in a tensor's room; -1 without a room."""
+    if tensor.device.type not in DEVICES or tensor.layout != torch.strided:
+        return -1
+    function = device_library().sparsekit_committed
+    function.argtypes, function.restype = [ctypes.c_ulonglong], ctypes.c_int64
+    return int(function(tensor.untyped_storage().data_ptr()))
+
+
+def _taken(name: str, *arguments: int) -> torch.Tensor:
+    """Return the bytes that a function of the library has made a tensor of."""
+    made = ctypes.c_void_p()
+    _call(name, *arguments, ctypes.byref(made))
+    return from_dlpack(_new_capsule(made, b"dltensor", None))
+
+
+_TYPES = {
+    "sparsekit_new_room": [ctypes.c_int64, ctypes.c_int, ctypes.c_void_p],
+    "sparsekit_room_tensor": [ctypes.c_ulonglong, ctypes.c_int64, ctypes.c_void_p],
+    "sparsekit_commit_room": [ctypes.c_ulonglong, ctypes.c_int64, ctypes.c_void_p],
+}
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the library; raise RuntimeError with the message that it returns."""
+    function = getattr(device_library(), name)
+    function.argtypes, function.restype = _TYPES[name], ctypes.c_char_p
+    message = function(*arguments)
+    if message is not None:
+        raise RuntimeError(f"sparsekit: {message.decode()}")
