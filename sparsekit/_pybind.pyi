@@ -71,6 +71,9 @@ class RowBound:
     def add(self, size: Any, entries: int) -> int:
         """Count keys that are about to be looked up, and return the new total number."""
 
+    def most_for(self, size: Any) -> float:
+        """Return the bound if it belongs to this tensor `size`, else infinity; count no keys."""
+
     def lose(self) -> None:
         """Give up the bound for good, because replays of a graph also insert keys."""
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import increment_version
 
+from . import device_rooms
 from ._load import OPS_LIBRARY
 
 _library = ctypes.CDLL(str(OPS_LIBRARY))
@@ -137,8 +138,10 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def total_bytes() -> int:
-    """Return the size of the system's memory in bytes."""
+def total_bytes(device: torch.device | None = None) -> int:
+    """Return the size of the memory of a CUDA device, or else of the system, in bytes."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
@@ -146,7 +149,7 @@ def untouched_zeros(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str | None = None,
-    few: bool = False,
+    first: int | None = None,
 ) -> torch.Tensor:
     """Return a tensor of zeros that on the CPU takes memory only where it is written to.
 
@@ -156,15 +159,19 @@ def untouched_zeros(
         shape: sizes of the dimensions.
         dtype: dtype of the elements.
         device: device of the tensor; None means torch's default.
-        few: whether only a few of the first ones may be written to. The first 2 MiB are then in
-            small pages, which take a random access a little longer.
+        first: number of the first rows that are in use soon; None means all. On a device only they
+            have memory (see `device_rooms`). On the CPU the first 2 MiB are in small pages, which
+            take a random access a little longer.
 
     Raises:
         RuntimeError: there is no memory, or not as much address space, for the tensor.
     """
     like = torch.empty(0, dtype=dtype, device=device)
+    plain = type(like) is torch.Tensor
+    if plain and first is not None and like.device.type in device_rooms.DEVICES:
+        return device_rooms.new_zeros(shape, dtype, like.device, first)
     size = math.prod(shape) * dtype.itemsize
-    if like.device.type != "cpu" or type(like) is not torch.Tensor or size < _LEAST_MAPPED:
+    if like.device.type != "cpu" or not plain or size < _LEAST_MAPPED:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     try:
         mapping = MappedMemory(-1, size + _HUGE_PAGE)
@@ -174,7 +181,7 @@ def untouched_zeros(
         ) from None
     tensor = mapped(mapping, shape, dtype, -mapping.address % _HUGE_PAGE)
     flat = tensor.view(-1)
-    prefer_huge_pages(flat[_HUGE_PAGE // dtype.itemsize :] if few else flat)
+    prefer_huge_pages(flat if first is None else flat[_HUGE_PAGE // dtype.itemsize :])
     return tensor
 
 
@@ -188,13 +195,14 @@ def mapped(
 
 
 def untouched_like(
-    tensors: Mapping[str, torch.Tensor], rows: int | None = None
+    tensors: Mapping[str, torch.Tensor], rows: int | None = None, first: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Return `untouched_zeros` in the shapes of tensors; those that share memory share it again.
 
     Args:
         tensors: tensors with rows that do not overlap.
         rows: number of rows of the results; None means that of each tensor.
+        first: as in `untouched_zeros`.
     """
     spaces: dict[Any, torch.Tensor] = {}
     made = {}
@@ -202,7 +210,7 @@ def untouched_like(
         shared, count = tensor.untyped_storage()._cdata, len(tensor) if rows is None else rows
         if shared not in spaces:
             space = (count, tensor.stride(0)), tensor.dtype, tensor.device
-            spaces[shared] = untouched_zeros(*space)
+            spaces[shared] = untouched_zeros(*space, first)
         place = (count, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset()
         made[name] = spaces[shared].as_strided(*place)
     return made
@@ -227,33 +235,39 @@ def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, t
             made[name] = tensor[:rows]
         elif rows == 0:
             made[name] = torch.empty_like(tensor[:0])
+        elif device_rooms.is_in_room(tensor):
+            made[name] = device_rooms.first_rows(tensor, rows, spaces)
         else:
             made[name] = _mapping_of(tensor).first_rows(tensor, rows, spaces)
     return made
 
 
-def with_length(tensor: torch.Tensor, rows: int, few: bool = True) -> torch.Tensor:
+def with_length(tensor: torch.Tensor, rows: int, first: int | None) -> torch.Tensor:
     """Return a tensor with this number of rows: a copy of the given ones, and zeros after them.
 
     Args:
         tensor: the given rows.
         rows: the number of rows, at least as many.
-        few: as in `untouched_zeros`.
+        first: as in `untouched_zeros`; at least as many as are given.
     """
-    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device, few)
+    longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device, first)
     longer[: len(tensor)] = tensor
     return longer
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in memory of `untouched_zeros`."""
+    if device_rooms.is_in_room(tensor):
+        return True
     plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
     return plain and tensor.untyped_storage().data_ptr() in _mappings
 
 
 def zero_(tensor: torch.Tensor) -> None:
     """Fill a tensor with zeros; whole pages of `untouched_zeros` take no memory any more."""
-    if is_mapped(tensor):
+    if device_rooms.is_in_room(tensor):
+        tensor[: device_rooms.rows_with_memory(tensor)].zero_()
+    elif is_mapped(tensor):
         _mapping_of(tensor).zero(tensor)
     else:
         tensor.zero_()

@@ -209,7 +209,7 @@ class RowFiles:
                     made[""][part] = before[part]
                     file.leave(part)
         pages = -(-len(file) // _PAGE)
-        self._known = untouched_zeros([pages], torch.uint8, "cpu", few=True).numpy()
+        self._known = untouched_zeros([pages], torch.uint8, "cpu", first=1).numpy()
         self._resident = self._hand = 0
         self._leaving = _NO_PAGES
         self._main = weakref.ref(file)

@@ -177,6 +177,6 @@ def host_graphs(
         deferred_errors.deferred_errors(looked, on_wait),
     ):
         patch.setattr(captured_step, "Graph", HostGraph)
-        patch.setattr(reports, "_is_capturing", lambda device: HostGraph.capturing)
+        patch.setattr(reports, "is_capturing", lambda device: HostGraph.capturing)
         HostGraph.replays = 0
         yield

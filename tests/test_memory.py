@@ -320,7 +320,7 @@ def test_untouched_zeros_take_no_memory():
     assert tensor.shape == (1 << 36, 16)
     assert not tensor[[0, 1 << 35, -1]].any()
     assert resident() - before < 16 * MIB
-    tensor = untouched_zeros([1 << 20, 16], torch.float64, few=True)
+    tensor = untouched_zeros([1 << 20, 16], torch.float64, first=1)
     before = resident()
     tensor[: 1 << 10] = 1
     assert resident() - before < MIB

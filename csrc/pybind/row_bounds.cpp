@@ -38,6 +38,12 @@ struct RowBound {
     return entries;
   }
 
+  // Returns the bound while a tensor has the table's size, without counting keys.
+  double most_for(const py::object& of_size) const {
+    const bool known = !lost && size.is(of_size) && version == version_of(of_size);
+    return known ? most : std::numeric_limits<double>::infinity();
+  }
+
   void learn(int64_t rows, int64_t at) {
     if (at > known_since && version != kUnknownVersion) {
       most = std::min(most, static_cast<double>(rows + entries - at));
@@ -129,6 +135,7 @@ void add_row_bounds(py::module_& module) {
       .def_readonly("_size", &RowBound::size)
       .def_readonly("_lost", &RowBound::lost)
       .def("add", &RowBound::add, py::arg("size"), py::arg("entries"))
+      .def("most_for", &RowBound::most_for, py::arg("size"))
       .def("learn", &RowBound::learn, py::arg("rows"), py::arg("entries"))
       .def("lose", [](RowBound& bound) { bound.lost = true; })
       .def("__deepcopy__", [](const RowBound&, const py::dict&) { return RowBound(); })

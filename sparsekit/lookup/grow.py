@@ -1,4 +1,8 @@
-"""Lets the tables of a lookup grow: ahead of need bit by bit, or at once if keys do not fit."""
+"""Lets the tables of a lookup grow: ahead of need bit by bit, or at once if keys do not fit.
+
+On a device the host does not know how many keys are new. There tables grow at once, before a lookup
+whose keys might not fit.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import NamedTuple, cast
 
 import torch
 
+from ..device_rooms import DEVICES
+from ..tables import reports
 from ..tables.growth import changes_of_growth
 from ..tables.hash_table import HashTable
 from .explain import new_keys
@@ -58,6 +64,26 @@ def _growing(batch: TableBatch) -> Growing:
     begun = any(buckets is not None for buckets in found)
     reaches = [index.reach for index in indices]
     return Growing(changes_of_growth.count, larger if begun else [], reaches)
+
+
+def grow_ahead(batch: TableBatch, entries: Sequence[int]) -> bool:
+    """Make room on a device before a lookup whose keys might not fit; tell if tables have grown.
+
+    Args:
+        batch: the tables of the lookup.
+        entries: for each table, an upper bound on the number of its keys.
+    """
+    tables = batch.tables
+    if not batch.growing or reports.is_capturing(tables[0].weight.device):
+        return False
+    grown = [
+        cast(HashTable, tables[t].table).make_room_for(entries[t])
+        for t in batch.growing
+        if tables[t].weight.device.type in DEVICES
+    ]
+    if any(grown):
+        batch.describe(tables)
+    return any(grown)
 
 
 def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:

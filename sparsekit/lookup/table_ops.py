@@ -19,7 +19,7 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import count_own_writes, key_changes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
-from .grow import grow_for, grow_on, larger_of
+from .grow import grow_ahead, grow_for, grow_on, larger_of
 from .late_rows import catch_up_free_rows, prepare_rows
 from .make_room import drop_rows, make_room_here, may_exceed, rows_at_most, rows_now
 from .plan import LookupPlan, TableBatch
@@ -205,14 +205,14 @@ class TableOps:
             self._insert_first(tables.first)
         if tables.growing and (over or scored is not None or tables.first is not None):
             self._tensors, self._passed = tables.tensors()  # an index may have been replaced
-        weights, seeds, *hash_tables = self._passed
-        asked = sources.keys, sources.offsets, sources.features
         report = None if reports is None else self._report(reports)
         words = None if report is None else report.words
+        weights, seeds, *hash_tables = self._passed
+        asked = sources.keys, sources.offsets, sources.features
         # Compare sizes on the CPU only: on a device, the host does not know of new keys.
-        counted = bool(tables.hashed if tables.inserts else tables.growing) and device.type == "cpu"
-        before = self._sizes() if counted else []
-        larger = larger_of(tables, before) if tables.growing and counted else []
+        counted = tables.hashed if tables.inserts else tables.growing
+        before = self._sizes() if counted and reports is None and device.type == "cpu" else []
+        larger = larger_of(tables, before) if tables.growing and before else []
         if late and tables.inserts:
             catch_up_free_rows(late, tables.tables, self._requests)
         try:
@@ -352,8 +352,9 @@ class TableOps:
         if not batch.inserts:
             return Report(device, names)
         entries = entries_by_table(sources.limits, sources.keys, len(names))
-        sizes = self._tensors.sizes
-        return Report(device, names, batch.inserting, sizes, entries, batch.bounds)
+        if grow_ahead(batch, entries):
+            self._tensors, self._passed = batch.tensors()
+        return Report(device, names, batch.inserting, self._tensors.sizes, entries, batch.bounds)
 
     def _pool(self, outs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         sources = self._descriptors

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._sizes import size_text
+from ..device_rooms import rows_with_memory
 from ..tables.admission import ExactCounts
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.removal import states_of
@@ -19,7 +20,8 @@ class Bytes(NamedTuple):
 
     Attributes:
         in_use: size of what belongs to rows in use.
-        reserved: size of the tensors, which have a place for each row of the capacity.
+        reserved: size of the tensors, which have a place for each row of the capacity. Of a table
+            that grows on CUDA, size of the memory that they have so far.
     """
 
     in_use: int
@@ -131,7 +133,8 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
         if tensor.is_sparse:  # such as a momentum of torch's SGD
             size = tensor._indices().nbytes + tensor._values().nbytes
             return Bytes(size, size)
-        return Bytes(tensor.nbytes // len(tensor) * rows, tensor.nbytes)
+        of_row = tensor.nbytes // len(tensor)
+        return Bytes(of_row * rows, of_row * rows_with_memory(tensor))
 
     index = [] if table.table is None else list(table.table.tensors())
     counts = None if table.life is None else table.life.counts

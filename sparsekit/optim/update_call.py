@@ -120,7 +120,7 @@ def new_states(
     dtype = accumulate_dtype(parameter.dtype)
     rows, rest = parameter.shape[:1], parameter.shape[1:]
     reach = reach_of(parameter)
-    where = parameter.device, reach is not None
+    where = parameter.device, reach
     if (files := files_of(parameter)) is not None:
         states = files.states(parameter, _columns_of(parameter, initial, row_states))
     else:

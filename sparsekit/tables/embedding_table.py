@@ -125,9 +125,9 @@ class EmbeddingTable(TableTensors):
         self.register_buffer("owners", even_map(self.world_size, device) if placed else None)
         self._code_of_map = CodeOfMap()
         # Scores of rows, and the clock that lookups in training advance; see `tables.scores`.
-        scored = self.life is not None
+        scored, first = self.life is not None, rows if self.grows else None
         for buffer, size in (("scores", self.capacity), ("clock", 1)):
-            new = untouched_zeros([size], torch.int64, device) if scored else None
+            new = untouched_zeros([size], torch.int64, device, first) if scored else None
             self.register_buffer(buffer, new)
         self.weight = self.new_weight(options, rows)
         self.table = None

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from .. import ops
+from ..device_rooms import DEVICES
 from ..errors import TableFullError
 from ..memory import prefer_huge_pages
 from ..ops.hash_table import SLOTS_PER_BUCKET
@@ -121,7 +122,8 @@ class CanGrow(torch.nn.Module):
         capacity: number of rows for which there is room.
         max_capacity: largest capacity to which the table may grow.
         reach: number of the first rows, of those in use and some more, for which optimizers have
-            initial states. Rows beyond have never been in use.
+            initial states. Rows beyond have never been in use. On a device these are the rows with
+            memory, at least the capacity, since the host does not know which are in use.
         load_factor: fraction of the buckets' places that a full table uses.
         rows_of: the table's reference to the layer whose rows it assigns.
     """
@@ -143,7 +145,8 @@ class CanGrow(torch.nn.Module):
     def reserve(self, rows: int) -> None:
         """Make the capacity at least this number, within max_capacity; rows keep their numbers.
 
-        The capacity at least doubles, within max_capacity. On CUDA the call waits for the device.
+        The capacity at least doubles, within max_capacity and where there is memory. On CUDA the
+        call waits for the device.
 
         Raises:
             TableFullError: there is no memory for a larger index, or rows is above max_capacity;
@@ -153,15 +156,18 @@ class CanGrow(torch.nn.Module):
             self.extend_reach(rows)
             return
         size = int(self.tensors()[2])
-        full = TableFullError(self.name, self.rank, size, self.max_capacity, rows - size)
         if rows > self.max_capacity:
-            raise full
+            raise TableFullError(self.name, self.rank, size, self.max_capacity, rows - size)
         growth = self._current_growth(size)
         if growth is None or growth.capacity < rows:
             try:
                 growth = self._new_growth(max(rows, 2 * self.capacity), size)
-            except (RuntimeError, OSError) as error:
-                raise full from error
+            except (RuntimeError, OSError):
+                try:  # there may be memory for fewer rows
+                    growth = self._new_growth(rows, size)
+                except (RuntimeError, OSError) as error:
+                    told = self.name, self.rank, size, self.capacity, rows - size
+                    raise TableFullError(*told) from error
         growth.finish(self.tensors()[1])
         self._replace(growth)
         self.extend_reach(rows)
@@ -170,6 +176,8 @@ class CanGrow(torch.nn.Module):
         """Bring this number of rows into reach."""
         if rows > self.reach:
             ahead = min(2 * self.reach, self.reach + _ROWS_AHEAD)
+            if self.tensors()[0].device.type in DEVICES:
+                ahead = self.capacity  # further rows have no memory
             reach = min(max(rows, ahead), self.max_capacity)
             self.rows_of.open(self.reach, reach)
             self.reach = reach
@@ -232,6 +240,8 @@ class CanGrow(torch.nn.Module):
         capacity, buckets = min(capacity, self.max_capacity), self.tensors()[0]
         self.rows_of.allocate(capacity)  # before a lookup writes to the rows
         larger = new_buckets(capacity, self.load_factor, buckets.device)
+        if buckets.device.type in DEVICES:
+            self.extend_reach(capacity)
         return Growth(buckets, larger, self._writes(), capacity, rows)
 
     def _replace(self, growth: Growth) -> None:

@@ -164,6 +164,32 @@ class HashTable(CanGrow):
             return self.find_or_insert_with_status(keys)[0]
         return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
+    def make_room_for(self, keys: int) -> bool:
+        """Grow on a device where this number of new keys might not fit; tell if it has grown.
+
+        The call waits for the device only where it grows, or where the table may be full for good.
+        Where there is no memory, the keys may still fit: the lookup finds out.
+        """
+        capacity, size = self.capacity, self.tensors()[2]
+        for bound in (self.row_bound.most_for(size), None):
+            most = keys + (self._count_rows() if bound is None else bound)
+            if most <= self.capacity:
+                break
+            if bound is not None and most > self.max_capacity:
+                continue  # there may be far fewer rows
+            try:
+                self.reserve(int(min(most, self.max_capacity)))
+                break
+            except TableFullError:
+                continue
+        return self.capacity != capacity
+
+    def _count_rows(self) -> int:
+        """Return the number of rows in use, which becomes their bound; wait for the device."""
+        rows = len(self)
+        self.row_bound.learn(rows, self.row_bound.add(self.tensors()[2], 0))
+        return rows
+
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Insert 1-D keys; return their rows and the status of `hash_table_find_or_insert_`."""
         state = self.tensors()

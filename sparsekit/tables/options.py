@@ -24,11 +24,6 @@ from .scores import LFU, Score, UserScore, score_of
 
 PLACEMENTS = ("hash", "modulo")
 
-# Why a table with on_full="grow" cannot be on a GPU.
-CANNOT_GROW = (
-    "a table without a number of rows, or with on_full='grow', can only be on the CPU; on CUDA, "
-    "give it max_vocabulary_size_per_gpu (or num_embeddings)"
-)
 # Rows for which a table has room at first, if no number is given.
 FIRST_ROWS = 1024
 
@@ -187,12 +182,11 @@ class TableOptions:
                 f"{name}: on_full='grow' needs the hash table: with use_hashtable=False the rows "
                 f"are as many as there are keys"
             )
-        if device.type == "cuda":
-            raise NotImplementedError(f"{name}: {CANNOT_GROW}")
         if self.max_capacity is None:
             # More than there is memory or disk for, so that a copy of the room, such as a state of
             # an optimizer of torch's, fails at once rather than when memory has been used up.
-            bound = memory.total_bytes() if folder is None else shutil.disk_usage(folder).total
+            disk = None if folder is None else shutil.disk_usage(folder)
+            bound = memory.total_bytes(device) if disk is None else disk.total
             rows = 5 * bound // (4 * row_bytes)
             return max(capacity, min(2**31 - 1, rows))
         return check_int(name, "max_capacity", self.max_capacity, capacity, 2**31 - 1)

@@ -109,7 +109,7 @@ class Report:
         self._inserting = inserting
         self._bounds = bounds_of(inserting) if bounds is None else bounds
         self._sizes, self._entries = list(sizes), list(entries)
-        self._in_graph = _is_capturing(device)
+        self._in_graph = is_capturing(device)
         if not self._in_graph:
             self._count()
         elif _captured.reports is not None:
@@ -226,5 +226,6 @@ def raise_errors(device: torch.device | str | None = None) -> None:
         reports.drain()
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a graph is being captured on the current stream of a device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 
+from ..device_rooms import DEVICES
 from ..memory import first_rows, untouched_zeros, with_length
 from ..row_files import RowFiles
 from .hash_table import HashTable
-from .options import CANNOT_GROW, TableOptions
+from .options import TableOptions
 from .row_states import reach_of
 from .weight import EmbeddingWeight
 
@@ -47,7 +48,7 @@ class RowsWithRoom(torch.nn.Module):
             self.files.allocate(rows)
             if type(torch.empty(0, device=device)) is torch.Tensor and device.type == "cpu":
                 return EmbeddingWeight(self.files.vectors(shape[1], dtype))
-        return EmbeddingWeight(untouched_zeros(shape, dtype, device, few=self.grows))
+        return EmbeddingWeight(untouched_zeros(shape, dtype, device, rows if self.grows else None))
 
     @property
     def grows(self) -> bool:
@@ -59,6 +60,17 @@ class RowsWithRoom(torch.nn.Module):
         """Number of the first rows, which may be in use; see `EmbeddingWeight.reach`."""
         return self.capacity if self.table is None else self.table.reach
 
+    def reach_on(self, device: torch.device) -> int | None:
+        """Return the number of the first rows that need memory on a device; None means all.
+
+        On a device whose memory is taken row by row, all rows of the index come into reach.
+        """
+        if self.table is None or not self.grows:
+            return None
+        if device.type in DEVICES:
+            self.table.extend_reach(self.table.capacity)
+        return self.table.reach
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if self.scores is not None and reach_of(self.weight) is not None:
@@ -69,7 +81,7 @@ class RowsWithRoom(torch.nn.Module):
         super().__setstate__(state)
         scores = self._buffers.get("scores")
         if scores is not None and len(scores) < self.capacity:
-            self._buffers["scores"] = with_length(scores, self.capacity)
+            self._buffers["scores"] = with_length(scores, self.capacity, self.reach)
 
     @contextmanager
     def rows_in_reach(self, fn: Callable[[Any], Any]) -> Iterator[None]:
@@ -81,7 +93,7 @@ class RowsWithRoom(torch.nn.Module):
             fn: the function.
 
         Raises:
-            NotImplementedError: it moves tensors to a GPU, or converts those in files.
+            NotImplementedError: it moves or converts tensors in files.
             RuntimeError: it shares their memory with other processes.
         """
         weight = self.weight
@@ -90,8 +102,6 @@ class RowsWithRoom(torch.nn.Module):
             return
         sample = torch.empty(1, dtype=weight.dtype, device=weight.device)
         made = fn(sample)
-        if made.device.type == "cuda":
-            raise NotImplementedError(f"{self.name}: {CANNOT_GROW}")
         if made.device.type == "cpu" and made.is_shared() and self.files:
             raise RuntimeError(
                 f"{self.name}: rows in files (storage='mmap:{self.files.folder}') cannot be "
@@ -113,6 +123,7 @@ class RowsWithRoom(torch.nn.Module):
                 f"and device that you need"
             )
         whole = weight.data, self.scores
+        first = self.reach_on(made.device)
         reach = 0 if weight.is_meta else self.reach
         try:
             weight.data = first_rows(whole[0], reach)
@@ -120,11 +131,12 @@ class RowsWithRoom(torch.nn.Module):
                 self.scores = first_rows(self.scores, reach)
             yield
             if self.files is None:
-                longer = with_length(self.weight.data, self.capacity)
+                longer = with_length(self.weight.data, self.capacity, first)
             else:
                 longer = self.files.holding(self.weight.data)
-            scores = None if self.scores is None else with_length(self.scores, self.capacity)
-            self.weight.data, self.scores = longer, scores
+            if self.scores is not None:
+                self.scores = with_length(self.scores, self.capacity, first)
+            self.weight.data = longer
         except BaseException:
             self.weight.data, self.scores = whole
             raise

@@ -100,6 +100,12 @@ def initial_rows(
     return [(state[name], initial[name]) for name in names if not state[name].is_sparse]
 
 
+def states_of_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return the states with a row per row of the weight, as they are."""
+    state = optimizer.state.get(weight) or {}
+    return [state[name] for name in _of_rows(state, weight)]
+
+
 def sparse_writes(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor, new_rows: torch.Tensor
 ) -> list[partial[Any]]:
@@ -133,7 +139,7 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
 def _new_like(tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return zeros for new states of a weight with rows like these, in its files if it has any."""
     if (files := files_of(weight)) is None:
-        return untouched_like(tensors, len(weight))
+        return untouched_like(tensors, len(weight), reach_of(weight))
     # Counts of steps are in memory, as `new_states` makes them.
     counts = {name: one for name, one in tensors.items() if not one.is_floating_point()}
     rest = {name: (one.shape[1:], one.dtype) for name, one in tensors.items() if name not in counts}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..device_rooms import commit
 from ..memory import zero_
 
 
@@ -45,14 +46,20 @@ class RowsOf:
             weight.open_rows(before, after)
 
     def allocate(self, rows: int) -> None:
-        """Give this number of rows space on the disk, if they lie in files.
+        """Give this number of rows space on the disk or on a device, if they have not got it.
 
         Raises:
             OSError: the disk is full.
+            RuntimeError: there is no memory on the device.
         """
-        files = getattr(None if self._layer is None else self._layer(), "files", None)
-        if files is not None:
+        layer: Any = None if self._layer is None else self._layer()
+        if (files := getattr(layer, "files", None)) is not None:
             files.allocate(rows)
+        weight: Any = getattr(layer, "weight", None)
+        if hasattr(weight, "allocate"):
+            weight.allocate(rows)
+        if (scores := getattr(layer, "scores", None)) is not None:
+            commit(scores, rows)
 
     def have_grown(self) -> None:
         """Tell the layer that its table has another capacity."""

@@ -251,7 +251,7 @@ def _life(
     if layer.scores is None:
         return {}
     made = {
-        "scores": untouched_zeros([layer.capacity], torch.int64, device),
+        "scores": untouched_zeros([layer.capacity], torch.int64, device, layer.reach_on(device)),
         "clock": torch.zeros(1, dtype=torch.int64, device=device),
     }
     if not entries.keys().isdisjoint(made):
@@ -259,7 +259,7 @@ def _life(
         clock = saved.entry(layer.name, entries, "clock", _INT64, (1,))
         if int(clock) < 0:
             raise ValueError(f"{layer.name}: the state is damaged: its clock is {int(clock)}")
-        count = min(rows, layer.capacity)
+        count = min(rows, layer.reach)
         made["scores"][:count] = scores[:count]
         made["clock"].copy_(clock)
     return made
@@ -343,7 +343,7 @@ def _replace(
     if layer.files is not None:
         weight = layer.files.holding(weight)
     elif len(weight) != layer.capacity:
-        weight = with_length(weight[: layer.capacity], layer.capacity, few=layer.grows)
+        weight = with_length(weight[: layer.reach], layer.capacity, layer.reach_on(weight.device))
     else:
         weight = weight.contiguous()
     parameter = EmbeddingWeight(weight, layer.weight.requires_grad)

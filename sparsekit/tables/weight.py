@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 
 from .._pybind import count_up, each_is
+from ..device_rooms import commit, rows_with_memory
 from ..distributed.shard_gradient import ShardGradient
 from ..memory import first_rows, parts_written, with_length
 from ..row_files import RowFiles
 from .counter import Counter
 from .hash_table import HashTable
 from .in_flight import InFlight
-from .row_states import follow_keys, initial_rows
+from .row_states import follow_keys, initial_rows, states_of_rows
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
@@ -139,7 +140,10 @@ class EmbeddingWeight(torch.nn.Parameter):
             return self._reach
         if table.reach == table.max_capacity:
             return None
-        if not self.is_meta and table.reach < len(table) <= table.capacity:
+        # On a device, where the length has to be waited for, the capacity is in reach.
+        if self.is_meta or table.reach >= table.capacity:
+            return table.reach
+        if table.reach < len(table) <= table.capacity:
             table.extend_reach(len(table))  # a lookup has been interrupted
         return table.reach
 
@@ -148,6 +152,17 @@ class EmbeddingWeight(torch.nn.Parameter):
         table = None if self._table is None else self._table()
         if table is not None and table.reach < rows <= table.max_capacity:
             table.reserve(rows)
+
+    def allocate(self, rows: int) -> None:
+        """Give the first rows, and the states of these rows, memory on a device.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        commit(self.detach(), rows)
+        for optimizer in list(self._optimizers or ()):
+            for state in states_of_rows(optimizer, self):
+                commit(state, rows)
 
     def open_rows(self, before: int, after: int) -> None:
         """Give rows ``[before, after)``, which come into reach, initial states."""
@@ -188,6 +203,14 @@ class EmbeddingWeight(torch.nn.Parameter):
         if (keys := self.keys()) is not None:
             follow_keys(optimizer, self, keys)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        have = rows_with_memory(self)
+        if have == len(self):
+            return super().__repr__()
+        # Other rows cannot be read.
+        rows = torch.nn.Parameter(self.data[:have], self.requires_grad)
+        return f"{list(self.shape)}, with memory for the first {have} rows: {rows!r}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
         self.catch_up()
         copied: EmbeddingWeight
@@ -225,7 +248,7 @@ def _with_room(
     files: RowFiles | None = None,
 ) -> EmbeddingWeight:
     """Return a weight with these rows, and room for more."""
-    longer = with_length(rows, capacity) if files is None else files.holding(rows)
+    longer = with_length(rows, capacity, reach) if files is None else files.holding(rows)
     weight = EmbeddingWeight(longer, requires_grad)
     weight._reach, weight.files, weight.rows_copied = reach, files, len(rows)
     return weight
@@ -237,7 +260,7 @@ def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
     The sample has the next free rows and some of the other free rows. Checking all rows after each
     write would slow down code that writes row by row.
     """
-    free = weight.detach()[keys:]
+    free = weight.detach()[keys : rows_with_memory(weight)]
     step = max(1, len(free) // SEEN_ROWS)
     return bool(free[:SEEN_ROWS].any()) or bool(free[::step].any())
 

@@ -143,14 +143,14 @@ def test_a_report_is_waited_for_if_its_keys_might_not_fit(known, fits, waits):
 
 
 def test_a_report_in_a_graph_is_not_sent_and_loses_the_bounds(monkeypatch):
-    monkeypatch.setattr(reports, "_is_capturing", lambda device: device == CPU)
+    monkeypatch.setattr(reports, "is_capturing", lambda device: device == CPU)
     tables, sent = [inserting(0), inserting(1)], Sent()
     report_of(tables, [1, 1]).send(sent)
     lost = report_of([], [])
     lost.send(sent)
     assert (lost.words, sent.calls) == (None, [])
     assert [table.bound._lost for table in tables] == [True, True]
-    monkeypatch.setattr(reports, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(reports, "is_capturing", lambda device: False)
     free = inserting(0)
     report_of([free], [1])
     assert not free.bound._lost
@@ -160,7 +160,7 @@ def test_a_report_that_is_collected_in_a_graph_is_sent_by_each_replay(monkeypatc
     table, size, sent = inserting(0), torch.zeros(1), Sent()
     table.bound.add(size, 1)
     table.bound.most = 3
-    monkeypatch.setattr(reports, "_is_capturing", lambda device: device == CPU)
+    monkeypatch.setattr(reports, "is_capturing", lambda device: device == CPU)
     with reports.captured_reports() as captured:
         made = Report(CPU, ["n"], [table], [size], [2])
     made.send(sent)
@@ -179,7 +179,7 @@ def test_a_report_that_is_collected_in_a_graph_is_sent_by_each_replay(monkeypatc
 
 
 def test_reports_are_collected_by_the_thread_and_until_the_body_ends(monkeypatch):
-    monkeypatch.setattr(reports, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(reports, "is_capturing", lambda device: True)
     made = {}
 
     def make(name):
@@ -203,8 +203,8 @@ def test_reports_are_collected_by_the_thread_and_until_the_body_ends(monkeypatch
 def test_only_streams_of_cuda_capture(monkeypatch):
     for captures in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)  # noqa: B023
-        assert reports._is_capturing(torch.device("cuda", 0)) == captures
-        assert not reports._is_capturing(CPU)
+        assert reports.is_capturing(torch.device("cuda", 0)) == captures
+        assert not reports.is_capturing(CPU)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Tables grow on a device, too: rows get memory before a kernel writes to them.
+
+The host runner stands for the device. A row without memory cannot be touched there, so each test
+also shows that nothing does.
+"""
+
+import pytest
+import torch
+from on_device import memory_in_use, memory_of, num_rooms, on_device
+from torch.utils._python_dispatch import _disable_current_modes
+
+import sparsekit
+
+from . import test_growing_layers as on_cpu
+
+
+@pytest.fixture(autouse=True)
+def _on_device():
+    with on_device():
+        yield
+
+
+# Tests of tables on the CPU whose statements hold here as well.
+test_optimizers_of_torch = on_cpu.test_optimizers_of_torch
+test_gradients_are_accumulated = on_cpu.test_gradients_are_accumulated_while_the_table_grows
+test_a_backward_after_the_table_has_grown = on_cpu.test_a_backward_after_the_table_has_grown
+test_a_feature_that_reads = on_cpu.test_a_feature_that_reads_what_another_one_inserts
+test_the_weight_stays_the_same_parameter = on_cpu.test_the_weight_stays_the_same_parameter
+test_only_some_tables_of_a_group_grow = on_cpu.test_only_some_tables_of_a_group_grow
+test_rows_with_scores = on_cpu.test_rows_with_scores
+test_copies_go_on = on_cpu.test_copies_go_on
+test_states_are_loaded = on_cpu.test_states_are_loaded
+test_a_state_with_more_rows = on_cpu.test_a_state_with_more_rows_than_there_is_room_for
+test_checkpoints = on_cpu.test_checkpoints
+test_changes_that_change_nothing = on_cpu.test_changes_that_change_nothing
+test_another_dtype = on_cpu.test_another_dtype
+test_the_end_of_the_room = on_cpu.test_the_end_of_the_room
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["step", "fused"])
+@pytest.mark.parametrize("name", on_cpu.OPTIMIZERS)
+def test_training_is_that_of_a_large_table(name, fused):
+    on_cpu.test_training_is_that_of_a_large_table(name, fused, "simt")
+
+
+def test_from_meta():
+    with _disable_current_modes():
+        layer = on_cpu.layer_of(device="meta", ttl=9)
+        layer.to_empty(device="cpu")
+    layer(torch.arange(100))
+    assert len(layer.table) == 100
+
+
+UNIT = 1 << 16  # bytes of memory that come together
+
+
+def whole(size):
+    return -(-size // UNIT) * UNIT
+
+
+def test_memory_grows_with_the_table():
+    before, at = memory_in_use(), {}
+    layer = on_cpu.layer_of(1000, ttl=9, max_capacity=1 << 20)
+    optimizer = sparsekit.optim.LazyAdam(layer.parameters())
+    for count in (500, 1500, 3000, 20_000):
+        on_cpu.train(layer, optimizer, [torch.arange(count)])
+        at[layer.table.capacity] = memory_in_use() - before
+    assert num_rooms() == 3
+    # Vectors of 24 bytes, two states of as many, and scores: no more than once, and no copies.
+    assert at == {rows: whole(rows * 24) + whole(rows * 48) + whole(rows * 8) for rows in at}
+    assert len(at) == 4
+    assert layer.reach == layer.table.capacity
+    report = sparsekit.memory_report(layer).tables[0]
+    assert report.vectors.reserved < 24 << 20
+    del layer, optimizer, report
+    assert memory_in_use() == before
+
+
+def test_the_end_of_memory():
+    layer, large = on_cpu.layer_of(1000), on_cpu.large()
+    layers = layer, large
+    optimizers = [sparsekit.optim.Adagrad(x.parameters(), lr=0.1) for x in layers]
+    for one, optimizer in zip(layers, optimizers, strict=True):
+        on_cpu.train(one, optimizer, [torch.arange(900)])
+    buckets, capacity = layer.table.buckets, layer.table.capacity
+    text = f"t: the table on rank 0 is full: 900 of {capacity} rows"
+    with memory_of(0):
+        with pytest.raises(sparsekit.TableFullError, match=text):
+            layer(torch.arange(50_000))
+        assert layer.table.buckets is buckets
+        # Keys that there is room for are not refused, however many there are.
+        out = layer(torch.arange(100).repeat(500))
+        assert torch.equal(out, large(torch.arange(100).repeat(500)))
+    on_cpu.assert_same(layer, large, optimizers)
+    layer(torch.arange(50_000))
+    assert len(layer.table) == 50_000
+
+
+def test_the_text_of_a_weight():
+    layer = on_cpu.layer_of(5)
+    assert repr(layer.weight).startswith("[1048576, 3], with memory for the first 2730 rows: ")
