@@ -203,7 +203,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         if (keys := self.keys()) is not None:
             follow_keys(optimizer, self, keys)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         have = rows_with_memory(self)
         if have == len(self):
             return super().__repr__()

@@ -6,7 +6,10 @@ also shows that nothing does.
 
 import pytest
 import torch
+from deferred_errors import deferred_errors
+from host_waits import waits_of
 from on_device import memory_in_use, memory_of, num_rooms, on_device
+from simt_counts import counted
 from torch.utils._python_dispatch import _disable_current_modes
 
 import sparsekit
@@ -99,3 +102,68 @@ def test_the_end_of_memory():
 def test_the_text_of_a_weight():
     layer = on_cpu.layer_of(5)
     assert repr(layer.weight).startswith("[1048576, 3], with memory for the first 2730 rows: ")
+
+
+class Steps:
+    """Fused steps on batches of keys in turn; notes the capacity after each step."""
+
+    def __init__(self, layer, batches):
+        self.layer, self.turns, self.capacities = layer, iter(batches), []
+        self.optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.01)
+        sparsekit.optim.fuse_in_backward(self.optimizer, layer)
+
+    def __call__(self):
+        self.layer(next(self.turns)).sum().backward()
+        self.optimizer.step()
+        self.capacities.append(self.layer.table.capacity)
+
+
+# New keys in each step; many keys that repeat, in a small table; and keys that are known.
+STREAMS = {
+    "new keys": [torch.arange(1000 * i, 1000 * i + 300) for i in range(40)],
+    "repeated keys": [torch.arange(10).repeat(500)] * 40,
+    "known keys": [torch.arange(900)] * 40,
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_only_steps_that_grow_wait(stream):
+    grown = []
+    for warm_ups in range(1, 20):
+        layer = on_cpu.layer_of(1000, max_capacity=1 << 20)
+        steps = Steps(layer, STREAMS[stream])
+        found = waits_of(steps, layer, STREAMS[stream], warm_ups=warm_ups)
+        before, after = steps.capacities[-2:]
+        grown.append(after > before)
+        # The number of rows, and whether all keys have been copied.
+        assert found.total() == (2 if grown[-1] else 0), (warm_ups, found)
+    assert sum(grown) == {"new keys": 3, "repeated keys": 2, "known keys": 2}[stream]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_step_that_does_not_grow_launches_what_one_of_a_large_table_does(stream):
+    counts, capacities = [], []
+    large = sparsekit.Embedding(1 << 16, 3, name="t", dtype=torch.float64)
+    for layer in (on_cpu.layer_of(1000, max_capacity=1 << 20), large):
+        steps = Steps(layer, STREAMS[stream])
+        for _ in range(8):
+            steps()
+        with counted() as count:
+            steps()
+        capacities.append(steps.capacities)
+        counts.append({key: one.launches for key, one in count.items() if one.launches})
+    assert 1000 < capacities[0][-2] == capacities[0][-1]
+    assert counts[0] == counts[1]
+
+
+def test_a_bound_far_above_the_rows_in_use():
+    """Near the largest capacity it is time to wait, and not to refuse keys or take memory."""
+    with deferred_errors(is_made=lambda looks: False):
+        layer = on_cpu.layer_of(1000, max_capacity=3000)
+        for _ in range(20):
+            layer(torch.arange(10).repeat(90))
+        assert len(layer.table) == 10
+        assert layer.table.capacity == 3000
+        layer(torch.arange(2990))
+        with pytest.raises(sparsekit.TableFullError, match="full: 2990 of 3000 rows"):
+            layer(torch.arange(3001))
