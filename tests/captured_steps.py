@@ -14,13 +14,20 @@ BATCH, STEPS = 6, 9
 class Model(torch.nn.Module):
     """One layer, or a group of three tables, and a dense layer."""
 
-    def __init__(self, tables, rows=1000, hashed=True):
+    def __init__(self, tables, rows=1000, hashed=True, **all_tables):
         super().__init__()
         torch.manual_seed(0)
         options = [("sum", {}), ("mean", {"padding_key": 7}), ("sqrtn", {})][:tables]
         layers = {
             f"t{i}": sparsekit.DistributedEmbedding(
-                combiner, rows, 4, 2, 3, seed=i, name=f"captured {i}", use_hashtable=hashed, **own
+                combiner,
+                rows,
+                *(4, 2, 3),
+                seed=i,
+                name=f"captured {i}",
+                use_hashtable=hashed,
+                **own,
+                **all_tables,
             )
             for i, (combiner, own) in enumerate(options)
         }
@@ -43,9 +50,16 @@ class Trained:
     """A model, its optimizer and a step, captured or not."""
 
     def __init__(
-        self, tables=1, kind=optim.LazyAdam, captured=True, rows=1000, hashed=True, **settings
+        self,
+        tables=1,
+        kind=optim.LazyAdam,
+        captured=True,
+        rows=1000,
+        hashed=True,
+        all_tables=None,
+        **settings,
     ):
-        self.model = Model(tables, rows, hashed)
+        self.model = Model(tables, rows, hashed, **all_tables or {})
         self.lr = torch.tensor(0.5)
         self.optimizer = kind(self.model.parameters(), **{"lr": self.lr} | settings)
         self.handle = fuse_in_backward(self.optimizer, self.model)

@@ -124,6 +124,11 @@ class Report:
         self._counted = self._bounds.add(self._sizes, self._entries)
         self._fits = self._bounds.fit()
 
+    def asked(self) -> Iterator[tuple[RowBound, int]]:
+        """Yield, for each table that inserts keys, its bound and the largest number of new keys."""
+        for table in self._inserting:
+            yield table.bound, self._entries[table.number]
+
     def replayed(self) -> Report:
         """Return the report of a replay that is about to write the words of this report."""
         replay = copy.copy(self)

@@ -26,7 +26,6 @@ class Graph:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graph = torch.cuda.CUDAGraph()
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
@@ -40,6 +39,7 @@ class Graph:
 
     def capture(self, run: Callable[[], T]) -> T:
         """Capture the kernels that a function launches; they do not run."""
+        self._graph = torch.cuda.CUDAGraph()
         # Let other threads, such as data loaders, allocate memory during the capture.
         mode = "thread_local"
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
@@ -66,7 +66,8 @@ class CapturedStep:
     ``scheduler.step()`` after the captured step, not in it. Dense optimizers need
     ``capturable=True``.
 
-    Like a lookup, a replay waits for its result if its new keys might not fit. Other errors, such
+    Like a lookup, a replay waits for its result if its new keys might not fit. A table with
+    on_full="grow" grows before such a replay, and the step is captured again. Other errors, such
     as an invalid key, are raised by a call at most 8 lookups or replays later, by `raise_errors`,
     or when a checkpoint is saved. If keys do not fit, the step runs without them before the error
     is raised.
@@ -158,7 +159,7 @@ class CapturedStep:
             outputs = _detached(self._graph.warm_up(self._run))
             self._warm_ups -= 1
             return outputs
-        if self._conditions is None:
+        while self._conditions is None or self._grow():
             self._capture()
         self._replay(reports)
         return self._outputs
@@ -229,6 +230,16 @@ class CapturedStep:
         self._written = [p for p, differs in zip(self._parameters, changed, strict=True) if differs]
         self._outputs = _detached(outputs)
         self._conditions = Conditions(self._modules, self._optimizers)
+
+    def _grow(self) -> bool:
+        """Make room in tables that grow; tell if one has grown, since the graph has its old index.
+
+        As long as there is room, the call waits for nothing.
+        """
+        indices = {id(x.table.row_bound): x.table for x in self._tables if x.table and x.grows}
+        each = [one for report in self._reports for one in report.asked()] if indices else []
+        grown = [indices[id(x)].make_room_for(keys) for x, keys in each if id(x) in indices]
+        return any(grown)
 
     def _check_table(self, table: EmbeddingTable) -> None:
         """Raise ValueError if a step on this table would wait for the device."""

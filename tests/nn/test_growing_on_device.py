@@ -13,6 +13,7 @@ from simt_counts import counted
 from torch.utils._python_dispatch import _disable_current_modes
 
 import sparsekit
+from sparsekit import device_rooms
 
 from . import test_growing_layers as on_cpu
 
@@ -102,6 +103,28 @@ def test_the_end_of_memory():
 def test_the_text_of_a_weight():
     layer = on_cpu.layer_of(5)
     assert repr(layer.weight).startswith("[1048576, 3], with memory for the first 2730 rows: ")
+
+
+def test_a_table_that_comes_from_the_cpu():
+    """Its reach may end in rows that its index has no room for yet."""
+    device_rooms.DEVICES.remove("cpu")
+    try:
+        layer = on_cpu.layer_of(9000)
+        optimizer = sparsekit.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.5)
+        on_cpu.train(layer, optimizer, [torch.arange(50)])
+        layer.table.extend_reach(9001)
+        layer.table.extend_reach(18_001)
+    finally:
+        device_rooms.DEVICES.add("cpu")
+    layer.float().double()
+    assert device_rooms.is_in_room(layer.weight)
+    assert layer.table.capacity == 9000
+    assert layer.reach == 34_384
+    layer.table.reserve(20_000)
+    layer.table.reserve(21_000)
+    assert layer.reach == layer.table.capacity == 40_000
+    assert (optimizer.state[layer.weight]["sum"][50:40_000] == 0.5).all()
+    assert not layer.weight[50:40_000].any()
 
 
 class Steps:
