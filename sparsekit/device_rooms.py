@@ -43,9 +43,9 @@ def new_zeros(
     size = math.prod(shape) * dtype.itemsize
     if size < _LEAST_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    tensor = _taken("sparsekit_new_room", size, device.index or 0).view(dtype).view(tuple(shape))
-    commit(tensor, rows)
-    return tensor
+    first = size // shape[0] * rows
+    made = _taken("sparsekit_new_room", size, first, device.index or 0, _stream(device))
+    return made.view(dtype).view(tuple(shape))
 
 
 def commit(tensor: torch.Tensor, rows: int) -> None:
@@ -64,16 +64,7 @@ def commit(tensor: torch.Tensor, rows: int) -> None:
         return
     begin = tensor.untyped_storage().data_ptr()
     size = rows * tensor.stride(0) * tensor.itemsize
-    stream = None
-    if tensor.device.type == "cuda":
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    try:
-        _call("sparsekit_commit_room", begin, size, stream)
-    except RuntimeError as error:
-        if tensor.device.type != "cuda" or "out of memory" not in str(error):
-            raise
-        torch.cuda.empty_cache()  # torch may keep memory that no tensor uses
-        _call("sparsekit_commit_room", begin, size, stream)
+    _call("sparsekit_commit_room", begin, size, _stream(tensor.device))
 
 
 def is_in_room(tensor: torch.Tensor) -> bool:
@@ -112,12 +103,19 @@ def _committed(tensor: torch.Tensor) -> int:
     """Return the number of bytes with memory in a tensor's room; -1 without a room."""
     if tensor.device.type not in DEVICES or tensor.layout != torch.strided:
         return -1
+    if type(tensor.data) is not torch.Tensor:  # such as a FakeTensor, which has no address
+        return -1
     function = device_library().sparsekit_committed
     function.argtypes, function.restype = [ctypes.c_ulonglong], ctypes.c_int64
     return int(function(tensor.untyped_storage().data_ptr()))
 
 
-def _taken(name: str, *arguments: int) -> torch.Tensor:
+def _stream(device: torch.device) -> int | None:
+    """Return the handle of torch's current stream; None for the host runner."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def _taken(name: str, *arguments: int | None) -> torch.Tensor:
     """Return the bytes that a function of the library has made a tensor of."""
     made = ctypes.c_void_p()
     _call(name, *arguments, ctypes.byref(made))
@@ -125,7 +123,13 @@ def _taken(name: str, *arguments: int) -> torch.Tensor:
 
 
 _TYPES = {
-    "sparsekit_new_room": [ctypes.c_int64, ctypes.c_int, ctypes.c_void_p],
+    "sparsekit_new_room": [
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ],
     "sparsekit_room_tensor": [ctypes.c_ulonglong, ctypes.c_int64, ctypes.c_void_p],
     "sparsekit_commit_room": [ctypes.c_ulonglong, ctypes.c_int64, ctypes.c_void_p],
 }
@@ -136,5 +140,8 @@ def _call(name: str, *arguments: object) -> None:
     function = getattr(device_library(), name)
     function.argtypes, function.restype = _TYPES[name], ctypes.c_char_p
     message = function(*arguments)
+    if message is not None and b"out of memory" in message and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # torch may keep memory that no tensor uses
+        message = function(*arguments)
     if message is not None:
         raise RuntimeError(f"sparsekit: {message.decode()}")

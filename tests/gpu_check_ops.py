@@ -12,6 +12,7 @@ import random
 import sys
 import time
 
+import on_device
 import simt
 import torch
 from ops import (
@@ -211,7 +212,25 @@ def check_groups(device, mode, seed, dtype):
         test_group_update.check(group(), name, draw.choice((1, 3)), count_steps=True)
 
 
+def check_growing(device, mode, steps):
+    """Check a layer that grows: no kernel may touch rows without memory."""
+    on_host = on_device.rooms() if device.type == "cpu" else contextlib.nullcontext()
+    with mode(), on_host:
+        layer = sparsekit.Embedding(
+            100, 16, on_full="grow", max_capacity=1 << 20, seed=1, device=device
+        )
+        optimizer = sparsekit.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.1)
+        for i in range(steps):
+            keys = torch.arange(150 * i, 150 * i + 200, device=device)
+            layer(keys).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert layer.table.keys().tolist() == list(range(150 * steps + 50))
+
+
 def cases(device, mode):
+    for steps in (2, 5, 9):
+        yield functools.partial(check_growing, device, mode, steps)
     for n in SIZES:
         for keys in key_inputs(n):
             for dtype in (torch.int64, torch.int32):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import sparsekit
 from benchmarks import waits
 from benchmarks.fused_step import FusedStep, captured
+from sparsekit import device_rooms, memory
 from sparsekit.datasets import Ratings
 from sparsekit.models import RatingModel
 from sparsekit.optim import (
@@ -331,3 +332,67 @@ def test_a_step_by_ops_waits_for_nothing_and_is_captured_in_a_graph():
             assert_close(pooled.cpu(), outputs[i].detach())
         assert waits.count(functools.partial(fused, keys, grad)).all == 0
     assert fused.table.keys().tolist() == layer.table.keys().tolist()
+
+
+def grown(device, steps, **options):
+    """Take steps with new keys; return what training changes, of the rows in use."""
+    layer = sparsekit.Embedding(embedding_dim=16, name="grows", seed=1, device=device, **options)
+    optimizer = LazyAdam(layer.parameters(), lr=0.1)
+    weight, address = layer.weight, layer.weight.data_ptr()
+    for i in range(steps):
+        keys = torch.arange(200 * i, 200 * i + 300, device=device).repeat(2)
+        layer(keys).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == steps // 2:
+            copied = copy.deepcopy((layer, optimizer))
+            assert torch.equal(copied[0].weight[:300].cpu(), layer.weight[:300].cpu())
+    sparsekit.raise_errors()
+    assert (layer.weight, layer.weight.data_ptr()) == (weight, address)
+    state = optimizer.state[layer.weight]
+    rows = len(layer.table)
+    named = {"weight": layer.weight.detach(), "exp_avg": state["exp_avg"]}
+    return {"keys": layer.table.keys()} | {name: x[:rows].cpu() for name, x in named.items()}
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_layer_that_grows(device, checked):
+    with sparsekit.checked(checked):
+        found = grown(device, 12, num_embeddings=100, on_full="grow", max_capacity=1 << 20)
+        expected = grown(device, 12, num_embeddings=5000)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@gpu
+def test_a_layer_that_grows_without_a_number_of_rows():
+    with sparsekit.checked(False):
+        found = grown("cuda", 12, num_embeddings=None)
+    assert len(found["keys"]) == 2500
+
+
+@gpu
+def test_only_steps_that_grow_wait():
+    layer = sparsekit.Embedding(1000, 16, on_full="grow", device="cuda")
+    optimizer = LazyAdam(layer.parameters())
+    fuse_in_backward(optimizer, layer)
+    keys = torch.arange(900, device="cuda")
+
+    def step():
+        layer(keys).sum().backward()
+        optimizer.step()
+
+    with sparsekit.checked(False):
+        for _ in range(20):
+            step()
+        assert waits.count(step).all == 0
+
+
+@gpu
+def test_rooms_give_their_memory_back():
+    """They take more, one after the other, than any device has."""
+    for _ in range(400):
+        room = memory.untouched_zeros((1 << 30, 1), torch.float32, "cuda", 1 << 28)
+        assert device_rooms.is_in_room(room)
+        assert not room[-1 + (1 << 28)].any()
+        del room

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.optim.swa_utils import AveragedModel
 
+from ..device_rooms import is_in_room
 from ..distributed.sharded import sharded_tensors
 from ..tables.saved_state import copy_all
 from ..tables.weight import EmbeddingWeight, own_writes
@@ -79,9 +80,17 @@ def _begin_averages(
 
     Returns:
         A context in which to compute the average.
+
+    Raises:
+        NotImplementedError: a table grows on a device.
     """
     tables = list(zip(tables_of(averaged).values(), tables_of(model).values(), strict=True))
     for mine, theirs in tables:
+        if is_in_room(mine.weight.detach()):
+            raise NotImplementedError(
+                f"{mine.name}: an average would go through all rows that the table may grow to, "
+                f"which have no memory on {mine.weight.device}; give the table a number of rows"
+            )
         theirs.catch_up()
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)

@@ -190,3 +190,11 @@ def test_a_bound_far_above_the_rows_in_use():
         layer(torch.arange(2990))
         with pytest.raises(sparsekit.TableFullError, match="full: 2990 of 3000 rows"):
             layer(torch.arange(3001))
+
+
+def test_averages_are_refused():
+    layer = on_cpu.layer_of()
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(layer))
+    layer(torch.arange(5))
+    with pytest.raises(NotImplementedError, match=r"^t: an average would go through all rows"):
+        averaged.update_parameters(torch.nn.Sequential(layer))

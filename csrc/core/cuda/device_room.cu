@@ -207,11 +207,11 @@ void commit(Address address, size_t bytes, void* stream) {
 }
 
 // Frees a room. Waits for the device, since unmapping does not, and kernels may still use it.
-// Errors are ignored: when the process ends, the driver may already be gone.
+// Without that wait it leaks instead: when the process ends, the driver may already be gone.
 void free_room(Address address, const Room& room) {
   try {
     const OnDevice current(room.device);
-    driver().synchronize();
+    if (driver().synchronize() != 0) return;
     Address piece = address;
     for (const size_t size : room.pieces) {
       driver().unmap(piece, size);
@@ -222,6 +222,7 @@ void free_room(Address address, const Room& room) {
   }
 }
 
+// Counts one tensor less in a room, and frees the room with the last one.
 void drop(Address address) {
   std::unique_lock<std::mutex> lock(mutex());
   const auto found = rooms().find(address);
@@ -280,6 +281,19 @@ Managed* tensor_at(Address address, int64_t bytes) {
   return made;
 }
 
+// Returns a tensor of a new room, whose first bytes have memory.
+Managed* new_room(int64_t bytes, int64_t first, int device, void* stream) {
+  const Address address = reserve(static_cast<size_t>(bytes), device);
+  Managed* const tensor = tensor_at(address, bytes);
+  try {
+    commit(address, static_cast<size_t>(first), stream);
+  } catch (...) {
+    tensor->deleter(tensor);
+    throw;
+  }
+  return tensor;
+}
+
 // Calls a function; returns the message of its error, valid until the thread's next call, or null.
 template <class Call>
 const char* message_of(const Call& call) {
@@ -299,11 +313,12 @@ const char* message_of(const Call& call) {
 #define SPARSEKIT_PUBLIC extern "C" __attribute__((visibility("default")))
 
 // Reserves addresses for `bytes` bytes on a device, and sets `tensor` to a DLManagedTensor of them.
-// Returns the message of an error, or null, as the next two functions do.
-SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int device, void** tensor) {
+// The first bytes have memory, as from sparsekit_commit_room(). Returns the message of an error, or
+// null, as the next two functions do.
+SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, int device,
+                                                void* stream, void** tensor) {
   using namespace sparsekit::cuda;
-  return message_of(
-      [&] { *tensor = tensor_at(reserve(static_cast<size_t>(bytes), device), bytes); });
+  return message_of([&] { *tensor = new_room(bytes, first, device, stream); });
 }
 
 // Sets `tensor` to a DLManagedTensor of the first bytes of a room; both keep the room.
