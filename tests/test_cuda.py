@@ -134,6 +134,33 @@ def test_a_captured_step_follows_a_schedule_and_inserts_keys(kind):
     assert all(map(same_bits, found, expected))
 
 
+def captured_bags(device, rows, **options):
+    """Take captured steps with new keys; return the losses and the keys."""
+    layer = sparsekit.DistributedEmbedding(
+        "sum", rows, 8, 1, 1, seed=1, device=device, name="captured", **options
+    )
+    optimizer = LazyAdam(layer.parameters(), lr=0.1)
+    fuse_in_backward(optimizer, layer)
+
+    def step(keys: torch.Tensor) -> torch.Tensor:
+        loss = layer(keys).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    captured = CapturedStep(step, layer, optimizer)
+    batches = [torch.arange(20 * i, 20 * i + 30).view(30, 1, 1) for i in range(30)]
+    losses = [captured(keys.to(device)).item() for keys in batches]
+    return losses, layer.table.keys().tolist()
+
+
+@gpu
+def test_a_captured_step_grows():
+    with sparsekit.checked(False):
+        found = captured_bags("cuda", 10, on_full="grow", max_capacity=1 << 20)
+        assert found == captured_bags("cuda", 2000)
+
+
 @gpu
 def test_a_captured_step_raises_for_a_full_table_and_a_wait():
     layer = sparsekit.DistributedEmbedding("sum", 60, 8, 1, 1, device="cuda", name="captured")

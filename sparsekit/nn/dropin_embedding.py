@@ -29,7 +29,7 @@ class Embedding(DropIn):
 
     Args:
         num_embeddings: rows of this process's table, in [1, 2^31 - 1]: the number of distinct ids
-            that it can hold. None makes a table on the CPU that grows (``on_full="grow"``). With
+            that it can hold. None makes a table that grows (``on_full="grow"``). With
             ``use_hashtable=False`` ids are row numbers below num_embeddings, as in torch.
         embedding_dim: length of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 means the last id. Its

@@ -43,7 +43,7 @@ class DistributedEmbedding(EmbeddingLayer):
             each slot; keys are then sorted by slot, unless they already are, as in a
             KeyedJaggedTensor.
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1]. None makes a
-            table on the CPU that grows (``on_full="grow"``) from 1,024 rows.
+            table that grows (``on_full="grow"``) from 1,024 rows.
         embedding_vec_size: length of a vector (dim).
         slot_num: number of bags of a sample.
         max_nnz: largest number of keys in a bag, padding included; None for no limit. Or a list of
@@ -66,11 +66,13 @@ class DistributedEmbedding(EmbeddingLayer):
             or fewer if the batch needs more. Keys of the batch stay, and so do those of a backward
             to come and of a gradient; if there are only such keys, TableFullError is raised. A key
             that comes again is new. The choice is exact, over all ranks, and the same on any number
-            of them. See docs/lifecycle.md. ``"grow"``, on the CPU, makes room for more rows: this
-            process's table begins with max_vocabulary_size_per_gpu rows. It has address space for
-            max_capacity rows, and takes memory for those in use. See docs/capacity.md.
+            of them. See docs/lifecycle.md. ``"grow"`` makes room for more rows: this process's
+            table begins with max_vocabulary_size_per_gpu rows. It has address space for
+            max_capacity rows, and takes memory for those in use; on CUDA for those of its present
+            capacity, and nothing may read ``weight`` beyond them. See docs/capacity.md.
         max_capacity: largest number of rows of this process's table, with on_full="grow". None
-            means a quarter more than the system's memory has room for vectors.
+            means a quarter more than the memory of the device (on the CPU, of the system) has room
+            for vectors.
         storage: where vectors and the states of optimizers of `sparsekit.optim` are. ``"memory"``,
             or ``"mmap:FOLDER"``, on the CPU: in a file without a name in a folder, mapped into
             memory, so that the table may be larger than the memory. The index and scores stay in

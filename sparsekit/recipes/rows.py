@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-# Rows of a table that cannot grow.
+# Rows of a table that does not grow. Growing on CUDA has not run on a GPU yet, so it is not chosen.
 _ROWS = 100_000
 
 

@@ -304,13 +304,6 @@ def test_the_end_of_the_room():
     assert layer.table.keys().tolist() == list(range(100))
 
 
-def test_a_gpu_is_refused():
-    if not sparsekit.build_info()["cuda"]:
-        pytest.skip("this build has no CUDA kernels, and refuses the device first")
-    with pytest.raises(NotImplementedError, match="can only be on the CPU; on CUDA"):
-        layer_of(device="cuda")
-
-
 def test_the_text_of_a_layer():
     assert "capacity=2 of at most 1048576, dim=3" in repr(layer_of())
     assert "capacity=2000, dim=3" in repr(large())
