@@ -12,7 +12,7 @@ import random
 import sys
 import time
 
-import on_device
+import rooms
 import simt
 import torch
 from ops import (
@@ -214,7 +214,7 @@ def check_groups(device, mode, seed, dtype):
 
 def check_growing(device, mode, steps):
     """Check a layer that grows: no kernel may touch rows without memory."""
-    on_host = on_device.rooms() if device.type == "cpu" else contextlib.nullcontext()
+    on_host = rooms.rooms() if device.type == "cpu" else contextlib.nullcontext()
     with mode(), on_host:
         layer = sparsekit.Embedding(
             100, 16, on_full="grow", max_capacity=1 << 20, seed=1, device=device

@@ -7,8 +7,8 @@ import pickle
 import subprocess
 import sys
 
-import on_device
 import pytest
+import rooms
 import torch
 
 from sparsekit import device_rooms, memory
@@ -20,11 +20,11 @@ UNIT = 1 << 16  # size of the stand-in's pages
 @pytest.fixture(autouse=True)
 def _rooms():
     gc.collect()
-    before = on_device.num_rooms(), on_device.memory_in_use()
-    with on_device.rooms():
+    before = rooms.num_rooms(), rooms.memory_in_use()
+    with rooms.rooms():
         yield
         gc.collect()
-        assert (on_device.num_rooms(), on_device.memory_in_use()) == before
+        assert (rooms.num_rooms(), rooms.memory_in_use()) == before
 
 
 def room(first, rows=ROWS, width=3, dtype=torch.float64):
@@ -43,7 +43,7 @@ def test_the_first_rows_have_memory(dtype):
 
 
 def test_memory_is_added_in_place():
-    before = on_device.memory_in_use()
+    before = rooms.memory_in_use()
     tensor = room(1)
     address = tensor.data_ptr()
     tensor[0] = 7
@@ -55,7 +55,7 @@ def test_memory_is_added_in_place():
         tensor[rows - 1] = 7
         assert (tensor[:1] == 7).all()
         tensor[1:rows] = 0
-        sizes.add(on_device.memory_in_use() - before)
+        sizes.add(rooms.memory_in_use() - before)
     assert tensor.data_ptr() == address
     # Memory for each row once: doubling makes no copies.
     assert sorted(sizes) == [-(-n * 24 // UNIT) * UNIT for n in (1, 5000, 20_000, 300_000, ROWS)]
@@ -66,7 +66,7 @@ def test_small_tensors_are_plain():
     assert not device_rooms.is_in_room(tensor)
     assert device_rooms.rows_with_memory(tensor) == 100
     device_rooms.commit(tensor, 100)
-    assert on_device.num_rooms() == 0
+    assert rooms.num_rooms() == 0
 
 
 def test_views_of_a_room():
@@ -98,7 +98,7 @@ def test_the_first_rows_are_the_same_memory():
     assert memory.first_rows(space, 0).shape == (0, 2, 3)
     del space
     assert (one == 4).all()  # keeps the room
-    assert on_device.num_rooms() == 1
+    assert rooms.num_rooms() == 1
 
 
 def test_copies_of_the_first_rows():
@@ -117,20 +117,20 @@ def test_copies_of_the_first_rows():
 
 
 def test_no_memory():
-    with on_device.memory_of(3 * UNIT):
+    with rooms.memory_of(3 * UNIT):
         tensor = room(1)
         tensor[0] = 5
         device_rooms.commit(tensor, 5000)
-        have = on_device.memory_in_use()
+        have = rooms.memory_in_use()
         no_memory = pytest.raises(RuntimeError, match="could not allocate memory: out of memory")
-        with on_device.memory_of(0), no_memory:
+        with rooms.memory_of(0), no_memory:
             device_rooms.commit(tensor, 100_000)
-        assert on_device.memory_in_use() == have
+        assert rooms.memory_in_use() == have
         assert device_rooms.rows_with_memory(tensor) >= 5000
         assert (tensor[0] == 5).all()
     device_rooms.commit(tensor, 100_000)
     assert not tensor[1:100_000].any()
-    with on_device.memory_of(0), pytest.raises(RuntimeError, match="out of memory"):
+    with rooms.memory_of(0), pytest.raises(RuntimeError, match="out of memory"):
         room(1)
     with pytest.raises(RuntimeError, match="could not reserve addresses"):
         room(1, rows=1 << 46)
@@ -145,9 +145,9 @@ def test_more_than_the_room():
 TOUCH = """
 import sys
 sys.path[:0] = ["tests"]
-import on_device, torch
+import rooms, torch
 from sparsekit import device_rooms, memory
-with on_device.rooms():
+with rooms.rooms():
     tensor = memory.untouched_zeros((1 << 20, 3), torch.float64, "cpu", 1000)
     have = device_rooms.rows_with_memory(tensor)
     tensor[have - 1] = 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deferred_errors import deferred_errors
 from host_waits import waits_of
-from on_device import memory_in_use, memory_of, num_rooms, on_device
+from rooms import memory_in_use, memory_of, num_rooms, on_device
 from simt_counts import counted
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from captured_steps import STEPS, Trained
 from graphs import HostGraph, host_graphs
-from on_device import rooms
+from rooms import rooms
 
 import sparsekit
 from sparsekit.device_rooms import is_in_room
