@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import sparsekit
 from sparsekit import device_rooms
+from sparsekit.tables.growth import CanGrow
+from sparsekit.tables.hash_table import HashTable
 
 from . import test_growing_layers as on_cpu
+from . import test_room_of_growing_layers as room
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,10 @@ test_checkpoints = on_cpu.test_checkpoints
 test_changes_that_change_nothing = on_cpu.test_changes_that_change_nothing
 test_another_dtype = on_cpu.test_another_dtype
 test_the_end_of_the_room = on_cpu.test_the_end_of_the_room
+test_a_table_beside_a_full_one = room.test_a_table_that_grows_beside_one_that_is_full
+test_an_optimizer_that_is_loaded_first = room.test_an_optimizer_that_is_loaded_first
+test_states_are_saved_once = room.test_states_are_saved_once_and_stay_interleaved
+test_a_load_makes_room = room.test_a_load_makes_room_for_keys_alone
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["step", "fused"])
@@ -198,3 +205,18 @@ def test_averages_are_refused():
     layer(torch.arange(5))
     with pytest.raises(NotImplementedError, match=r"^t: an average would go through all rows"):
         averaged.update_parameters(torch.nn.Sequential(layer))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("replace", CanGrow._replace),
+        ("reserve", CanGrow.reserve),
+        ("extend", CanGrow.extend_reach),
+        ("new growth", CanGrow._new_growth),
+        ("make room", HashTable.make_room_for),
+    ],
+)
+def test_an_interrupt_anywhere(monkeypatch, name, function):
+    monkeypatch.setitem(room.FUNCTIONS, name, function)
+    room.test_an_interrupt_anywhere_while_growing(None, name)
