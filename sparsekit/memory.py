@@ -275,10 +275,10 @@ def zero_(tensor: torch.Tensor) -> None:
 
 def parts_written(tensor: torch.Tensor) -> Iterator[slice]:
     """Return ranges of a tensor's rows, at least all of those that have other values than zeros."""
-    if is_mapped(tensor):
+    if is_mapped(tensor) and not device_rooms.is_in_room(tensor):
         yield from _mapping_of(tensor).parts_written(tensor)
     else:
-        yield slice(0, len(tensor))
+        yield slice(0, device_rooms.rows_with_memory(tensor))
 
 
 def _mapping_of(tensor: torch.Tensor) -> MappedMemory:

@@ -63,6 +63,7 @@ ACROSS_OPS = (
     "colliding_keys",
     "renumbering",
     "copying_keys",
+    "gaps",
     "group_launches",
     "group_misaligned",
     "beyond_32_bits",
