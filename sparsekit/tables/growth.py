@@ -18,9 +18,10 @@ from .rows_of import RowsOf
 
 # A table with room for fewer rows grows at once, which takes less than a millisecond.
 _STEPWISE = 1 << 16
-# Buckets to clear or to copy for each new key. An index that is half full is replaced before it is
-# three quarters full: of its places, which it has for C rows, 2/3 C buckets must be cleared and C/3
-# copied.
+# Rows in use, as a fraction of the capacity C, at which a larger index is begun.
+_BEGIN = 0.7
+# Buckets to clear or to copy for each new key: 2/3 C must be cleared and C/3 copied, so that the
+# index is replaced when 0.95 C rows are in use. Begun earlier, it would have more room than rows.
 _BUCKETS_PER_KEY = 4
 # Buckets to clear or to copy in a lookup with any new keys.
 _LEAST_BUCKETS = 1024
@@ -193,7 +194,7 @@ class CanGrow(torch.nn.Module):
         self.extend_reach(after)
         growth = self._current_growth(before)
         if growth is None:
-            many = 2 * after >= self.capacity >= _STEPWISE
+            many = after >= _BEGIN * self.capacity and self.capacity >= _STEPWISE
             if not many or self.capacity == self.max_capacity:
                 return
             try:

@@ -52,7 +52,7 @@ def test_a_larger_index_is_ready_before_it_is_needed(in_steps):
         at.setdefault(capacity, key + 1)
     del at[64]
     for capacity, size in at.items():
-        assert capacity / 4 < size < capacity / 2  # never by a lookup that found it full
+        assert 0.35 * capacity < size < capacity / 2  # never by a lookup that found it full
 
 
 def test_small_tables_grow_at_once():
@@ -64,19 +64,19 @@ def test_small_tables_grow_at_once():
 
 
 def test_a_step_of_a_large_table_takes_a_bit():
-    layer = layer_of(1 << 17)
+    layer, rows = layer_of(1 << 17), 92_000
     capacity, before = layer.table.capacity, layer.table.buckets
-    looked_up(layer, range(1 << 16))
+    looked_up(layer, range(rows))
     assert layer.table._growth is not None
     assert not layer.table._growth.takes_keys
     steps = 0
     while layer.table.capacity == capacity:
         assert layer.table.buckets is before
-        begin = (1 << 16) + 100 * steps
+        begin = rows + 100 * steps
         looked_up(layer, range(begin, begin + 100))
         steps += 1
     assert steps > 40
-    assert torch.equal(layer.table.keys(), torch.arange((1 << 16) + 100 * steps))
+    assert torch.equal(layer.table.keys(), torch.arange(rows + 100 * steps))
 
 
 def half_grown(in_keys=True):
