@@ -36,9 +36,20 @@ _PUNCH_HOLE = 0x02 | 0x01  # keeps the size of the file
 _WAIT, _WRITE = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def _function(name: str, *types: Any) -> Any:
+    """Return a function of the C library; None where there is none, as on other systems."""
+    found = getattr(_libc, name, None)
+    if found is not None:
+        found.argtypes = types
+    return found
+
+
+_int64 = ctypes.c_int64
+_fallocate = _function("fallocate64", ctypes.c_int, ctypes.c_int, _int64, _int64)
+_sync_range = _function("sync_file_range", ctypes.c_int, _int64, _int64, ctypes.c_uint)
+_mincore = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class _File(MappedMemory):
@@ -59,7 +70,7 @@ class _File(MappedMemory):
         except OSError:
             first = -(-begin // _PAGE) * _PAGE  # the page before belongs to earlier rows, too
             if end > first:
-                _libc.fallocate64(self.fd, _PUNCH_HOLE, first, end - first)
+                _fallocate(self.fd, _PUNCH_HOLE, first, end - first)
             raise
         self.allocated = rows
 
@@ -92,8 +103,12 @@ class _File(MappedMemory):
     def first_rows(
         self, tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        """Return a copy of the first rows of a tensor, in a file of their own."""
-        copy = RowFiles(*self.table, rows).zeros((rows, *tensor.shape[1:]), tensor.dtype)
+        """Return a copy of the first rows of a tensor, in a file of their own if possible."""
+        shape = rows, *tensor.shape[1:]
+        try:
+            copy = RowFiles(*self.table, rows).zeros(shape, tensor.dtype)
+        except OSError:  # the folder has gone, or the disk is full
+            copy = torch.empty(shape, dtype=tensor.dtype, device="cpu")
         return copy.copy_(tensor[:rows])
 
     def bytes_of(self, first: int, end: int) -> tuple[int, int]:
@@ -110,11 +125,11 @@ class _File(MappedMemory):
 
     def begin_writing(self, first: int, end: int) -> None:
         """Begin to write pages to the disk; an error is left to the system, which tries again."""
-        _libc.sync_file_range(self.fd, *self.bytes_of(first, end), _WRITE)
+        _sync_range(self.fd, *self.bytes_of(first, end), _WRITE)
 
     def wait(self) -> None:
         """Wait for what `begin_writing` has begun."""
-        _libc.sync_file_range(self.fd, 0, 0, _WAIT)
+        _sync_range(self.fd, 0, 0, _WAIT)
 
     def drop(self, first: int, end: int) -> None:
         """Let pages that have been written leave memory."""
@@ -146,7 +161,9 @@ class RowFiles:
         self.name, self.folder = name, folder
         self.max_resident_bytes = max_resident_bytes
         self._capacity, self._allocated = capacity, 0
-        self._main: weakref.ref[_File] | None = None
+        self._main: weakref.ref[_File] | None = None  # the file of the weight
+        # All files with records of the table: states may lie in older ones than the weight.
+        self._files: weakref.WeakSet[_File] = weakref.WeakSet()
         self._states: dict[str, torch.Tensor] = {}  # columns of the file that nobody uses yet
         self._known = np.empty(0, np.uint8)  # of each page
         self._resident = self._hand = 0  # number of pages in memory; the next one to look at
@@ -166,7 +183,7 @@ class RowFiles:
 
     def vectors(self, dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of a new table, zeros ``[capacity, dim]``; raise OSError as `zeros`."""
-        return self._lay_out({"": ((dim,), dtype)})[""]
+        return self._new_main({"": ((dim,), dtype)})
 
     def states(
         self, weight: torch.Tensor, columns: Mapping[str, Column]
@@ -179,6 +196,7 @@ class RowFiles:
 
         Raises:
             OSError: there is no space for larger records; the weight is unchanged.
+            RuntimeError: the weight was made in inference mode.
         """
         self.prepare(weight, columns)
         states, self._states = self._states, {}
@@ -192,15 +210,27 @@ class RowFiles:
         there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
         if there == {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}:
             return
-        made = self._lay_out({"": (weight.shape[1:], weight.dtype), **columns}, weight)
+        if weight.is_inference():
+            raise RuntimeError(
+                f"{self.name}: the layer was made in inference mode, and rows in files "
+                f"(storage='mmap:{self.folder}') could not be trained; make it outside"
+            )
+        made, file = self._lay_out({"": (weight.shape[1:], weight.dtype), **columns}, weight)
         weight.data = made.pop("")
-        self._states = made
+        self._take(file, made)
+
+    def _new_main(self, columns: Mapping[str, Column], rows: torch.Tensor | None = None) -> Any:
+        """Return the only column of a new file, which becomes the file of the weight."""
+        made, file = self._lay_out(columns, rows)
+        self._take(file, {})
+        return made[""]
 
     def _lay_out(
         self, columns: Mapping[str, Column], before: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Return columns of a new main file; the first one begins with the rows of `before`."""
+    ) -> tuple[dict[str, torch.Tensor], _File]:
+        """Return columns of a new file, whose first one begins with the rows of `before`."""
         made, file = self._new_file(self._capacity, self._allocated, columns)
+        self._files.add(file)
         if before is not None:
             before = before.detach()[: self._allocated]
             for rows in parts_written(before):
@@ -208,12 +238,15 @@ class RowFiles:
                     part = slice(first, min(first + _ROWS_AT_A_TIME, rows.stop))
                     made[""][part] = before[part]
                     file.leave(part)
+        return made, file
+
+    def _take(self, file: _File, states: dict[str, torch.Tensor]) -> None:
+        """Make this the file of the weight, which has these columns for states to come."""
         pages = -(-len(file) // _PAGE)
         self._known = untouched_zeros([pages], torch.uint8, "cpu", first=1).numpy()
         self._resident = self._hand = 0
         self._leaving = _NO_PAGES
-        self._main = weakref.ref(file)
-        return made
+        self._states, self._main = states, weakref.ref(file)
 
     def _new_file(
         self, rows: int, allocated: int, columns: Mapping[str, Column]
@@ -247,7 +280,7 @@ class RowFiles:
 
     def holding(self, rows: torch.Tensor) -> torch.Tensor:
         """Return `vectors` that begin with these, as far as there is space for them."""
-        return self._lay_out({"": (rows.shape[1:], rows.dtype)}, rows)[""]
+        return self._new_main({"": (rows.shape[1:], rows.dtype)}, rows)
 
     def allocate(self, rows: int) -> None:
         """Give the first rows space on the disk.
@@ -255,11 +288,13 @@ class RowFiles:
         Raises:
             OSError: the disk is full; the rows that had space keep it.
         """
-        if (file := self._file()) is not None:
-            try:
+        files = list(self._files)
+        try:
+            for file in files:
                 file.allocate(rows)
-            except OSError as error:
-                raise self._refused(error, rows, file.record_bytes) from None
+        except OSError as error:
+            record_bytes = sum(file.record_bytes for file in files)
+            raise self._refused(error, rows, record_bytes) from None
         self._allocated = max(self._allocated, rows)
 
     def _refused(self, error: OSError, rows: int, row_bytes: int) -> OSError:
@@ -309,12 +344,17 @@ class RowFiles:
         if (file := self._file()) is None:
             return 0
         pages = np.zeros(-(-len(file) // _PAGE), np.uint8)
-        if _libc.mincore(file.address, len(file), pages.ctypes.data):
+        if _mincore(file.address, len(file), pages.ctypes.data):
             raise OSError(ctypes.get_errno(), "mincore")
         return int((pages & 1).sum()) * _PAGE
 
     def _file(self) -> _File | None:
-        return None if self._main is None else self._main()
+        """Return the file of the weight."""
+        file = None if self._main is None else self._main()
+        if file is None and (others := list(self._files)):
+            file = others[0]  # an interrupt came before the weight got a new file
+            self._take(file, {})
+        return file
 
     def _most_pages(self) -> int:
         """Return the number of pages for which there is memory."""

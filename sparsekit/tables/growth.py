@@ -176,9 +176,10 @@ class CanGrow(torch.nn.Module):
     def extend_reach(self, rows: int) -> None:
         """Bring this number of rows into reach."""
         if rows > self.reach:
-            ahead = min(2 * self.reach, self.reach + _ROWS_AHEAD)
+            # Rows beyond the capacity have no memory on a device, and no space in a file.
+            ahead = min(2 * self.reach, self.reach + _ROWS_AHEAD, self.capacity)
             if self.tensors()[0].device.type in DEVICES:
-                ahead = self.capacity  # further rows have no memory
+                ahead = self.capacity
             reach = min(max(rows, ahead), self.max_capacity)
             self.rows_of.open(self.reach, reach)
             self.reach = reach

@@ -95,7 +95,8 @@ class HashTable(CanGrow):
         Processes do not wait for one another's insertions, so two keys could get the same row.
         """
         buckets = self.tensors()[0]
-        if self._maker != os.getpid() and buckets.is_cpu and buckets.is_shared():
+        shares = buckets.is_cpu and (buckets.is_shared() or self.rows_of.in_files())
+        if shares and self._maker != os.getpid():
             raise RuntimeError(
                 f"{self.name}: processes share this table's memory, and only process "
                 f"{self._maker}, which made it, may insert keys; this is process {os.getpid()}. "

@@ -60,6 +60,15 @@ class RowsWithRoom(torch.nn.Module):
         """Number of the first rows, which may be in use; see `EmbeddingWeight.reach`."""
         return self.capacity if self.table is None else self.table.reach
 
+    def rows_of_state(self, keep_vars: bool) -> int | None:
+        """Return the number of the first rows that a state has; None means that it has all."""
+        weight = self.weight
+        if keep_vars or not isinstance(weight, EmbeddingWeight) or weight.is_meta:
+            return None
+        if reach_of(weight) is None or self.table is None:
+            return weight.rows_to_copy()
+        return len(self.table)
+
     def reach_on(self, device: torch.device) -> int | None:
         """Return the number of the first rows that need memory on a device; None means all.
 
@@ -119,8 +128,8 @@ class RowsWithRoom(torch.nn.Module):
         if self.files and not weight.is_meta:
             raise NotImplementedError(
                 f"{self.name}: rows in files (storage='mmap:{self.files.folder}') are "
-                f"{weight.dtype} on {weight.device} and stay so; make the layer with the dtype "
-                f"and device that you need"
+                f"{weight.dtype} on {weight.device} and stay so: they are neither converted nor "
+                f"emptied; make the layer with the dtype and device that you need"
             )
         whole = weight.data, self.scores
         first = self.reach_on(made.device)

@@ -202,17 +202,21 @@ def with_rows(
 
 def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return those tensors of a state that `with_rows` has made shorter, in their full length."""
-    rows = reach_of(weight) if files_of(weight) is None else getattr(weight, "rows_copied", None)
+    reach, files = reach_of(weight), files_of(weight)
     short = {
         name: value
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and value.dim()
-        and len(value) == rows
-        and not (len(value) == len(weight) and is_mapped(value))
         and name != "keys"
+        and (len(value) == reach if files is None else _belongs_in_file(value, weight))
     }
     full = _new_like(short, weight) if short else {}
     for name, tensor in full.items():
-        tensor[:rows] = short[name]
+        tensor[: len(short[name])] = short[name]
     return full
+
+
+def _belongs_in_file(state: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether a state has been copied out of the file of a weight, or for fewer rows."""
+    return len(state) < len(weight) or (state.is_floating_point() and not is_mapped(state))

@@ -45,6 +45,11 @@ class RowsOf:
         if hasattr(weight, "open_rows"):
             weight.open_rows(before, after)
 
+    def in_files(self) -> bool:
+        """Return whether rows lie in a file, which forked processes share."""
+        layer = None if self._layer is None else self._layer()
+        return getattr(layer, "files", None) is not None
+
     def allocate(self, rows: int) -> None:
         """Give this number of rows space on the disk or on a device, if they have not got it.
 

@@ -23,7 +23,6 @@ from .life import RowLife
 from .own_shard import OwnShard, exchange_ref
 from .owners import check_ranks_of, shared
 from .room import RowsWithRoom
-from .row_states import reach_of
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
@@ -127,10 +126,10 @@ class TableTensors(RowsWithRoom, Sharded):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, counts in _counts_of(self).items():
             destination[f"{prefix}{name}"] = counts
-        shortens = reach_of(self.weight) is not None and not (keep_vars or self.weight.is_meta)
-        if self.table is not None and shortens:
+        rows = self.rows_of_state(keep_vars)
+        if rows is not None:
             for name in {f"{prefix}weight", f"{prefix}scores"} & destination.keys():
-                destination[name] = first_rows(destination[name], len(self.table))
+                destination[name] = first_rows(destination[name], rows)
         if self.world_size > 1:
             name = f"{prefix}shard"
             exchange = exchange_ref(self.process_exchange())

@@ -61,8 +61,6 @@ class EmbeddingWeight(torch.nn.Parameter):
     keys_changed_at: int = 0
     # The files in which rows and their states lie; None if they are in memory.
     files: RowFiles | None = None
-    # Number of the rows with which a copy was made, and with which states come; see `with_room`.
-    rows_copied: int | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Apply the optimizer steps that these rows, or all rows, have missed."""
@@ -232,9 +230,14 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def rows_to_copy(self) -> int | None:
         """Return the number of the first rows that a copy needs; None means all, in memory."""
-        if (reach := self.reach) is not None or self.files is None:
+        if (reach := self.reach) is not None or self.files is None or self.is_meta:
             return reach
-        return max((part.stop for part in parts_written(self.data)), default=0)
+        table = None if self._table is None else self._table()
+        if table is None or self.moved or self.written():
+            return len(self)
+        # Without keys there may be values that the next lookup must refuse.
+        parts = () if len(table) else parts_written(self.data)
+        return max((part.stop for part in parts), default=len(table))
 
     def _first_rows(self, rows: int) -> tuple[torch.Tensor, int, int | None, bool]:
         return first_rows(self.data, rows), len(self), self.reach, self.requires_grad
@@ -248,9 +251,12 @@ def _with_room(
     files: RowFiles | None = None,
 ) -> EmbeddingWeight:
     """Return a weight with these rows, and room for more."""
-    longer = with_length(rows, capacity, reach) if files is None else files.holding(rows)
+    if files is None or rows.is_meta:
+        longer = with_length(rows, capacity, reach)
+    else:
+        longer = files.holding(rows)
     weight = EmbeddingWeight(longer, requires_grad)
-    weight._reach, weight.files, weight.rows_copied = reach, files, len(rows)
+    weight._reach, weight.files = reach, files
     return weight
 
 

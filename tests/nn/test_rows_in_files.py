@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from interruptions import interrupt
 from optim.cases import OPTIMIZERS, make
 
 import sparsekit
-from sparsekit import TableFullError, checkpoint, row_files
+from sparsekit import TableFullError, checkpoint, memory, row_files
 from sparsekit.optim import fuse_in_backward
 
 from .test_growing_layers import assert_same, batches, train
@@ -234,6 +235,118 @@ def test_a_copy_has_a_file_of_its_own(policy, folder):
     assert_same(layer, twin, (optimizer, of_twin))
 
 
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_optimizer_is_copied_before_its_layer(policy, copied, folder):
+    layer = in_file(folder, policy)
+    optimizer = make("LazyAdam", layer.parameters())
+    train(layer, optimizer, batches(3))
+    pair = optimizer, layer
+    of_twin, twin = (
+        copy.deepcopy(pair) if copied == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    )
+    for one in ((layer, optimizer), (twin, of_twin)):
+        train(*one, batches(10, seed=5))
+    assert_same(layer, twin, (optimizer, of_twin))
+    assert twin.weight.stride(0) == 9
+
+
+def test_states_of_an_older_file_get_space_too(folder):
+    layer = in_file(folder, "grow")
+    kinds = sparsekit.optim.LazyAdam, sparsekit.optim.Ftrl
+    both = [kind(layer.parameters()) for kind in kinds]
+    for keys in batches(20):
+        for optimizer in both:
+            train(layer, optimizer, [keys])
+    for optimizer in both:
+        state = next(one for one in optimizer.state[layer.weight].values() if one.dim())
+        assert memory._mapping_of(state).allocated >= layer.table.capacity
+
+
+def test_an_interrupt_while_records_get_room_for_states(folder):
+    layer = in_file(folder, "grow")
+    train(layer, sparsekit.optim.SGD(layer.parameters()), batches(2))
+    for moment in range(1, 1000):
+        ended = interrupt(lambda: sparsekit.optim.LazyAdam(layer.parameters()), moment)
+        layer(torch.arange(10 * moment, 10 * moment + 10))
+        size = len(layer.table)
+        assert memory._mapping_of(layer.weight.detach()).allocated >= layer.table.capacity
+        assert layer.weight[:size].any(1).all()  # no row has lost its vector
+        if ended:
+            break
+    assert moment > 20
+
+
+def test_rows_within_reach_have_space(folder, monkeypatch):
+    layers = [
+        sparsekit.Embedding(5, 512, name="t", on_full="grow", max_capacity=1000, **storage)
+        for storage in ({}, {"storage": f"mmap:{folder}"})
+    ]
+    optimizers = [
+        sparsekit.optim.Adagrad(one.parameters(), initial_accumulator_value=0.1) for one in layers
+    ]
+    with monkeypatch.context() as patch:
+        full_after(patch, 6 * 4096)  # records of 6 rows
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            train(layer, optimizer, [torch.arange(6)])
+        assert layers[1].table.reach <= layers[1].table.capacity == 6
+        with pytest.raises(TableFullError):
+            layers[1](torch.arange(7))
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        train(layer, optimizer, [torch.arange(50)])
+    assert_same(*layers, optimizers)
+
+
+def test_a_forked_process_changes_no_rows(folder):
+    layer = in_file(folder)
+    layer(torch.arange(9))
+    before = layer.weight[:9].clone()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            same = torch.equal(layer.eval()(torch.arange(9)), before)
+            with pytest.raises(RuntimeError, match="t: processes share this table's memory"):
+                layer.train()(torch.arange(20))
+            code = 0 if same else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(layer.weight[:9], before)
+
+
+def test_a_state_has_rows_in_use_alone(folder):
+    layer = sparsekit.Embedding(20_000, 16, name="t", storage=f"mmap:{folder}")
+    optimizer = sparsekit.optim.LazyAdam(layer.parameters())
+    layer(torch.arange(10)).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(layer.state_dict()["weight"], file)
+    assert file.tell() < 10 << 10
+    other = sparsekit.Embedding(20_000, 16, name="t")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.vectors(torch.arange(10)), layer.vectors(torch.arange(10)))
+
+
+def test_a_state_without_the_folder(tmp_path):
+    place = tmp_path / "rows"
+    place.mkdir()
+    layer = in_file(place, "grow")
+    layer(torch.arange(9))
+    place.rmdir()
+    assert torch.equal(layer.state_dict()["weight"][:9], layer.weight[:9])
+    with pytest.raises(OSError, match=r"t: storage='mmap:.*No such file or directory"):
+        pickle.loads(pickle.dumps(layer))
+
+
+def test_a_layer_made_in_inference_mode(folder):
+    with torch.inference_mode():
+        layer = in_file(folder)
+    layer.eval()(torch.arange(3))
+    with pytest.raises(RuntimeError, match="t: the layer was made in inference mode, and rows in"):
+        sparsekit.optim.LazyAdam(layer.parameters())
+
+
 def test_a_second_optimizer_takes_the_place_of_the_first(folder):
     layers = in_memory(), in_file(folder)
     for layer in layers:
@@ -382,6 +495,8 @@ def test_what_rows_in_files_cannot(folder):
     layer = in_file(folder)
     with pytest.raises(NotImplementedError, match=r"^t: rows in files .* stay so"):
         layer.float()
+    with pytest.raises(NotImplementedError, match=r"^t: .* neither converted nor emptied"):
+        layer.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match=r"^t: rows in files .* cannot be shared"):
         layer.share_memory()
     assert layer.to(torch.float64).weight.dtype == torch.float64
@@ -397,7 +512,8 @@ def test_the_report_of_memory(folder):
 
 
 def test_from_meta(folder):
-    layer = in_file(folder, "grow", device="meta")
+    layer = copy.deepcopy(in_file(folder, "grow", device="meta"))
+    assert copy.deepcopy(in_file(folder, device="meta")).weight.is_meta
     layer.to_empty(device="cpu")
     other = in_memory("grow")
     for one in (layer, other):
