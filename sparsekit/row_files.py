@@ -20,15 +20,12 @@ from .memory import MappedMemory, mapped, parts_written, total_bytes, untouched_
 Column = tuple[Sequence[int], torch.dtype]
 
 _PAGE = mmap.PAGESIZE
-# Pages that the hand of the clock looks at, or that are written, at a time.
-_PAGES_AT_A_TIME = 1 << 12
-# Each record begins at a multiple of this number of bytes.
-_ALIGNMENT = 8
+_PAGES_AT_A_TIME = 1 << 12  # pages that the hand of the clock looks at together
+_ALIGNMENT = 8  # each record begins at a multiple of this number of bytes
 # The states of a page: it is not in memory; or it is, and has not been asked for since the hand of
 # the clock came by, or has been.
 _GONE, _OLD, _ASKED = range(3)
-# Rows to copy at a time.
-_ROWS_AT_A_TIME = 1 << 16
+_ROWS_AT_A_TIME = 1 << 16  # rows that are copied together
 _NO_PAGES = np.empty(0, np.int64)
 
 # Flags of Linux's fallocate and sync_file_range, which Python does not name.
@@ -40,8 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _function(name: str, *types: Any) -> Any:
     """Return a function of the C library; None where there is none, as on other systems."""
-    found = getattr(_libc, name, None)
-    if found is not None:
+    if found := getattr(_libc, name, None):
         found.argtypes = types
     return found
 

@@ -130,7 +130,7 @@ def test_a_table_that_comes_from_the_cpu():
     layer.float().double()
     assert device_rooms.is_in_room(layer.weight)
     assert layer.table.capacity == 9000
-    assert layer.reach == 34_384
+    assert layer.reach == 18_001
     layer.table.reserve(20_000)
     layer.table.reserve(21_000)
     assert layer.reach == layer.table.capacity == 40_000
