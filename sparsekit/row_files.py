@@ -170,11 +170,7 @@ class RowFiles:
         return _with_space, (self._allocated, *made)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros with a row for each of the first rows, in a file of its own.
-
-        Raises:
-            OSError: the file cannot be made, or the disk is full.
-        """
+        """Return zeros in a file of their own; raise OSError if there is no space for it."""
         return self._new_file(shape[0], shape[0], {"": (shape[1:], dtype)})[0][""]
 
     def vectors(self, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,7 +200,10 @@ class RowFiles:
         It is best done while the table is small, since all vectors are copied.
         """
         there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
-        if there == {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}:
+        wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}
+        file = self._file()  # after an interrupt it may not be that of the weight
+        here = file is not None and weight.untyped_storage().data_ptr() == file.address
+        if here and there == wanted:
             return
         if weight.is_inference():
             raise RuntimeError(

@@ -1,34 +1,11 @@
-"""Asks for the rows of a lookup whose tables keep them in files."""
+"""Asks ahead for rows that lie in files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-from .plan import LookupPlan, TableBatch
-from .record import entries_of_tables
+from .plan import LookupPlan
 from .request import Request
-
-
-def ask_for_rows(batch: TableBatch, found: Sequence[Any], features: torch.Tensor) -> None:
-    """Ask for the rows that a lookup is about to read, all at once rather than one by one.
-
-    Args:
-        batch: the tables of the lookup.
-        found: its results: index, rows, counts and bags.
-        features: its features, as ops describe them.
-    """
-    index, rows_of_all, counts, bags = found
-    entries = entries_of_tables(bags, features, len(batch.dims))
-    numbers = None if counts is None else counts.tolist()
-    for t, files in batch.files.items():
-        own = entries[t]
-        if numbers is None or rows_of_all is None:
-            files.ask_for(index[own])
-        else:
-            files.ask_for(rows_of_all[own.start : own.start + numbers[t]])
 
 
 def ask_ahead(plan: LookupPlan, requests: Sequence[Request]) -> None:

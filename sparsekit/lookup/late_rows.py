@@ -9,7 +9,6 @@ import torch
 
 from .. import ops
 from ..tables.embedding_table import EmbeddingTable
-from .in_files import ask_for_rows
 from .max_norm import limit_norms
 from .plan import TableBatch
 from .record import entries_of_tables
@@ -55,17 +54,18 @@ def prepare_rows(
         features: its features, as ops describe them.
         late: weights whose rows may have missed steps, by table.
     """
-    if batch.files:
-        ask_for_rows(batch, found, features)
     index, rows_of_all, counts, bags = found
     entries = entries_of_tables(bags, features, len(weights))
     numbers = None if counts is None else counts.tolist()
-    for t in {**late, **batch.max_norms}:
+    for t in {**batch.files, **late, **batch.max_norms}:
         own = entries[t]
-        if numbers is None or rows_of_all is None:
-            rows = ops.unique(index[own])[0]
-        else:
-            rows = rows_of_all[own.start : own.start + numbers[t]]
+        rows, distinct = index[own], False
+        if numbers is not None and rows_of_all is not None:
+            rows, distinct = rows_of_all[own.start : own.start + numbers[t]], True
+        if t in batch.files:  # all at once rather than one by one
+            batch.files[t].ask_for(rows)
+        if not distinct and (t in late or t in batch.max_norms):
+            rows = ops.unique(rows)[0]
         if t in late:
             late[t].catch_up(rows.to(torch.int64))
         if t in batch.max_norms:

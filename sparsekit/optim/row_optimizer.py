@@ -102,15 +102,15 @@ class RowOptimizer(torch.optim.Optimizer):
             self._check_settings(group)
             for parameter in group["params"]:
                 if update_of(parameter) is not None:
-                    told = (
+                    raise ValueError(
                         f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} is "
+                        f"updated in backward by another optimizer; remove() what its "
+                        f"fuse_in_backward has returned"
                     )
-                    told += "updated in backward by another optimizer; remove() what its "
-                    raise ValueError(f"{told}fuse_in_backward has returned")
             self._follow_keys(group)
             for parameter in group["params"]:
                 prepare_states(parameter, self._initial_states(group), self.row_states)
-        except (TypeError, ValueError, OSError):
+        except (TypeError, ValueError, OSError, RuntimeError):
             self.param_groups.pop()
             raise
 

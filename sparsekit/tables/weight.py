@@ -213,8 +213,8 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.catch_up()
         copied: EmbeddingWeight
         if (rows := self.rows_to_copy()) is not None:
-            files = deepcopy(self.files, memo)
-            copied = memo[id(self)] = _with_room(*self._first_rows(rows), files)
+            settings = len(self), self.reach, self.requires_grad, deepcopy(self.files, memo)
+            copied = memo[id(self)] = _with_room(self.data[:rows], *settings)
         else:
             copied = super().__deepcopy__(memo)
         copied.moved = self.moved
@@ -225,7 +225,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self.catch_up()
         if (rows := self.rows_to_copy()) is not None:
-            return _with_room, (*self._first_rows(rows), self.files)
+            settings = len(self), self.reach, self.requires_grad, self.files
+            return _with_room, (first_rows(self.data, rows), *settings)
         return EmbeddingWeight, (self.data, self.requires_grad)
 
     def rows_to_copy(self) -> int | None:
@@ -238,9 +239,6 @@ class EmbeddingWeight(torch.nn.Parameter):
         # Without keys there may be values that the next lookup must refuse.
         parts = () if len(table) else parts_written(self.data)
         return max((part.stop for part in parts), default=len(table))
-
-    def _first_rows(self, rows: int) -> tuple[torch.Tensor, int, int | None, bool]:
-        return first_rows(self.data, rows), len(self), self.reach, self.requires_grad
 
 
 def _with_room(

@@ -7,7 +7,7 @@ from sparsekit.checkpoint.nearest import MOST_COMPARED, Drawn
 
 
 def test_equal_vectors_of_a_large_table_are_drawn_together(tmp_path):
-    """Of 20,000 pairs in a table of 100,000 rows, whole pairs are drawn."""
+    """A table of 100,000 rows has 20,000 pairs; both rows of a pair are drawn, or none."""
     torch.manual_seed(0)
     pairs = torch.randn(20_000, 8)
     vectors = torch.cat([pairs, torch.randn(60_000, 8), pairs])

@@ -152,7 +152,8 @@ def test_memory_is_as_much_as_the_budget(folder):
         optimizer.zero_grad()
         most = max(most, layer.files.resident_bytes())
     assert len(layer.table) > 600
-    # Those on their way to the disk, too, and 128 rows without a key, to see if they have values.
+    # Pages that are being written are in memory, too, and 128 rows without a key, which a lookup
+    # checks for values.
     assert most <= (budget + 16 + 128) * PAGE
     before = layer.weight[:600].clone()
     assert layer.files.resident_bytes() >= 600 * PAGE  # other code has gone through all
@@ -270,8 +271,13 @@ def test_an_interrupt_while_records_get_room_for_states(folder):
         ended = interrupt(lambda: sparsekit.optim.LazyAdam(layer.parameters()), moment)
         layer(torch.arange(10 * moment, 10 * moment + 10))
         size = len(layer.table)
-        assert memory._mapping_of(layer.weight.detach()).allocated >= layer.table.capacity
+        file = memory._mapping_of(layer.weight.detach())
+        assert file.allocated >= layer.table.capacity
         assert layer.weight[:size].any(1).all()  # no row has lost its vector
+        optimizer = sparsekit.optim.Adagrad(layer.parameters())
+        train(layer, optimizer, batches(1))
+        state = optimizer.state[layer.weight]["sum"]
+        assert memory._mapping_of(state) is memory._mapping_of(layer.weight.detach())
         if ended:
             break
     assert moment > 20
