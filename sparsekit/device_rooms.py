@@ -1,7 +1,7 @@
-"""Keeps tensors that grow in rooms: addresses of a device, of which the first have memory.
+"""Keeps growing tensors in rooms: device address ranges with memory mapped only at the start.
 
-A room has addresses for all rows that a table may get. Its rows get memory as the table grows, so
-tensors keep their addresses. Access to a row without memory is an illegal memory access.
+A room reserves addresses for all rows that a table may ever have. Memory is mapped as the table
+grows, so tensors keep their addresses. Access to a row without memory is an illegal memory access.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.utils.dlpack import from_dlpack
 
 from ._load import device_library
 
-# Types of devices on which tensors that grow lie in rooms.
+# Device types where growing tensors are kept in rooms.
 DEVICES = {"cuda"}
 
-# Tensors of fewer bytes are ordinary ones, as a room takes at least a page of 2 MiB.
+# Smaller tensors are allocated normally, since a room takes at least one 2 MiB page.
 _LEAST_BYTES = 2 << 20
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -29,7 +29,7 @@ _new_capsule.restype = ctypes.py_object
 def new_zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int
 ) -> torch.Tensor:
-    """Return zeros with memory for the first rows alone; small tensors have memory for all.
+    """Return zeros with memory for only the first rows; small tensors have memory for all rows.
 
     Args:
         shape: sizes of the dimensions.
@@ -38,7 +38,7 @@ def new_zeros(
         rows: number of rows with memory; `commit` adds more.
 
     Raises:
-        RuntimeError: there is no memory, or not as much address space.
+        RuntimeError: there is not enough memory or address space.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _LEAST_BYTES:
@@ -49,16 +49,16 @@ def new_zeros(
 
 
 def commit(tensor: torch.Tensor, rows: int) -> None:
-    """Give the first rows of a tensor memory, if it lies in a room; new memory is zero.
+    """Map memory for the first rows of a tensor, if it is in a room; new memory is zeroed.
 
-    The zeros are written in the order of the current stream.
+    The zeros are written on the current stream.
 
     Args:
         tensor: a tensor whose rows do not overlap.
         rows: number of rows.
 
     Raises:
-        RuntimeError: there is no memory, or a graph is being captured.
+        RuntimeError: there is not enough memory, or a graph is being captured.
     """
     if not is_in_room(tensor):
         return
@@ -68,12 +68,12 @@ def commit(tensor: torch.Tensor, rows: int) -> None:
 
 
 def is_in_room(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in a room."""
+    """Return whether a tensor is in a room."""
     return _committed(tensor) >= 0
 
 
 def rows_with_memory(tensor: torch.Tensor) -> int:
-    """Return the number of the first rows that have memory: all, if it does not lie in a room."""
+    """Return how many leading rows have memory; all of them if the tensor is not in a room."""
     committed = _committed(tensor)
     if committed < 0:
         return len(tensor)
@@ -83,12 +83,12 @@ def rows_with_memory(tensor: torch.Tensor) -> int:
 
 
 def first_rows(tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Return the first rows of a tensor in a room, in memory that ends with them.
+    """Return the first rows of a tensor in a room, in a storage that ends after them.
 
     Args:
         tensor: the tensor.
         rows: number of rows, at least 1, all of which have memory.
-        spaces: memory of earlier results, by address, in which this one lies if it can.
+        spaces: storages of earlier results, by address; reused for this one if possible.
     """
     begin = tensor.untyped_storage().data_ptr()
     if begin not in spaces:
@@ -100,7 +100,7 @@ def first_rows(tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor])
 
 
 def _committed(tensor: torch.Tensor) -> int:
-    """Return the number of bytes with memory in a tensor's room; -1 without a room."""
+    """Return how many bytes of a tensor's room have memory; -1 if it is not in a room."""
     if tensor.device.type not in DEVICES or tensor.layout != torch.strided:
         return -1
     if type(tensor.data) is not torch.Tensor:  # such as a FakeTensor, which has no address
@@ -116,7 +116,7 @@ def _stream(device: torch.device) -> int | None:
 
 
 def _taken(name: str, *arguments: int | None) -> torch.Tensor:
-    """Return the bytes that a function of the library has made a tensor of."""
+    """Call a library function that makes a tensor, and return the tensor of bytes."""
     made = ctypes.c_void_p()
     _call(name, *arguments, ctypes.byref(made))
     return from_dlpack(_new_capsule(made, b"dltensor", None))
@@ -136,12 +136,12 @@ _TYPES = {
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the library; raise RuntimeError with the message that it returns."""
+    """Call a library function; raise RuntimeError with the message that it returns, if any."""
     function = getattr(device_library(), name)
     function.argtypes, function.restype = _TYPES[name], ctypes.c_char_p
     message = function(*arguments)
     if message is not None and b"out of memory" in message and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # torch may keep memory that no tensor uses
+        torch.cuda.empty_cache()  # torch may be caching memory that no tensor uses
         message = function(*arguments)
     if message is not None:
         raise RuntimeError(f"sparsekit: {message.decode()}")

@@ -9,7 +9,7 @@ import torch
 
 
 class TableFullError(RuntimeError):
-    """Raised when a table has too few free rows for the new keys of a call.
+    """Raised when a table has too few free rows for the new keys in a call.
 
     The table is left unchanged. With several ranks, all ranks raise the error, but ranks that have
     enough free rows keep their new keys. This is harmless: the next call finds those keys.
@@ -18,7 +18,7 @@ class TableFullError(RuntimeError):
         layer: name of the layer or table.
         rank: rank of the process whose shard is full.
         size: number of rows in use.
-        capacity: number of rows of the table.
+        capacity: number of rows that the table has room for.
         refused: number of distinct new keys in the call; none of them was inserted.
     """
 

@@ -1,4 +1,4 @@
-"""Controls large blocks of CPU memory: a pool, 2 MiB pages, and zeros that take no memory."""
+"""Controls large blocks of CPU memory: a pool, 2 MiB pages, and untouched zeros."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _library.sparsekit_prefer_huge_pages.restype = None
 
 
 _PAGE, _HUGE_PAGE = mmap.PAGESIZE, 2 << 20
-# Tensors of fewer bytes are ordinary ones, as the number of mappings of a process is limited.
+# Smaller tensors are allocated normally, since a process can have only so many mappings.
 _LEAST_MAPPED = 1 << 20
-# A mapping with this flag does not count as memory until it is written to. The number is Linux's;
-# Python names it from 3.13 on.
+# A mapping with this flag does not count as memory until it is written to. The number is from
+# Linux; Python has a name for it since 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class MappedMemory(mmap.mmap):
-    """Memory for tensors, or a file as memory; what is not written to has zeros."""
+    """Memory for tensors, or a file mapped as memory; it is zero until written to."""
 
     def __new__(cls, file: int, size: int) -> MappedMemory:
-        """Map a file from its beginning, or memory without a file if the descriptor is -1."""
+        """Map a file from its start, or anonymous memory if the descriptor is -1."""
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file == -1 else mmap.MAP_SHARED
         return super().__new__(cls, file, size, flags=kind | _NO_RESERVE)
 
@@ -47,35 +47,35 @@ class MappedMemory(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with zeros; its whole pages take no memory any more."""
+        """Fill a tensor with zeros; its whole pages no longer take memory."""
         if not tensor.is_contiguous() or tensor.nbytes < _LEAST_MAPPED:
             tensor.zero_()
             return
         begin = tensor.data_ptr() - self.address
         end = begin + tensor.nbytes
         first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-        increment_version([tensor])  # before the writes, between which an interrupt may come
+        increment_version([tensor])  # before the writes, which an interrupt may separate
         try:
             self.madvise(mmap.MADV_DONTNEED, first, last - first)
-        except OSError:  # such as pages that are locked in memory
+        except OSError:  # for example, pages are locked in memory
             tensor.zero_()
             return
         for start, stop in ((begin, first), (last, end)):
             ctypes.memset(self.address + start, 0, stop - start)
 
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
-        """Return ranges of the rows of a tensor that lies here; all others have zeros."""
+        """Return row ranges of a tensor in this mapping; all other rows are zero."""
         yield slice(0, len(tensor))
 
     def first_rows(
         self, tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        """Return the first rows of a tensor that lies here, in memory that ends with them.
+        """Return the first rows of a tensor in this mapping, in a storage that ends after them.
 
         Args:
             tensor: the tensor.
             rows: number of rows, at least 1.
-            spaces: memory of earlier results, by address, in which this one lies if it can.
+            spaces: storages of earlier results, by address; reused for this one if possible.
         """
         begin = tensor.untyped_storage().data_ptr()
         if begin not in spaces:
@@ -85,15 +85,15 @@ class MappedMemory(mmap.mmap):
         return spaces[begin].as_strided(shape, tensor.stride(), tensor.storage_offset())
 
 
-# The mappings of tensors, by the tensors' addresses. A tensor keeps its mapping.
+# The mappings of tensors, by the tensors' addresses. A tensor keeps its mapping alive.
 _mappings: WeakValueDictionary[int, MappedMemory] = WeakValueDictionary()
 
 
 class PoolBytes(NamedTuple):
-    """Size in bytes of the pool from which ops allocate CPU memory of 2 MiB or more.
+    """Sizes in bytes of the pool that ops use for CPU memory of 2 MiB or more.
 
     Attributes:
-        in_use: size of the blocks that tensors use.
+        in_use: size of the blocks that tensors are using.
         idle: size of the blocks that are kept for later tensors.
         recent_peak: the largest ``in_use`` while the last 128 to 256 blocks were allocated.
     """
@@ -129,9 +129,8 @@ def empty_cache() -> int:
 def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Advise the system to back an untouched CPU tensor with 2 MiB pages, and return the tensor.
 
-    With such pages, access to a random row of a large table rarely has to walk through page tables.
-    This is only a hint to the system. Tensors on other devices and empty tensors are returned
-    unchanged.
+    With such pages, access to a random row in a large table rarely has to walk page tables. This is
+    only a hint to the system. Tensors on other devices and empty tensors are returned unchanged.
     """
     if tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
         _library.sparsekit_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
@@ -139,7 +138,7 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def total_bytes(device: torch.device | None = None) -> int:
-    """Return the size of the memory of a CUDA device, or else of the system, in bytes."""
+    """Return the memory size in bytes of a CUDA device; otherwise, that of the system."""
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
@@ -151,20 +150,20 @@ def untouched_zeros(
     device: torch.device | str | None = None,
     first: int | None = None,
 ) -> torch.Tensor:
-    """Return a tensor of zeros that on the CPU takes memory only where it is written to.
+    """Return a tensor of zeros; on the CPU, it takes memory only where it is written to.
 
-    Large tensors lie in pages of 2 MiB.
+    Large tensors use 2 MiB pages.
 
     Args:
         shape: sizes of the dimensions.
         dtype: dtype of the elements.
         device: device of the tensor; None means torch's default.
-        first: number of the first rows that are in use soon; None means all. On a device only they
-            have memory (see `device_rooms`). On the CPU the first 2 MiB are in small pages, which
-            take a random access a little longer.
+        first: how many leading rows will be used soon; None means all. On a device only these have
+            memory (see `device_rooms`). On the CPU the first 2 MiB use small pages, where random
+            access takes a little longer.
 
     Raises:
-        RuntimeError: there is no memory, or not as much address space, for the tensor.
+        RuntimeError: there is not enough memory or address space for the tensor.
     """
     like = torch.empty(0, dtype=dtype, device=device)
     plain = type(like) is torch.Tensor
@@ -188,7 +187,7 @@ def untouched_zeros(
 def mapped(
     mapping: MappedMemory, shape: Sequence[int], dtype: torch.dtype, offset: int = 0
 ) -> torch.Tensor:
-    """Return the tensor that lies in a mapping from this byte on; the tensor keeps the mapping."""
+    """Return a tensor at this byte offset in a mapping; the tensor keeps the mapping alive."""
     tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=offset)
     _mappings[mapping.address + offset] = mapping
     return tensor.view(tuple(shape))
@@ -197,11 +196,11 @@ def mapped(
 def untouched_like(
     tensors: Mapping[str, torch.Tensor], rows: int | None = None, first: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return `untouched_zeros` in the shapes of tensors; those that share memory share it again.
+    """Return `untouched_zeros` shaped like tensors; if these share memory, so do the results.
 
     Args:
         tensors: tensors with rows that do not overlap.
-        rows: number of rows of the results; None means that of each tensor.
+        rows: number of rows in each result; None means as many as in each tensor.
         first: as in `untouched_zeros`.
     """
     spaces: dict[Any, torch.Tensor] = {}
@@ -222,11 +221,11 @@ def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """Return the first rows of tensors, in memory that ends with them.
+    """Return the first rows of tensors, in storages that end after them.
 
-    A copy or a file of the results has these rows alone, unlike one of ``tensor[:rows]``, which is
-    returned of a tensor that is not one of `untouched_zeros`. Those that share memory share it
-    again.
+    Copying or saving a result's storage then includes only these rows, unlike with
+    ``tensor[:rows]``, which is returned for tensors not made by `untouched_zeros`. If tensors share
+    memory, so do the results.
     """
     spaces: dict[int, torch.Tensor] = {}
     made = {}
@@ -243,12 +242,12 @@ def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, t
 
 
 def with_length(tensor: torch.Tensor, rows: int, first: int | None) -> torch.Tensor:
-    """Return a tensor with this number of rows: a copy of the given ones, and zeros after them.
+    """Return a tensor with this number of rows: a copy of the given rows, followed by zeros.
 
     Args:
         tensor: the given rows.
-        rows: the number of rows, at least as many.
-        first: as in `untouched_zeros`; at least as many as are given.
+        rows: number of rows in the result, at least that of ``tensor``.
+        first: as in `untouched_zeros`; at least the number of rows given.
     """
     longer = untouched_zeros((rows, *tensor.shape[1:]), tensor.dtype, tensor.device, first)
     longer[: len(tensor)] = tensor
@@ -256,7 +255,7 @@ def with_length(tensor: torch.Tensor, rows: int, first: int | None) -> torch.Ten
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in memory of `untouched_zeros`."""
+    """Return whether a tensor is in memory made by `untouched_zeros`."""
     if device_rooms.is_in_room(tensor):
         return True
     plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
@@ -264,7 +263,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def zero_(tensor: torch.Tensor) -> None:
-    """Fill a tensor with zeros; whole pages of `untouched_zeros` take no memory any more."""
+    """Fill a tensor with zeros; whole pages of `untouched_zeros` no longer take memory."""
     if device_rooms.is_in_room(tensor):
         tensor[: device_rooms.rows_with_memory(tensor)].zero_()
     elif is_mapped(tensor):
@@ -274,7 +273,7 @@ def zero_(tensor: torch.Tensor) -> None:
 
 
 def parts_written(tensor: torch.Tensor) -> Iterator[slice]:
-    """Return ranges of a tensor's rows, at least all of those that have other values than zeros."""
+    """Return row ranges that cover at least all rows with nonzero values."""
     if is_mapped(tensor) and not device_rooms.is_in_room(tensor):
         yield from _mapping_of(tensor).parts_written(tensor)
     else:

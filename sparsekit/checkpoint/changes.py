@@ -1,9 +1,9 @@
-"""Finds the rows that have changed since the last checkpoint, by a fingerprint of each row.
+"""Finds rows that have changed since the last checkpoint by comparing row fingerprints.
 
 Optimizers, `assign` and user code all write to rows, so we compare contents instead of tracking
-writes. A change of a single 8-byte word is always detected. Any other change is missed with a
-probability of 2^-31. The key of each row is kept too: a row with another key counts as changed, and
-a key without a row as removed.
+writes. A change to a single 8-byte word is always detected. Any other change is missed with a
+probability of 2^-31. The key of each row is kept too: a row whose key is different counts as
+changed, and a key that no longer has a row as removed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .manifest import Base
 from .snapshot import TableShard
 from .tensor_file import Column, carried, column_of
 
-# Size in bytes of a block of rows. It is small, so that intermediate results stay in the cache.
+# Size in bytes of a block of rows, small enough that intermediate results stay in the cache.
 _BLOCK = 1 << 18
 
 
 class Fingerprints:
-    """One fingerprint per row of a table, computed from that row of the vectors and all states."""
+    """One fingerprint per row of a table, computed from its vector and all its states."""
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
@@ -38,7 +38,7 @@ class Fingerprints:
         Args:
             tensors: on any device, each with at least this many rows.
             rows: number of rows in use.
-            of_other_keys: rows that are to count as changed: int64, in ascending order.
+            of_other_keys: rows whose keys are different, to count as changed: int64, ascending.
 
         Returns:
             Indices of the rows that have changed: int64, in ascending order.
@@ -81,10 +81,10 @@ class Changes(NamedTuple):
     """Differences between a rank's part of a table and the same part in the base.
 
     Attributes:
-        rows: rows that are new or have changed, or whose keys had other rows in the base: int64,
-            in ascending order.
-        removed: keys that the base has and the table has no more, int64 ``[n]``.
-        moved: whether rows of the base have other keys now, or none.
+        rows: rows that are new or have changed, or whose keys were in other rows in the base:
+            int64, in ascending order.
+        removed: keys in the base that the table no longer has, int64 ``[n]``.
+        moved: whether any of the base's rows now has a different key, or none.
     """
 
     rows: np.ndarray
@@ -93,7 +93,7 @@ class Changes(NamedTuple):
 
     @staticmethod
     def between(before: np.ndarray, now: np.ndarray) -> Changes:
-        """Compare the keys of rows, int64 ``[rows in use]``; values of rows are not known here."""
+        """Compare the keys in each row, int64 ``[rows in use]``, but not the rows' values."""
         shared = min(len(before), len(now))
         differ = np.flatnonzero(before[:shared] != now[:shared])
         left = np.concatenate([before[differ], before[shared:]])
@@ -102,7 +102,7 @@ class Changes(NamedTuple):
         return Changes(rows, removed, moved=len(left) > 0)
 
     def columns(self) -> list[Column]:
-        """Return the columns that a file has besides those of all files."""
+        """Return the extra columns that a file with these changes has."""
         columns = []
         if self.moved:
             columns.append(column_of("rows", torch.from_numpy(self.rows.astype(np.int32))))
@@ -112,7 +112,7 @@ class Changes(NamedTuple):
 
 
 def keys_of(shard: TableShard) -> np.ndarray:
-    """Return the key of each row in use, int64; nothing for a table whose rows keep their keys."""
+    """Return the key of each row in use, int64; empty for a table whose rows never change keys."""
     table = shard.layer.table
     return np.empty(0, dtype=np.int64) if table is None else table.keys().cpu().numpy()
 
@@ -147,7 +147,7 @@ class Marks:
     base: Base
     links: int = 0
     tables: dict[str, MarkedTable] = field(default_factory=dict)
-    # Changes of the tables' keys since the previous checkpoint, for `changed`.
+    # Changes in the tables' keys since the previous checkpoint, for `changed`.
     _of_keys: dict[str, Changes] = field(default_factory=dict)
 
     def follow(self, shards: Sequence[TableShard], before: Mapping[str, MarkedTable]) -> set[str]:

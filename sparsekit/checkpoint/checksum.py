@@ -13,8 +13,8 @@ from .task import Task
 
 # After this many bytes, ask the system to start writing them to disk. This shortens fsync.
 _TO_DISK = 64 << 20
-# Minimum size in bytes of a piece for which another thread computes the checksum. For a smaller
-# piece, starting the thread would take longer than the checksum.
+# Pieces of at least this many bytes are checksummed on another thread. For a smaller piece,
+# starting the thread would take longer than the checksum.
 _WORTH_A_THREAD = 1 << 16
 
 

@@ -48,7 +48,7 @@ def sources_of(
             ``"npz"``: files with ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of
             an EmbeddingBagCollection or EmbeddingCollection.
         path: a file or a folder, depending on the kind.
-        dims: dim of each variable, by name, for sok1 only, whose files do not record it; ``""``
+        dims: dim of each variable, by name; for sok1 only, since its files do not record it; ``""``
             stands for all variables not listed.
 
     Raises:
@@ -71,7 +71,7 @@ def import_tables(
     names: Mapping[str, str] = {},
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write tables of another library to a checkpoint that any number of ranks can load.
+    """Write another library's tables to a checkpoint that any number of ranks can load.
 
     The checkpoint has neither dense tensors nor optimizers. Load it without ``optimizer``, and with
     ``strict=False`` into a model that has dense tensors.

@@ -1,4 +1,4 @@
-"""Copies of tensors, which a checkpoint in the background writes while training goes on."""
+"""Copies tensors, so that a background checkpoint can write them while training continues."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Copies:
     def of(
         self, name: str, tensor: torch.Tensor, rows: int, files: RowFiles | None = None
     ) -> torch.Tensor:
-        """Copy the first rows of a tensor, overwriting the last copy of this name.
+        """Copy the first rows of a tensor, overwriting any earlier copy with the same name.
 
-        Rows of a table with files are copied to a file, which is not kept.
+        Rows of a file-backed table are copied to a file, which is not kept.
         """
         if files is not None and is_mapped(tensor):
             return files.zeros((rows, *tensor.shape[1:]), tensor.dtype).copy_(tensor[:rows])
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            # For all rows: unused memory costs nothing.
+            # Allocate room for all rows: unused memory costs nothing.
             kept = self._kept[name] = untouched_zeros(tensor.shape, tensor.dtype, "cpu")
         return kept[:rows].copy_(tensor[:rows])

@@ -1,4 +1,4 @@
-"""Reads from checkpoints how often keys that have not been admitted have come."""
+"""Reads from checkpoints how often each key that has not been admitted has occurred."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .table_files import Folder, opened
 def counts_for(
     name: str, layer: EmbeddingTable, folder: Folder, table: Table, same_place: bool
 ) -> ExactCounts | Sketch | None:
-    """Return a layer's counts of keys as they were saved; None for a layer that counts none.
+    """Return a layer's key counts as they were saved; None if the layer does not count keys.
 
-    Exact counts go to the owners of their keys, or into a sketch. Where keys may have other owners,
-    each rank gets the largest of all ranks' sketches, place by place.
+    Exact counts go to the ranks that own the keys, or into a sketch. If keys may have changed
+    owners, each rank gets the elementwise maximum of all ranks' sketches.
 
     Args:
         name: name of the table.
@@ -67,7 +67,7 @@ def counts_for(
 def counts_on_ranks(
     folder: Folder, table: Table, world_size: int, owners: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Return a saved table's counts for each rank of another number of ranks; [] if it has none.
+    """Return a saved table's counts, redistributed over ``world_size`` ranks; [] if it has none.
 
     Args:
         folder: the checkpoint.
@@ -90,7 +90,7 @@ def counts_on_ranks(
 
 
 def _read(folder: Folder, table: Table, shards: Sequence[Shard]) -> list[torch.Tensor]:
-    """Read the counts of some ranks, and check them."""
+    """Read and check the counts that the ranks of these shards saved."""
     states = []
     for shard in shards:
         with opened(folder, table, shard) as file:
@@ -99,7 +99,7 @@ def _read(folder: Folder, table: Table, shards: Sequence[Shard]) -> list[torch.T
             width = shard.counts
             sound = width == table.shards[0].counts and width > 0 and width & (width - 1) == 0
             sound = sound and int(state.min()) >= 0
-        else:  # a count and a clock each
+        else:  # a count and a clock for each key
             sound = not bool((state[:, 1:] < torch.tensor([1, 0])).any())
         if not sound:
             raise CheckpointError(f"{file.path}: is damaged: a count is out of range")

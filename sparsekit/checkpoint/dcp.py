@@ -143,7 +143,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """Return a text that describes the tables, so that ranks can compare them."""
+    """Return a string that describes the tables, so that ranks can compare them."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Names of entries in a saved DcpState: the format's version, and the prefix of the notes, in which
-# each rank describes its part. All other entries are named like the files of a checkpoint.
+# Names of entries in a saved DcpState: the format's version, and the prefix of the notes that
+# describe each rank's part. All other entries are named like files in a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 
 
 def stem(file: str) -> str:
-    """Return the name of the entry that corresponds to a file of a checkpoint's folder."""
+    """Return the name of the entry that corresponds to a file in a checkpoint's folder."""
     return file.removesuffix(".safetensors")
 
 
@@ -58,7 +58,7 @@ class DcpSource:
         try:
             self._metadata = self._reader.read_metadata()
             entries = self._metadata.state_dict_metadata
-        except Exception as error:  # a storage may raise anything
+        except Exception as error:  # a storage backend may raise anything
             raise CheckpointError(
                 f"{self}: is no checkpoint of torch.distributed.checkpoint, or cannot be read: "
                 f"{error!r:.200}"
@@ -162,7 +162,7 @@ class DcpSource:
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
             (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        except Exception as error:  # a storage may raise anything
+        except Exception as error:  # a storage backend may raise anything
             raise CheckpointError(f"{self}: {entry} cannot be read: {error!r:.200}") from error
         return value
 

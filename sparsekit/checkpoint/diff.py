@@ -154,7 +154,7 @@ def _compare(
 
 
 class _Rows:
-    """Finds the file that has a key of a table, and the key's row in that file."""
+    """Finds the file that contains a table's key, and the key's row in that file."""
 
     def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
         # Count the rows in the files: an incremental file may have fewer rows than the table had.
@@ -190,7 +190,7 @@ class _Rows:
 
 
 def _mapped(path: Path, place: Place) -> np.ndarray:
-    """Map a tensor of a file; the system loads only the pages that are read."""
+    """Map a tensor from a file; the system loads only the pages that are read."""
     with naming(path, "cannot be read"):
         return np.memmap(path, f"<u{place.dtype.itemsize}", "r", place.begin, place.shape)
 

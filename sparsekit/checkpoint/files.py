@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-# Largest number of bytes of a file or a tensor to hold in memory at a time.
+# Maximum number of bytes from a file or tensor to hold in memory at a time.
 PIECE = 8 << 20
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 

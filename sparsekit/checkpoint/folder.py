@@ -115,10 +115,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """Check the size of every file of a checkpoint's `chain`, and return the chain.
+    """Check the size of every file in a checkpoint's `chain`, and return the chain.
 
     Raises:
-        CheckpointError: a file of the chain is missing or has the wrong size.
+        CheckpointError: a file in the chain is missing or has the wrong size.
     """
     links = chain(path)
     for folder, manifest in links:

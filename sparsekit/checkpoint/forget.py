@@ -1,4 +1,4 @@
-"""Rewrites checkpoints without some keys, so that no file has anything of them."""
+"""Removes keys from checkpoints, so that no file contains data for them."""
 
 from __future__ import annotations
 
@@ -38,30 +38,33 @@ def forget(
     keys: torch.Tensor | Iterable[int],
     table: str | None = None,
 ) -> int:
-    """Rewrite checkpoints without some keys: no file has their vectors, states or scores any more.
+    """Remove keys from checkpoints: no file will contain their vectors, states or scores.
 
-    Nor their counts, if `MinCount` counts exactly. A sketch does not know its keys, and stays.
+    Their counts are removed too if `MinCount` counts exactly. A sketch does not store keys, so it
+    is left as it is.
 
-    Checkpoints that need not change are left alone; each other one is replaced in one step, and
+    Checkpoints that need not change are left alone; each of the others is replaced in one step, so
     all of them can be loaded at any time. After an error or a crash, call the function again. It
-    checks all files before it changes anything, and once more at its end. Keys themselves may stay,
-    in lists of removed keys. The file system may keep blocks of deleted files until it needs them.
-    Call `layer.erase` first if a program trains the table, and save only after this call.
+    verifies all files before it changes anything, and again at the end. The keys themselves may
+    remain in lists of removed keys. The file system may keep blocks of deleted files until it needs
+    them. If the table is still being trained, call `layer.erase` first, and save only after this
+    call.
 
     Args:
-        path: a checkpoint, together with those that it follows and all others that follow these; or
-            a folder, all of whose checkpoints are rewritten. Not those of `DcpState`.
+        path: a checkpoint, to be rewritten together with its chain and every checkpoint that builds
+            on that chain; or a folder, to rewrite all of its checkpoints. `DcpState` is not
+            supported.
         keys: int64 or int32, any shape.
         table: name of the only table to change; None for all tables with a hash table.
 
     Returns:
-        The number of rows that have been removed, from all files together.
+        The total number of rows removed from all files.
 
     Raises:
-        CheckpointError: a file is damaged, there is no checkpoint, the chain of a checkpoint beside
-            `path` cannot be read, a save is being written there, another job saves into the folder,
-            or a file cannot be written.
-        TypeError: keys are no integers.
+        CheckpointError: a file is damaged, there is no checkpoint, the chain of another checkpoint
+            next to `path` cannot be read, a save is in progress there, another job saves to the
+            folder, or a file cannot be written.
+        TypeError: keys are not integers.
         ValueError: there is no such table, or it has no hash table.
     """
     keys = torch.as_tensor(keys if isinstance(keys, torch.Tensor) else list(keys)).reshape(-1)
@@ -73,7 +76,7 @@ def forget(
     one = (path / MANIFEST).exists()
     folder = path.parent if one else path
     recover(folder)
-    # Other jobs must not save meanwhile. The lock lasts as long as the variable.
+    # Other jobs must not save in the meantime. The lock is held as long as this variable exists.
     _lock = lock_folder(folder) if steps_in(folder) else None
     refuse_writers(folder)
     chains = _chains_with(path) if one else [chain(each) for each in steps_in(folder).values()]
@@ -84,7 +87,7 @@ def forget(
     removed = 0
     for related in _related(chains):
         files = _Files(related, names, wanted)
-        # Newest first: a checkpoint that lists keys as removed fits a base with and without them.
+        # Newest first: a checkpoint that lists removed keys works with or without them in its base.
         removed += sum(map(files.rewrite, sorted(related, key=len, reverse=True)))
     _verify([chain(links[-1][0]) for links in chains])
     return removed
@@ -104,9 +107,9 @@ def _related(chains: Iterable[Chain]) -> list[list[Chain]]:
 
 
 def _chains_with(path: Path) -> list[Chain]:
-    """Return the chains of all checkpoints beside `path` that share a checkpoint with its chain."""
+    """Return the chains of all checkpoints next to `path` that start at the same checkpoint."""
     first = chain(path)[0][0]
-    # One whose chain cannot be read is an error: it may follow `path`, and have the keys.
+    # A chain that cannot be read is an error: it may build on `path`, and contain the keys.
     chains = [
         chain(each)
         for each in entries(path.parent)
@@ -128,12 +131,12 @@ def _tables(chains: Iterable[Chain], table: str | None) -> list[str]:
 
 
 class _Files:
-    """The wanted keys in the files of checkpoints that follow the same one.
+    """Finds the keys to remove in the files of checkpoints with the same complete checkpoint.
 
     Args:
         chains: the chain of each checkpoint.
         names: names of the tables to change.
-        wanted: the keys.
+        wanted: the keys to remove.
     """
 
     def __init__(self, chains: Iterable[Chain], names: Sequence[str], wanted: HashTable) -> None:
@@ -143,7 +146,7 @@ class _Files:
         self._rows: dict[tuple[Path, str, int], set[int]] = {}
         # For each checkpoint, table and rank: whether the rank's file has counts of wanted keys.
         self._counted: dict[tuple[Path, str, int], bool] = {}
-        # For each checkpoint and table: the wanted keys that it removes.
+        # For each checkpoint and table: the wanted keys that are listed there as removed.
         self._removed: dict[tuple[Path, str], set[int]] = {}
         # For each table and rank: the wanted keys that have a row in any file.
         self._anywhere: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
@@ -170,7 +173,7 @@ class _Files:
         self._removed[folder, name] = set(removed[self._wanted.find(removed) >= 0].tolist())
 
     def _rows_in_use(self, links: Chain, name: str) -> Counter[int]:
-        """Return for each rank the number of wanted keys that its table has at the chain's end."""
+        """Return, for each rank, the number of wanted keys in its table at the end of the chain."""
         ranks: dict[int, int] = {}
         for folder, table in parts_of(links, name):
             for key in self._removed[folder, name]:
@@ -180,7 +183,7 @@ class _Files:
         return Counter(ranks.values())
 
     def rewrite(self, links: Chain) -> int:
-        """Rewrite the last checkpoint of a chain; return the number of rows that are gone."""
+        """Rewrite the last checkpoint of a chain; return the number of rows removed."""
         folder, manifest = links[-1]
         todo = [
             (name, shard)
@@ -209,7 +212,7 @@ class _Files:
                 )
                 gone += len(rows)
                 path = draft.folder / shard.file
-                # A file that removes no key must tell which rows its keys have, if it has done so.
+                # Keep the "rows" column, if any, in a file that removes no keys.
                 with_rows = not self._anywhere[name, shard.rank] and _has_rows(folder, table, shard)
                 columns = columns_of(table, new.rows), columns_of_shard(table, new, with_rows)
                 writer = ColumnWriter(path, [*columns[0], *columns[1]], {"table": name[:500]})
@@ -237,7 +240,7 @@ class _Files:
         return bool(self._anywhere[name, shard.rank])
 
     def _other_counts(self, folder: Path, table: Table, shard: Shard) -> dict[str, torch.Tensor]:
-        """Return the file's counts, by their column's name, but those of the wanted keys."""
+        """Return the file's counts, without those of the wanted keys, by column name."""
         if table.counts_kind is None:
             return {}
         with opened(folder, table, shard) as file:
@@ -249,7 +252,7 @@ class _Files:
     def _copy_rows(
         self, folder: Path, table: Table, shard: Shard, writer: ColumnWriter, names: Sequence[str]
     ) -> None:
-        """Copy columns of the rows of all but the wanted keys."""
+        """Copy columns of all rows except those of the wanted keys."""
         row_bytes = sum(column.nbytes for column in columns_of(table, 1))
         with opened(folder, table, shard) as file:
             for begin, keys in key_pieces(file, shard.rows, row_bytes):
@@ -258,13 +261,13 @@ class _Files:
 
 
 def _has_rows(folder: Path, table: Table, shard: Shard) -> bool:
-    """Return whether a shard's file tells the rows of its keys."""
+    """Return whether a shard's file lists its keys' rows."""
     with opened(folder, table, shard) as file:
         return "rows" in file.places
 
 
 def _keep(source: Path, target: Path) -> None:
-    """Have a file in another folder too, without a copy if the file system can do that."""
+    """Link a file into another folder, or copy it if the file system cannot do that."""
     with naming(target, "cannot be written"):
         try:
             os.link(source, target)

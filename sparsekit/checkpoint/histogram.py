@@ -1,4 +1,4 @@
-"""Counts numbers in fine bins, so that quantiles of a table of any size take little memory."""
+"""Counts numbers in fine bins, so that quantiles of any number of rows take little memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
-# Bits of a float32 that a fine bin ignores. The other 12 bits of the fraction make its lower edge.
+# Bits of a float32 that a fine bin ignores. The other 12 bits of the fraction determine its lower
+# edge.
 _IGNORED = 11
 _FINE_BINS = 1 << 20
 _MOST = float(np.finfo(np.float32).max)
-# Number of bins that a picture shows. They are equally wide in the logarithm, or nearly so, if the
+# Number of bins in a plot. Their widths are equal, or (nearly) equal on a logarithmic scale if the
 # largest number is more than _WIDE times the median.
 _BINS = 40
 _WIDE = 8
@@ -23,13 +24,12 @@ class Spread:
     """Distribution of a number over the rows of a table.
 
     Attributes:
-        quantiles: the number that is at least as large as this fraction of the rows' numbers, for
-            each of 0, 0.01, 0.1, 0.5, 0.9, 0.99 and 1. The first and the last are exact, and so are
-            whole numbers up to 8,192; others are too low by at most 1 / 4,096 of themselves.
-        edges: edges of the bins, ascending; one more than there are counts.
+        quantiles: the quantiles for the fractions 0, 0.01, 0.1, 0.5, 0.9, 0.99 and 1, by fraction.
+            The first and the last are exact, and so are whole numbers up to 8,192; others are too
+            low by at most 1 / 4,096 of their value.
+        edges: edges of the bins, in ascending order; one more than ``counts``.
         counts: number of rows in each bin.
-        logarithmic: whether the bins widen in proportion to the numbers, but for one that begins
-            at 0.
+        logarithmic: whether the bins are spaced logarithmically, except one that begins at 0.
     """
 
     quantiles: dict[float, float]
@@ -39,10 +39,10 @@ class Spread:
 
 
 class Histogram:
-    """Counts numbers >= 0 in fine bins, of 8 MiB in all.
+    """Counts numbers >= 0 in fine bins, which take 8 MiB in total.
 
-    A fine bin has the numbers whose float32 have the same first 21 bits. As for any float, numbers
-    >= 0 and their bits have the same order.
+    A fine bin contains the numbers that share the first 21 bits as float32. Floats >= 0 sort in the
+    same order as their bits.
 
     Args:
         whole: whether all numbers are whole.
@@ -54,7 +54,7 @@ class Histogram:
         self._least, self._greatest = np.inf, 0.0
 
     def add(self, numbers: torch.Tensor) -> None:
-        """Count numbers, of any dtype of real numbers, ``[n]``; negative ones count as 0."""
+        """Count numbers ``[n]`` of any real dtype; negative ones count as 0."""
         if not len(numbers):
             return
         numbers = numbers.double().clamp_(0, _MOST)
@@ -64,7 +64,7 @@ class Histogram:
         np.add.at(self._counts, bits.numpy(), 1)
 
     def spread(self) -> Spread | None:
-        """Return the distribution of the numbers so far; None if there are none."""
+        """Return the distribution of the numbers added so far; None if there are none."""
         filled = np.flatnonzero(self._counts)
         if not len(filled):
             return None
@@ -82,7 +82,7 @@ class Histogram:
         return Spread(quantiles, edges.tolist(), binned.tolist(), bool(logarithmic))
 
     def _edges(self, numbers: np.ndarray, logarithmic: bool) -> np.ndarray:
-        """Return the edges of the bins of a picture, for these numbers in ascending order."""
+        """Return the edges of the bins in a plot of these numbers, which are in ascending order."""
         least, last = self._least, self._greatest + self.whole
         if last == least:
             return np.array([least, np.nextafter(least, np.inf)])

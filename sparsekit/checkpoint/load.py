@@ -39,7 +39,7 @@ class Loaded:
 
     Attributes:
         path: folder of the checkpoint.
-        step: the step that was passed to `save`, or None.
+        step: the step passed to `save`, or None.
         missing: names that are in the module but not in the checkpoint; empty if strict.
         unexpected: names that are in the checkpoint but not in the module; empty if strict.
     """
@@ -61,7 +61,7 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load a checkpoint that `save` has written, on any number of ranks.
+    """Load a checkpoint written by `save`, on any number of ranks.
 
     A table may differ from the saved one in its placement, in its capacity if the rows fit, and in
     whether it uses a hash table. Each rank reads the rows that it owns, piece by piece. Everything
@@ -70,8 +70,8 @@ def load(
     state. Loading temporarily needs 21 bytes of memory per row of a hash table's capacity.
 
     With the same number of ranks and equally constructed tables, keys keep their rows and torch's
-    random numbers continue, so training on the CPU gives the same bits as without the interruption.
-    With several ranks, this is a collective.
+    random numbers continue, so training on the CPU is bitwise identical to a run without the
+    interruption. With several ranks, this is a collective.
 
     Args:
         module: constructed like the module that was saved.
@@ -254,7 +254,7 @@ class Plan:
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:
-            table.layer.catch_up()  # apply overdue steps now: they must not reach the loaded rows
+            table.layer.catch_up()  # apply overdue steps now, not to the loaded rows
         for optimizer in self._optimizers:
             optimizer.load()
         for table in self._tables:

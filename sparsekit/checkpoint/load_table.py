@@ -102,7 +102,7 @@ class TablePlan:
         )
 
     def _is_same_place(self) -> bool:
-        """Return whether this rank owns exactly the rows in its own file of each checkpoint."""
+        """Return whether this rank owns exactly the rows in its own file in each checkpoint."""
         layer = self.layer
         return all(
             len(table.shards) == layer.world_size
@@ -147,7 +147,7 @@ class TablePlan:
             self._move_keys(self._new_table)
 
     def _has_rows(self) -> bool:
-        """Return whether the chain tells the rows of all keys that have moved."""
+        """Return whether the chain records the rows of all keys that have moved."""
         known = False
         for at, part in self._parts[1:]:
             shard = part.shards[self.layer.rank]
@@ -159,7 +159,7 @@ class TablePlan:
         return known
 
     def _move_keys(self, table: HashTable) -> None:
-        """Give all keys the rows that they had when they were saved."""
+        """Move all keys to the rows that they had when they were saved."""
         rank, before = self.layer.rank, 0
         size = max(part.shards[rank].size for _, part in self._parts)
         keys_of_rows = torch.zeros(size, dtype=torch.int64, device=table.buckets.device)
@@ -169,7 +169,7 @@ class TablePlan:
                 for begin, keys in key_pieces(file, shard.rows, 8):
                     if "rows" in file.places:
                         rows = file.read("rows", begin, len(keys)).to(torch.int64)
-                    else:  # only the table's last rows have new keys
+                    else:  # new keys are only in the table's last rows
                         first = begin + shard.size - shard.rows
                         rows = torch.arange(first, first + len(keys))
                         keys, rows = keys[rows >= before], rows[rows >= before]
@@ -185,7 +185,7 @@ class TablePlan:
             raise CheckpointError(f"{at}: table {self.name} is damaged: not every row has a key")
 
     def _own(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return the positions of the keys of a piece that this rank loads; None for all."""
+        """Return the positions of the keys that this rank loads from a piece; None for all."""
         mine = None if self._same_place else self.layer.owned(keys)
         if self._left_out is None:
             return mine
@@ -201,7 +201,7 @@ class TablePlan:
     def _own_keys(
         self, at: Folder, part: Table, row_bytes: int
     ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
-        """Yield a table's keys in pieces, from all files that may have keys of this rank.
+        """Yield a table's keys in pieces, from all files that may contain keys that this rank owns.
 
         Each piece consists of a file, the index of the piece's first row, and the piece's keys.
         """
@@ -237,7 +237,7 @@ class TablePlan:
             )
 
     def _check_scores(self, file: TensorFile, begin: int, count: int) -> None:
-        """Raise CheckpointError if a score is none of its kind."""
+        """Raise CheckpointError if a score is not valid for its kind."""
         if self.table.scores is None:
             return
         clocks = KINDS[self.table.scores.kind].touched(file.read("scores", begin, count))
@@ -290,7 +290,7 @@ class TablePlan:
             layer.seed.fill_(table.seed)
             if layer.table is not None and self._new_table is not None:
                 new = list(self._new_table.tensors())
-                if self._new_table.capacity != layer.table.capacity:  # it has grown in other steps
+                if self._new_table.capacity != layer.table.capacity:  # its growth steps differ
                     own = self._new_table.keys(), self._new_table.hash_seed
                     new = list(layer.table.buffers_of(*own).values())
                 copy_all(zip(layer.table.tensors(), new, strict=True))
@@ -333,7 +333,7 @@ class TablePlan:
         return settings
 
     def _fresh_states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Return the states that all rows have before the first step."""
+        """Return the states of all rows as they are before the first step."""
         weight = self.layer.weight
         group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
         if isinstance(optimizer, RowOptimizer):
@@ -355,7 +355,7 @@ class TablePlan:
         columns: Mapping[str, torch.Tensor],
         first: bool,
     ) -> None:
-        """Load the rows of a piece; ``first`` is true if it is from the complete checkpoint."""
+        """Load a piece's rows; ``first`` is true if it is from the complete checkpoint."""
         layer = self.layer
         mine = self._own(keys)
         own = keys if mine is None else keys[mine]
@@ -364,7 +364,7 @@ class TablePlan:
         if layer.table is None:
             into = own // layer.world_size
         elif first and mine is None:
-            # Rows that have other keys by now are in a later file.
+            # Rows whose keys have changed since then are in a later file.
             into = torch.arange(begin, begin + len(own), device=keys.device)
         else:
             into = layer.table.find(own)

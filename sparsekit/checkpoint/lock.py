@@ -50,7 +50,7 @@ class Lock:
             return False
 
     def note(self, text: str) -> None:
-        """Write a text to the file that tells users, for example, who holds the lock."""
+        """Write a message for users to the file, such as who holds the lock."""
         self._file.truncate(0)
         self._file.write(text.encode())
 
@@ -60,7 +60,7 @@ class Lock:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-# The locks of folders. All objects in a process share them, since a process belongs to one job.
+# Folder locks, shared by all objects in a process, since a process belongs to one job.
 _of_folders: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 

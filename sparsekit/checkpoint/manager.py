@@ -1,4 +1,4 @@
-"""Manages a folder of checkpoints, of which only the newest are kept."""
+"""Manages a folder of checkpoints, and keeps only the newest."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Checkpoints:
 
     Only one job at a time can write to a folder: from its first save until `close`, or until this
     object is garbage-collected. The next save removes the leftovers of a killed job. The first save
-    of a run raises an error if the folder already has checkpoints of this step or a later one,
+    of a run raises an error if the folder already has checkpoints for this step or a later one,
     since `latest` would find them instead of the new one. See `claim`.
 
     Args:
         folder: created if it is missing; must be on a disk that all ranks share.
-        keep: number of newest checkpoints to keep. Checkpoints that they build on are kept, too.
+        keep: how many of the newest checkpoints to keep. Checkpoints that they build on are kept,
+            too.
         complete_every: interval, in checkpoints, between complete ones. The others are incremental:
             they contain only rows changed since the previous checkpoint. With 1, all are complete.
-        process_group: group of the ranks that save; None is the default group.
+        process_group: process group of the ranks that save; None is the default group.
 
     Raises:
         TypeError, ValueError: keep or complete_every is not an integer >= 1.
@@ -76,7 +77,7 @@ class Checkpoints:
     ) -> Path:
         """Save as `sparsekit.checkpoint.save` does, into a folder named after the step.
 
-        The step must be >= 0. An existing checkpoint of this step is replaced.
+        The step must be >= 0. An existing checkpoint for this step is replaced.
 
         Returns:
             The checkpoint's folder.
@@ -152,7 +153,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: another job is writing to this folder, or this process cannot write to
-                it; or the folder has whole checkpoints of this step or a later one. They are
+                it; or the folder has whole checkpoints for this step or a later one. They are
                 accepted once this object has loaded from the folder or claimed it, until `close`.
         """
         together = Together(unwrapped(module), self._group)
@@ -199,7 +200,7 @@ class Checkpoints:
             if links[-1][1].id != marks.base.id or target in [folder for folder, _ in links]:
                 return ""
             if any(manifest.forgotten for _, manifest in links):
-                return ""  # the marks are of rows that are gone
+                return ""  # the marks belong to rows that no longer exist
             return marks.base.id
 
         if self.complete_every == 1:

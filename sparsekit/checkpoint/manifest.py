@@ -10,7 +10,7 @@ from .files import FileRecord
 
 FORMAT = "sparsekit checkpoint"
 VERSION = 2
-# Version of checkpoints in which no key has been removed since the base.
+# Format version of checkpoints where no key has been removed since the base.
 WITHOUT_REMOVALS = 1
 MANIFEST = "manifest.json"
 # Name of the file with the manifest's CRC-32 in hexadecimal, used to detect a damaged manifest.
@@ -24,17 +24,19 @@ class Shard:
 
     Attributes:
         rank: the rank that wrote the part.
-        file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors``
-            [rows, dim], ``scores`` int64 [rows] if the table has scores, and each state. If keys
-            have been removed or have other rows than in the base, also ``removed`` int64 [removed],
-            and perhaps ``rows`` int32 [rows], the row of each key. If the table counts keys that it
-            has not admitted, also ``counts``: int64 [counts, 3], a key, its count and the clock of
-            its last growth each; or, for a sketch, int32 [4, counts].
+        file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors`` [rows,
+            dim], ``scores`` int64 [rows] if the table has scores, and each state. If keys have been
+            removed or are in other rows than in the base, also ``removed`` int64 [removed], and
+            perhaps ``rows`` int32 [rows], the row of each key. If the table counts keys that it has
+            not admitted, also ``counts``: int64 [counts, 3], each entry a key, its count and the
+            clock when the count last grew; or, for a sketch, int32 [4, counts].
         rows: number of rows in this file.
         size: number of rows in the rank's table when it was saved. The file of an incremental
             checkpoint may have fewer rows.
-        removed: number of keys in the file that the base has and this checkpoint has no more.
-        counts: number of keys with a count, all of them in each checkpoint; or width of the sketch.
+        removed: number of keys listed in the file that are in the base but no longer in this
+            checkpoint.
+        counts: number of keys with a count (every checkpoint contains all of them); or width of the
+            sketch.
     """
 
     rank: int
@@ -65,7 +67,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class State:
-    """Description of a number or vector that an optimizer keeps for each row.
+    """Description of a number or vector that an optimizer stores for each row.
 
     Attributes:
         dtype: name of the dtype.
@@ -92,8 +94,8 @@ class Table:
         seed: seed of the initial vectors.
         initializer: the initializer as text.
         optimizer: index of the table's optimizer, or None.
-        states: descriptions of the states that the optimizer keeps for each row, by name.
-        settings: numbers that the optimizer keeps for the whole table, such as ``step``, by name.
+        states: descriptions of the states that the optimizer stores for each row, by name.
+        settings: numbers that the optimizer stores for the whole table, such as ``step``, by name.
         complete: true if the shards have all rows, false if only those changed since the base.
         shards: the parts of all ranks, in rank order.
         scores: description of the rows' scores; None for a table without scores.
@@ -146,7 +148,7 @@ class Manifest:
 
     Attributes:
         id: 32 random hexadecimal digits.
-        step: the step that was passed to `save`, or None.
+        step: the step passed to `save`, or None.
         base: the checkpoint that an incremental one builds on; None in a complete one.
         world_size: number of ranks that wrote the checkpoint.
         tables: descriptions of the tables, by the names of their layers in the module.
@@ -154,7 +156,7 @@ class Manifest:
         optimizers: class, settings of groups and dense states of each optimizer.
         ranks: the states of each rank: random generators, and the objects passed as ``state``.
         version: version of sparsekit that wrote the checkpoint.
-        forgotten: whether rows have been removed since, by `sparsekit.checkpoint.forget`.
+        forgotten: whether `sparsekit.checkpoint.forget` has removed rows since then.
     """
 
     id: str

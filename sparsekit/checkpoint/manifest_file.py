@@ -66,7 +66,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def _values_of(manifest: Manifest) -> dict[str, Any]:
     removals = any(shard.removed for table in manifest.tables.values() for shard in table.shards)
-    # A version that knows no removals would bring back keys, so it must refuse these.
+    # A version that does not support removals would bring back keys, so it must refuse these.
     version = VERSION if removals else WITHOUT_REMOVALS
     values = {"format": FORMAT, "format_version": version, **dataclasses.asdict(manifest)}
     values["files"] = {
@@ -93,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest and check everything in it.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged, malicious or of a newer format.
+        CheckpointError: the manifest is missing, damaged, malicious or in a newer format.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -318,7 +318,7 @@ class _Reader:
         self._of_tables.add(file)
         rows, size = shard["rows"].whole(0, _MOST_ROWS), shard["size"].whole(0, _MOST_ROWS)
         removed = 0
-        if shard["removed"].value is not None:  # older versions have no such number
+        if shard["removed"].value is not None:  # older versions do not have this number
             removed = shard["removed"].whole(0, 0 if complete else _MOST_ROWS)
         if complete:
             shard["rows"].must(rows == size, f"its size {size}")

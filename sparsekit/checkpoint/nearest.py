@@ -1,4 +1,4 @@
-"""Finds equal and nearly equal vectors among a bounded number of vectors of a table."""
+"""Finds equal and nearly equal vectors in a sample of bounded size from a table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..tables.key_hash import mixed
 from .changes import Fingerprints
 from .files import PIECE
 
-# Maximum number of vectors to compare. As float32, they also fit in a piece of a file.
+# Maximum number of vectors to compare. There are fewer if float32 copies would exceed PIECE bytes.
 MOST_COMPARED = 8192
-# Cosine from which two vectors count as nearly equal.
+# Minimum cosine of two vectors that count as nearly equal.
 NEAR = 0.999
 _PAIRS = 5
 _BLOCK = 256
@@ -21,12 +21,12 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Alike:
-    """Vectors of a table that are equal, or point nearly in one direction.
+    """Vectors of a table that are equal, or point in nearly the same direction.
 
     Attributes:
         compared: number of vectors that were compared with one another.
-        of: number of vectors from which these were drawn.
-        equal: number of compared vectors that are equal to another one, bit for bit.
+        of: number of vectors that these were sampled from.
+        equal: number of compared vectors that are bitwise equal to another one.
         near: number of compared vectors whose cosine with another one is at least 0.999.
         pairs: the pairs of keys with the highest cosines, at most 5, each with its cosine.
     """
@@ -41,8 +41,8 @@ class Alike:
 class Drawn:
     """Draws vectors from a table, piece by piece, and compares them with one another.
 
-    It keeps the vectors whose fingerprints have the smallest hashes (a bottom-k sample). These are
-    random vectors, but of equal vectors it takes either all or none, however rare they are.
+    It keeps the vectors whose fingerprints have the smallest hashes (a bottom-k sample). The sample
+    is random, but it contains either all or none of a set of equal vectors, however few they are.
 
     Args:
         dim: number of elements in a vector.
@@ -57,7 +57,7 @@ class Drawn:
         self._vectors = torch.empty(0, dim, dtype=dtype)
 
     def add(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Draw from vectors ``[n, dim]`` with keys int64 ``[n]``; all are finite, none is 0."""
+        """Draw from vectors ``[n, dim]``, finite and nonzero, with int64 keys ``[n]``."""
         self._of += len(keys)
         prints = Fingerprints(len(keys))
         prints.update([vectors], len(keys), np.empty(0, dtype=np.int64))
@@ -78,7 +78,7 @@ class Drawn:
         near = torch.zeros(size, dtype=torch.bool)
         pairs: list[tuple[float, int, int]] = []
         directions = torch.cat([_directions(part) for part in self._vectors.split(_BLOCK)])
-        # With a single element, all vectors point in one of two directions.
+        # One-element vectors all point in one of two directions.
         for begin in range(0, size if directions.shape[1] > 1 else 0, _BLOCK):
             rows = torch.arange(begin, min(begin + _BLOCK, size))
             cosines = directions[rows] @ directions.T
@@ -101,8 +101,8 @@ class Drawn:
 
 
 def _directions(vectors: torch.Tensor) -> torch.Tensor:
-    """Return vectors ``[n, dim]``, none of them 0, divided by their norms; float32."""
+    """Normalize vectors ``[n, dim]``, none of them 0; the result is float32."""
     vectors = vectors.double()
-    # The square of a float64 may overflow, or vanish.
+    # The square of a float64 may overflow or underflow.
     vectors = vectors / vectors.abs().amax(1, keepdim=True)
     return torch.nn.functional.normalize(vectors, dim=1).float()

@@ -171,7 +171,7 @@ def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
 
 @contextlib.contextmanager
 def _array(path: Path, name: str, kinds: str, dims: int) -> Iterator[tuple[IO[bytes], _Array]]:
-    """Open an array of an archive; yield the file, positioned after the header, and the header."""
+    """Open an array in an archive; yield the file, positioned after the header, and the header."""
     with _archive(path, name) as archive:
         entry = archive.getinfo(f"{name}.npy")
         if entry.compress_type not in _METHODS:

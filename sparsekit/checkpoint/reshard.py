@@ -1,4 +1,4 @@
-"""Rewrites the files of a checkpoint, or of a whole chain, for another number of ranks."""
+"""Rewrites a checkpoint, or a whole chain, for a different number of ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def reshard(
     world_size: int,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write the rows of a checkpoint's whole chain as one complete checkpoint.
+    """Write the rows from a checkpoint's whole chain as one complete checkpoint.
 
     Keys are assigned to ranks as in a layer with the table's placement and an even distribution of
     the virtual shards. If the number of ranks is unchanged, each rank keeps its other states, such
@@ -172,7 +172,7 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
     """Yield pieces of a table: file, index of the first row, keys, and indices of live keys.
 
-    A key is live if no newer checkpoint has it or has removed it. The newest checkpoint comes
+    A key is live if no newer checkpoint contains it or has removed it. The newest checkpoint comes
     first. The keys of incremental checkpoints are kept in memory; those of the complete one are
     not. Use the result in a ``with`` statement: otherwise, after an error in the caller, the file
     stays open as long as the traceback exists.
@@ -195,7 +195,7 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
                     if newer is not None and place:
                         newer.find_or_insert(keys)
         if newer is not None:
-            # Not before, since a checkpoint's removals come before its rows.
+            # Add these last, since a checkpoint's removals apply before its rows.
             newer.find_or_insert(removed_keys(folder, table, table.shards))
 
 

@@ -48,7 +48,7 @@ class CheckpointWriter:
         keep: number of checkpoints to keep in the folder that contains target. The new checkpoint
             may replace an old one of the same name. If None, no checkpoint is removed or replaced.
         marked: whether to record `marks`.
-        follows: marks of a whole checkpoint on disk that this one may build on.
+        follows: marks of a checkpoint that is whole and on disk, and that this one may build on.
         others: as for `save`.
 
     Attributes:
@@ -117,7 +117,7 @@ class CheckpointWriter:
         self.tell()
 
     def write_own(self) -> None:
-        """Write this rank's files, and a note from which rank 0 learns about them."""
+        """Write this rank's files, and a note that tells rank 0 about them."""
         rank, folder = self.together.rank, self.draft.folder
         files: dict[str, FileRecord] = {}
         tables: dict[str, Any] = {}
@@ -170,7 +170,7 @@ class CheckpointWriter:
             notes, self.draft.id, self._step, self._base, self.snapshot.optimizers
         )
         write_manifest(folder, manifest)
-        whole_chain(folder)  # check as `load` does: for instance, the base may be missing
+        whole_chain(folder)  # make the same checks as `load`: for instance, the base may be missing
         self.draft.publish()
         if self._keep is not None:
             self._notices += retain(self.draft.target.parent, self._keep, self.draft.target)
@@ -211,7 +211,7 @@ def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
     shards = tuple(Shard(**each.pop("shard")) for each in facts if each)
     first = facts[0]
     for rank, each in enumerate(facts):
-        # Ranks may have given layers other names; tables that grow have room for what each needs.
+        # The names of layers may differ between ranks, and so may the capacities of growing tables.
         alike = first.keys() - {"layer", "capacity"}
         differs = [key for key in first if key in alike and each.get(key) != first[key]]
         if differs or not each:
@@ -252,7 +252,7 @@ def save(
         state: other objects with ``state_dict`` and ``load_state_dict``, by name: a scheduler, a
             `Trainer`, a reader. Each rank saves its own objects.
         step: training step to record in the manifest, >= 0.
-        process_group: group of the ranks that save; None is the default group.
+        process_group: process group of the ranks that save; None is the default group.
 
     Returns:
         The checkpoint's folder.

@@ -38,7 +38,7 @@ class Stateful(Protocol):
         """Return the state: tensors, numbers and strings, in lists, tuples and dicts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load a state that `state_dict` has returned."""
+        """Load a state returned by `state_dict`."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -70,7 +70,7 @@ def owners_crc(owners: torch.Tensor | None) -> int | None:
 
 
 def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state, by name, without those that belong to a table."""
+    """Return the tensors in a module's state that do not belong to a table, by name."""
     prefixes = tuple(f"{name}." if name else "" for name in tables_of(module))
     named = [*module.named_parameters(), *_persistent_buffers(module)]
     dense = {name: tensor.detach() for name, tensor in named if not name.startswith(prefixes)}
@@ -119,7 +119,7 @@ class TableShard:
         return layer.table is None, layer.rank, layer.world_size, tuple(shapes), kind
 
     def copy_to(self, copies: Copies) -> None:
-        """Copy the columns, and replace them by the copies."""
+        """Replace the columns with copies."""
         wholes: dict[int, torch.Tensor] = {}
         columns = {}
         for name, tensor in self.columns.items():
@@ -153,7 +153,7 @@ class TableShard:
         return {**self.facts, "complete": complete, "shard": part}
 
     def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
-        """Return the columns to write of the given rows, or of all: keys, and what rows have."""
+        """Return the columns to write for the given rows, or for all: keys, then contents."""
         count = self.size if rows is None else len(rows)
         keys = Column("keys", torch.int64, (count,), lambda: self._keys(rows))
         others = [
@@ -234,7 +234,7 @@ class Snapshot:
             layer.refuse_meta()
             layer.catch_up()
             if layer.table is not None:
-                layer.weight.follow_keys()  # apply loaded states that are still pending
+                layer.weight.follow_keys()  # apply any loaded states that are still pending
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizers: list[dict[str, Any]] = []

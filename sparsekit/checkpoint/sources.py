@@ -73,7 +73,7 @@ def as_vectors(values: np.ndarray) -> torch.Tensor:
 
 
 def here(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return the torch dtype to which `as_vectors` converts vectors of this dtype."""
+    """Return the torch dtype that `as_vectors` converts this dtype to."""
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
@@ -227,7 +227,7 @@ def torchrec(path: Path) -> list[ForeignTable]:
     size_of(path)  # raises for links and missing files
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # any error of pickle, zip or the file system
+    except Exception as error:  # any error from pickle, zip or the file system
         text = str(error).splitlines()[0][:200] if str(error) else repr(error)
         raise CheckpointError(
             f"{path}: is no state dict of plain tensors: {text}; save a sharded model's state "

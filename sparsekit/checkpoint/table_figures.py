@@ -1,4 +1,4 @@
-"""Tells what the tables of a checkpoint have: rows, norms, ages, scores, vectors that stand out.
+"""Reports on a checkpoint's tables: rows, norms, ages, scores and unusual vectors.
 
 Files are read piece by piece, so a table may be larger than the memory.
 """
@@ -31,14 +31,14 @@ from .reshard import OnProgress, live_pieces, verify
 from .table_files import Chain, columns_of, opened, parts_of
 from .tensor_file import TensorFile
 
-# Maximum number of keys to name as examples.
+# Maximum number of keys to list as examples.
 _EXAMPLES = 5
-# States of which dead rows need no particular value: `row_step` is the last step of a row under
-# optimizers that bring rows up to date late.
+# States whose values do not matter for dead rows: `row_step` is a row's last step, in optimizers
+# that bring rows up to date late.
 _ANY_VALUE = {"row_step"}
-# Parts of a table by the columns of files, where the two have other names.
+# Names of the parts that file columns belong to, where they differ from the columns' names.
 _PARTS = {"keys": "index", "rows": "changes", "removed": "changes"}
-# Scores that read words as they are stored: counts of LFU before they are halved.
+# Scores that decode stored words; LFU counts are not halved here.
 _SCORES: dict[str, Score] = {one.name: one for one in (LRU(), LFU(0), UserScore(None))}
 _INITIALIZERS: dict[str, type[Initializer]] = {
     kind.__name__: kind for kind in (Uniform, Normal, Constant)
@@ -47,11 +47,11 @@ _INITIALIZERS: dict[str, type[Initializer]] = {
 
 @dataclass
 class Some:
-    """Rows of a kind.
+    """Rows of one kind.
 
     Attributes:
         rows: number of rows.
-        keys: keys of the first of these rows, at most 5.
+        keys: keys of the first rows, at most 5.
     """
 
     rows: int = 0
@@ -68,8 +68,8 @@ class Part:
     """Size of a part of a table in bytes, over all ranks.
 
     Attributes:
-        in_files: in the files of the checkpoint and of those that it follows.
-        in_memory: as for `sparsekit.memory_report`; None for what memory does not have, or what
+        in_files: in the files of the checkpoint's whole chain.
+        in_memory: as for `sparsekit.memory_report`; None for a part that is not in memory, or that
             depends on the layer.
     """
 
@@ -87,33 +87,33 @@ class TableFigures:
         dtype: name of the vectors' dtype.
         hash_table: false if keys are row numbers.
         rows: number of rows.
-        capacity: number of rows that there is room for; its `load` is rows / capacity.
-        rows_of_ranks: number of rows of each rank.
-        skew: rows of the fullest rank, divided by the mean over ranks; 1 without rows.
+        capacity: number of rows that fit; `load` is rows / capacity.
+        rows_of_ranks: number of rows on each rank.
+        skew: number of rows on the fullest rank, divided by the mean over ranks; 1 without rows.
         lowest_key: None without rows.
         highest_key: None without rows.
         norms: distribution of the Euclidean norms of vectors without nan and inf.
         zero: rows whose vectors are 0.
-        nan: rows whose vectors have a nan.
-        inf: rows whose vectors have an inf, and no nan.
-        dead: rows that nothing has updated since their insertion: the vector is the initial vector
-            of its key, and all states of the row are as for a new one. None if it is unknown.
-        why_unknown: why dead rows are unknown; empty if they are not.
+        nan: rows whose vectors contain a nan.
+        inf: rows whose vectors contain an inf, but no nan.
+        dead: rows that nothing has updated since their insertion: the vector is its key's initial
+            vector, and all states are those of a new row. None if unknown.
+        why_unknown: the reason why ``dead`` is unknown; empty if it is known.
         score_kind: ``"lru"``, ``"lfu"`` or ``"user"``; None if rows have no scores.
-        clock: the table's clock, which is moved by the user if ``clock_by_user``, and else counts
-            lookups in training; None if rows have no scores.
-        ages: distribution of the clock's units since the last lookup in training.
-        scores: distribution of the counts of LFU as they are stored, which is before halving, or of
-            the user's scores. None for LRU, whose scores are the clock of the last lookup.
-        alike: vectors that are equal or nearly so, among some of the rows that are neither dead nor
-            have 0, nan or inf for a vector.
-        colliding_pairs: expected number of pairs of ids with one key if keys are 64-bit hashes of
-            ids: n (n - 1) / 2^65 for n rows. None if keys span less than 2^62, as such hashes
-            hardly do.
+        clock: the table's clock, which the user sets if ``clock_by_user``; otherwise it counts
+            lookups in training. None if rows have no scores.
+        ages: distribution of the time since each row's last lookup in training, in clock units.
+        scores: distribution of LFU counts as stored, before halving, or of the user's scores. None
+            for LRU, whose scores are the clock at the last lookup.
+        alike: equal or nearly equal vectors, in a sample of the rows that are not dead and whose
+            vectors are finite and nonzero.
+        colliding_pairs: expected number of pairs of ids with the same key if keys are 64-bit hashes
+            of ids: n (n - 1) / 2^65 for n rows. None if keys span less than 2^62, which is unlikely
+            for such hashes.
         sharing_ids: expected fraction of ids that share their key with another id if keys are
             hashes of ids modulo m: (n - 1) / (m - 1) for n rows, the fraction of the other m - 1
-            keys that are in use. None without `modulo`.
-        parts: sizes of keys (in memory, of the index), vectors, scores, states and others, by name.
+            keys that is in use. None without `modulo`.
+        parts: sizes of the index (in files: the keys), vectors, scores, states and others, by name.
     """
 
     name: str
@@ -154,20 +154,20 @@ def table_figures(
     modulo: int | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> list[TableFigures]:
-    """Tell what tables of a checkpoint and its chain have.
+    """Compute the figures of a checkpoint's tables, including rows from its whole chain.
 
-    Memory does not grow with tables: it takes pieces of at most 8 MiB, with several copies, and
-    counters of 24 MiB. Only the keys of a chain's changes are kept.
+    Memory use does not depend on table size: pieces of at most 8 MiB, with several copies, and 24
+    MiB of counters. Only the keys that incremental checkpoints changed are kept in memory.
 
     Args:
         path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         names: names of tables, in this order; None for all.
-        modulo: number, at least 2, modulo which keys are hashes of ids; None if they are not.
+        modulo: m >= 2 if keys are hashes of ids modulo m; None if they are not.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
         CheckpointError: a file is damaged; the message names it.
-        ValueError: there is no table of a name, or a key is not in [0, modulo).
+        ValueError: there is no table with a given name, or a key is not in [0, modulo).
     """
     links = chain(resolved(path))
     tables = links[-1][1].tables
@@ -236,7 +236,7 @@ class _Pass:
             self.scores.add(score.order(words, clock))
 
     def figures(self, modulo: int | None) -> TableFigures:
-        """Return what the rows have been found to have."""
+        """Return the figures for the rows that were read."""
         table, rows = self.table, self.rows
         why = ""
         if self.initializer is None:
@@ -280,7 +280,7 @@ class _Pass:
 
 
 def _initializer(text: str) -> Initializer | None:
-    """Return the initializer with this text; None if its vectors are no function of keys."""
+    """Parse an initializer; return None if its vectors do not depend on keys alone."""
     match = re.fullmatch(r"(\w+)\((.*)\)", text)
     if match is None or match[1] not in _INITIALIZERS:
         return None
@@ -294,18 +294,18 @@ def _initializer(text: str) -> Initializer | None:
 def _is_initial(
     vectors: torch.Tensor, keys: torch.Tensor, initializer: Initializer, seed: int
 ) -> torch.Tensor:
-    """Return whether vectors ``[n, dim]`` are the initial vectors of their keys, bool ``[n]``."""
+    """Return whether each vector ``[n, dim]`` is its key's initial vector, bool ``[n]``."""
     initial = torch.empty_like(vectors)
     initializer.write_(initial, keys, seed=seed)
     if not isinstance(initializer, Normal):
         return (vectors == initial).all(1)
-    # A GPU may draw a normal number that differs in the last bit of a float32.
+    # Normal numbers drawn on a GPU may differ in the last bit of a float32.
     eps = max(torch.finfo(vectors.dtype).eps, torch.finfo(torch.float32).eps)
     return ((vectors - initial).abs() <= eps * (initial.abs() + abs(initializer.mean))).all(1)
 
 
 def _fresh_states(folder: Path, manifest: Manifest, name: str) -> dict[str, float]:
-    """Return what the states of a new row are, by name."""
+    """Return the states of a new row, by name."""
     table = manifest.tables[name]
     fresh = dict.fromkeys((state for state in table.states if state not in _ANY_VALUE), 0.0)
     if table.optimizer is None:
@@ -330,7 +330,7 @@ def _fresh_states(folder: Path, manifest: Manifest, name: str) -> dict[str, floa
 
 
 def _sizes(parts: Sequence[tuple[Path, Table]], rows: int) -> dict[str, Part]:
-    """Return the sizes of the parts of a table, by name."""
+    """Return the sizes of a table's parts, by name."""
     in_files: dict[str, int] = {}
     for folder, table in parts:
         for shard in table.shards:

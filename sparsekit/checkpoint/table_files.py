@@ -23,7 +23,7 @@ class TensorStore(Protocol):
     """Provides a checkpoint's tensors if they are not stored in a folder."""
 
     def file(self, name: str) -> TensorFile:
-        """Open the file with this name in the manifest."""
+        """Open the file with this name from the manifest."""
 
 
 Folder = Path | TensorStore
@@ -34,10 +34,10 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 def parts_of(
     links: Sequence[tuple[AnyFolder, Manifest]], name: str
 ) -> list[tuple[AnyFolder, Table]]:
-    """Return a table's manifest entries in a chain, from its last complete entry on.
+    """Return a table's manifest entries in a chain, starting at the last complete one.
 
     Raises:
-        CheckpointError: they have other columns.
+        CheckpointError: their columns differ.
     """
     parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
     complete = [i for i, (_, table) in enumerate(parts) if table.complete]
@@ -50,7 +50,7 @@ def parts_of(
 
 
 def _described(table: Table) -> str:
-    """Return a text of all that must be the same in a table's files."""
+    """Return a string of everything that must be equal in a table's files."""
     return f"dim {table.dim}, {table.dtype}, states {table.states}, scores {table.score_kind}"
 
 
@@ -60,7 +60,7 @@ def file_in(folder: Folder, name: str) -> TensorFile:
 
 
 def columns_of(table: Table, rows: int) -> list[Column]:
-    """Describe the columns that all files of a table have."""
+    """Describe the columns common to all of a table's files."""
     scores = [] if table.scores is None else [Column("scores", torch.int64, (rows,))]
     return [
         Column("keys", torch.int64, (rows,)),
@@ -74,7 +74,7 @@ def columns_of(table: Table, rows: int) -> list[Column]:
 
 
 def columns_of_shard(table: Table, shard: Shard, with_rows: bool) -> list[Column]:
-    """Describe the columns that a shard's file has besides."""
+    """Describe the extra columns in a shard's file."""
     counts, kind = [], table.counts_kind
     if kind is not None:
         counts = [Column("counts", *form_of(kind, shard.counts))]
@@ -107,7 +107,7 @@ def key_pieces(file: TensorFile, rows: int, row_bytes: int) -> Iterator[tuple[in
 
 
 def removed_keys(folder: Folder, table: Table, shards: Sequence[Shard]) -> torch.Tensor:
-    """Read the keys that shards of an incremental checkpoint remove, int64 ``[n]``."""
+    """Read the keys listed as removed in an incremental checkpoint's shards, int64 ``[n]``."""
     removed = [torch.empty(0, dtype=torch.int64)]
     for shard in shards:
         if shard.removed:
@@ -117,13 +117,13 @@ def removed_keys(folder: Folder, table: Table, shards: Sequence[Shard]) -> torch
 
 
 def keys_left_out(parts: Sequence[tuple[Folder, Table]], rank: int | None) -> HashTable | None:
-    """Return the keys that have rows in a chain but are removed later, and stay so.
+    """Return the keys that have rows in a chain but are later removed for good.
 
-    The files of a checkpoint are read in this order: first all removals, then all rows.
+    In each checkpoint, all removals are read before all rows.
 
     Args:
         parts: result of `parts_of`.
-        rank: the rank whose files alone are read; None for all.
+        rank: read only this rank's files; None for all ranks' files.
 
     Returns:
         The keys; None if there are none.

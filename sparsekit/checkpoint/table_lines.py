@@ -1,4 +1,4 @@
-"""Writes the figures of tables as lines of text."""
+"""Formats the figures of tables as lines of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .histogram import Spread
 from .nearest import NEAR
 from .table_figures import Some, TableFigures
 
-# Limits from which `findings` mentions a figure.
+# `findings` mentions figures above these limits.
 _FULL = 0.95
 _SKEWED = 1.2
 _MANY_DEAD = 0.5
@@ -18,9 +18,9 @@ _MANY_DEAD = 0.5
 def findings(table: TableFigures) -> list[str]:
     """List what may be wrong with a table, most serious first.
 
-    That is: vectors with nan or inf; a rank that has more than 95% of its capacity, unless rows
-    have scores, by which they may be evicted; a rank with more than 1.2 times the mean of rows;
-    more than half of the rows dead; equal vectors.
+    The findings are: vectors with nan or inf; a rank with more than 95% of its capacity in use,
+    unless rows have scores, so that they can be evicted; a rank with more than 1.2 times the mean
+    number of rows; more than half of the rows dead; equal vectors.
     """
     found = []
     if bad := table.nan.rows + table.inf.rows:
@@ -39,7 +39,7 @@ def findings(table: TableFigures) -> list[str]:
 
 
 def lines(tables: Sequence[TableFigures]) -> Iterator[str]:
-    """Yield a line for each table, then for each table all its figures."""
+    """Yield a summary line for each table, then all figures of each table."""
     rows = [("table", "rows", "of", "load", "dead", "zero", "nan, inf", "median norm", "in files")]
     rows += [
         (

@@ -50,7 +50,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor of a file: name, dtype, shape, and a function that yields its bytes in pieces."""
+    """A tensor in a file: name, dtype, shape, and a function that yields its bytes in pieces."""
 
     name: str
     dtype: torch.dtype
@@ -115,7 +115,7 @@ def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -
 
 
 def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file of these columns: the header's length, and the header."""
+    """Return the first bytes of a file with these columns: the header's length, and the header."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for column in columns:

@@ -1,4 +1,4 @@
-"""Runs the steps of a save or load on all ranks, so that all ranks succeed or all raise."""
+"""Runs the steps of a save or load on all ranks, so that either all succeed or all raise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Together:
             return make()
         made = attempt(make)
         error = made if isinstance(made, Exception) else None
-        # Escape the bytes of a path that are not UTF-8.
+        # Escape bytes in a path that are not valid UTF-8.
         titled = f"checkpoint: {what}".encode(errors="backslashreplace").decode()
         self._exchange.agree(titled, error)
         return cast(T, made)

@@ -54,12 +54,12 @@ _OPTIMIZERS = [
 
 
 class _Source(NamedTuple):
-    """The keys to read, and the tables that they are for.
+    """The keys to read, and the tables they belong to.
 
     Attributes:
-        reader: batches of a lookup each.
-        epochs: passes over them.
-        row_bytes: returns the bytes of a row of a feature's table.
+        reader: yields one batch for each lookup.
+        epochs: number of passes over the batches.
+        row_bytes: returns the size in bytes of a row in a feature's table.
     """
 
     reader: Reader
@@ -167,7 +167,7 @@ def _capacity(args: argparse.Namespace) -> int:
 
 
 def _source(args: argparse.Namespace) -> _Source:
-    """Return what to read."""
+    """Return the source that the arguments specify."""
     if not any(Path(each).is_dir() for each in args.source):
         reader, _ = open_reader(args, args.source, args.batch_size or _BATCH)
         optimizer = getattr(optim, args.optimizer or "LazyAdam")
@@ -190,7 +190,7 @@ def _source(args: argparse.Namespace) -> _Source:
 
 
 def _lookups(source: _Source, title: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the keys of each lookup, by feature."""
+    """Yield the keys for each lookup, by feature."""
     reader = source.reader
     reader.set_epoch(0)
     total = reader.count_rows() * source.epochs if reader.counts_fast else 0

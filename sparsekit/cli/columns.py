@@ -1,4 +1,4 @@
-"""Options that say which columns of a file are read, and the reader that they describe."""
+"""Options that select the columns to read from files, and the reader for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
 def open_reader(
     args: argparse.Namespace, files: Sequence[str], batch_size: int
 ) -> tuple[Reader, Collection[str]]:
-    """Return the reader, and the names of the features that are lists.
+    """Make the reader; also return the names of the features that are lists.
 
     Raises:
         UsageError: a file cannot be read, or an option does not fit it.
@@ -88,10 +88,10 @@ def _open(
 
 
 def format_of(file: str) -> str:
-    """Return the format that the name of a file says.
+    """Return the format that a file's name indicates.
 
     Raises:
-        UsageError: it says none.
+        UsageError: the name does not indicate one.
     """
     path = Path(file)
     packed = path.suffix in (".gz", ".bz2", ".xz")

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..train.profile import Profile, profiled
 from .common import UsageError, rank, writing
 
-WARM_UP = 3  # steps before the profile, in which memory is allocated and ranks connect
+WARM_UP = 3  # steps before the profile, while memory is allocated and ranks connect
 
 
 class _Enough(Exception):

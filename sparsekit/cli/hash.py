@@ -1,4 +1,4 @@
-"""``sparsekit hash``: converts the raw values of a file to keys, in a Parquet file."""
+"""``sparsekit hash``: converts raw values from a file to keys in a Parquet file."""
 
 from __future__ import annotations
 

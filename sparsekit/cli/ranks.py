@@ -40,7 +40,7 @@ Fit = Callable[[Any, argparse.Namespace], int]
 
 
 def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
-    """Add the options for the number of processes and for the number of threads of each."""
+    """Add the options for the number of processes and for the number of threads in each."""
     parser.add_argument(
         "--ranks",
         type=number(int, 1, 1024),

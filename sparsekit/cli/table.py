@@ -1,4 +1,4 @@
-"""``sparsekit table``: tells what the tables of a checkpoint have."""
+"""``sparsekit table``: describes the tables in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..train.plots import plot_tables
 from ..train.progress import Progress
 from .common import UsageError, check_apart, check_folder, number, writing
 
-# Name of the checkpoint in a folder that `sparsekit train --save` has made.
+# Name of the checkpoint in a folder made by `sparsekit train --save`.
 _MODEL = "model"
 
 
@@ -75,7 +75,7 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(path: str) -> Path:
-    """Return the checkpoint that a path leads to.
+    """Return the checkpoint at a path.
 
     Raises:
         UsageError: there is none.

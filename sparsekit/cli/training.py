@@ -18,12 +18,12 @@ from ..train.config import ConfigError, read_yaml, to_yaml
 from . import checkpoints, ranks
 from .common import UsageError, count, number, why, writing
 
-# Options that are not settings: they tell where settings come from, or what the command does.
+# Options that are not settings: they specify where settings come from, or what the command does.
 _NO_SETTINGS = {"help", "config", "set", "show-config", "resume"}
 
 
 class TrainingParser(Parser):
-    """Parser of a training command; its flags can also be set by a YAML file or by ``--set``.
+    """Parser for a training command; its flags can also be set in a YAML file or with ``--set``.
 
     Settings from the file and from ``--set`` are converted to flags, so only flags need checks.
     """
@@ -149,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | Non
     """
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
     parser.add_argument(
-        "--log-to",  # not --log, which torchrun would take for one of its own options
+        "--log-to",  # not --log, which torchrun would mistake for one of its own options
         dest="log",
         metavar="FOLDER",
         help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",

@@ -95,7 +95,7 @@ class KeyedJaggedTensor:
 
 
 class Batch(NamedTuple):
-    """A batch of rows of a data set.
+    """A batch of rows from a data set.
 
     Attributes:
         label: float32 ``[rows]``, or None if the reader has no label.

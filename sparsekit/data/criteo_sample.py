@@ -16,8 +16,8 @@ from ..errors import check_int
 
 __all__ = ["write_criteo_sample"]
 
-# For each category, the number of distinct values and, below, the number of keys in a bag. Both are
-# from MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
+# The number of distinct values of each category and, below, of keys in each category's bags. Both
+# are from MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
 # recommendation_v2/torchrec_dlrm).
 CARDINALITIES = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282,

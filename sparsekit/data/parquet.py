@@ -44,7 +44,7 @@ class ParquetReader(Reader):
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys`, or to a kind of keys, ``"hash"`` or ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
-        label: Name of the column of labels, which must not be null.
+        label: Name of the column of labels, where nulls are not allowed.
         missing: The number that replaces a null or NaN in a dense column.
         on_error: ``"raise"``, or ``"skip"`` to skip rows that have no label or an infinite number;
             `skipped` counts these rows.

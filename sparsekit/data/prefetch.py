@@ -28,10 +28,10 @@ _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDiction
 class Prefetcher:
     """Iterate over a reader or any iterable, reading some batches ahead in a background thread.
 
-    Batches keep their order, and the last one may be short. An error of the reader is raised where
-    its batch would have been yielded. Reading releases the GIL. When an iteration is left early,
-    its thread ends after the batch that it is reading. If that takes more than two seconds, the
-    thread is left behind, and the next iteration first waits for it.
+    Batches keep their order, and the last one may be short. An error from the reader is raised
+    where the failed batch would have been yielded. Reading releases the GIL. When an iteration is
+    left early, its thread ends after the batch that it is reading. If that takes more than two
+    seconds, the thread is left behind, and the next iteration first waits for it.
 
     Args:
         batches: A `Reader`, a DataLoader or another iterable, which can be iterated repeatedly.

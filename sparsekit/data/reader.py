@@ -29,7 +29,7 @@ Fault = tuple[int, str]
 
 
 class Chunk(ABC):
-    """Rows of a data set that are in memory."""
+    """Rows from a data set, in memory."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -107,7 +107,7 @@ class Reader(IterableDataset):
         self._files = [[file.name, file.stat().st_size] for file in files]
         self._ranks = _check_ranks(name, rank, world_size)
         self._epoch = 0
-        self._step = 0  # number of batches of this epoch yielded so far
+        self._step = 0  # number of batches yielded so far in this epoch
         self._resumed = 0  # step at which the next iteration begins
         self._labels: tuple[float, ...] | None = None  # set by limit_labels
 
@@ -314,7 +314,7 @@ class Reader(IterableDataset):
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         while True:
             batch, faults = chunk.read(rows)
-            # Check the labels. As long as a row is malformed, there is no batch to check.
+            # Check the labels. While any row is malformed, there is no batch to check.
             if batch is not None and self._labels is not None and batch.label is not None:
                 faults = self._wrong_labels(chunk, rows, batch.label.numpy())
             if faults and self._on_error == "raise":

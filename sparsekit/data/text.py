@@ -23,7 +23,7 @@ __all__ = ["CriteoReader", "CsvReader"]
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
-# Number of characters of a line that an error message shows.
+# Number of a line's characters to show in an error message.
 _SHOWN = 60
 
 
@@ -42,7 +42,7 @@ class CsvReader(Reader):
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys` or to a kind of keys. In a batch, the features have the order of the file.
         dense: Names of numeric columns.
-        label: Name of the column of labels, whose fields must not be empty.
+        label: Name of the column of labels, where no field may be empty.
         columns: Names of all columns, for files without a header. With None, the first line of
             each file is its header, and all files must have the same header.
         delimiter: The byte that separates fields, such as ``"\t"``.

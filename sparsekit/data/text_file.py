@@ -19,9 +19,9 @@ _BOM = b"\xef\xbb\xbf"
 _PIECE = 4096
 _INSIDE = 1  # state of _pybind.skip_line that means: inside a quoted field
 
-# A function that makes a chunk from lines of a text. The start of the text is given either as a
-# byte offset in the file or as a line number, counted from 1; the other number is 0. The flag is
-# true if the last line has a quote that is never closed.
+# A function that makes a chunk from lines of text. The start of the text is given either as a byte
+# offset in the file or as a line number, counted from 1; the other number is 0. The flag is true if
+# the last line has a quote that is never closed.
 MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
 
@@ -147,7 +147,7 @@ class TextFile:
         return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
 
     def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:
-        """Find the end of a line that begins in a text and may continue in further pieces.
+        """Find the end of a line that begins in `text` and may continue in further pieces.
 
         Returns:
             The rest of the last piece, the number of newlines in the line, and whether the file

@@ -22,7 +22,7 @@ MOST_BYTES = 64 << 20
 
 
 class DatasetUnavailableError(RuntimeError):
-    """A data set is not in the cache and cannot be downloaded; the message says what to do."""
+    """Raised if a data set is not cached and cannot be downloaded; the message says what to do."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ COLUMNS = {
 
 
 class RatingsFormatError(DataFormatError):
-    """A file of ratings is malformed; the message gives the file and the line."""
+    """Raised when a file of ratings is malformed; the message gives the file and the line."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,7 +108,7 @@ class Vocabulary:
 
     Args:
         texts: lists of words.
-        min_count: minimum number of occurrences of a word that gets a number.
+        min_count: number of occurrences that a word needs to get a number.
         most: maximum number of words; the most frequent ones are kept.
     """
 
@@ -121,7 +121,7 @@ class Vocabulary:
         self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Return the count of numbers in use, including those for padding and unknown words."""
+        """Return how many numbers are in use, including those for padding and unknown words."""
         return UNKNOWN + 1 + len(self.words)
 
     def __call__(self, words: Iterable[str]) -> list[int]:
@@ -145,7 +145,7 @@ class Documents:
             of_author: Counter[int] = Counter()
             for author, piece in pieces[owner]:
                 of_author[author] += len(piece)
-            # Keep enough words to fill a document, whichever author is left out.
+            # Keep enough words to fill a document no matter which author is left out.
             most = length + max(of_author.values(), default=0)
             flat = [(word, a) for a, piece in pieces[owner] for word in piece][:most]
             words += [word for word, _ in flat]
@@ -218,8 +218,8 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
 
     A rating adds the film's words to the user's document. It adds another film's words to the
     film's document: those of the film that the user rated just before, or just after the user's
-    first rating. The film's own words, with which its document begins, would be the same for all
-    ratings.
+    first rating. The film's own words, already at the start of its document, would be the same for
+    all ratings.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()
@@ -236,9 +236,9 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
 def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     """Read reviews from a file of JSON lines in Amazon's format.
 
-    A line is an object with the strings ``reviewerID`` and ``asin``, the rating ``overall``, and
+    Each line is an object with the strings ``reviewerID`` and ``asin``, the rating ``overall``, and
     optionally ``reviewText`` and ``unixReviewTime``. In the files of 2023, the names are
-    ``user_id``, ``asin``, ``rating``, ``text`` and ``timestamp``. A review without a text has no
+    ``user_id``, ``asin``, ``rating``, ``text`` and ``timestamp``. A review without text has no
     words. A review without a time gets the time of the previous review. Users and items are
     numbered from 0, in the order of their names. The file may be compressed by gzip, bzip2 or xz,
     or be a pipe.

@@ -16,7 +16,7 @@ class Averaging:
     """Averages gradients over ranks, with the communication hook `average`.
 
     Each rank adds up one piece of each gradient bucket, in rank order, so results are bitwise equal
-    on all ranks. A rank waits for others only at the end of its backward. The average has its own
+    on all ranks. A rank waits for others only at the end of its backward. Averaging has its own
     exchange, since the order of buckets and layers in a backward may differ from rank to rank.
     """
 
@@ -29,7 +29,7 @@ class Averaging:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start to average a bucket; see DistributedDataParallel's ``register_comm_hook``."""
+        """Start averaging a bucket; see DistributedDataParallel's ``register_comm_hook``."""
         if not self._begun:
             # Queue this callback first, since DistributedDataParallel's own needs all buckets to be
             # averaged.
@@ -88,7 +88,7 @@ class _Bucket:
             _elements(to, rank, piece).copy_(piece)
 
     def add_up(self) -> None:
-        """Average this rank's piece, and start to send it to all ranks."""
+        """Average this rank's piece, and start sending it to all ranks."""
         come = self._received()
         of_ranks = [_elements(come, r, self._own) for r in range(self._exchange.world_size)]
         average = torch.stack(of_ranks).sum(0).div_(self._exchange.world_size)
@@ -102,7 +102,7 @@ class _Bucket:
         )
 
     def finish(self) -> None:
-        """Wait for the pieces of the other ranks."""
+        """Wait for the pieces from the other ranks."""
         come = self._received()
         for rank, piece in enumerate(self._pieces):
             piece.copy_(_elements(come, rank, piece))

@@ -1,4 +1,4 @@
-"""Chooses the transport of an exchange, on all ranks together."""
+"""Chooses the transport for an exchange, jointly on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_backend(backend: str) -> None:
 def make_transport(
     backend: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Transport:
-    """Choose the transport of a group for tensors on a device; a collective.
+    """Choose a group's transport for tensors on a device; a collective.
 
     Raises:
         RuntimeError: the backend is not available, or ranks have chosen different backends.

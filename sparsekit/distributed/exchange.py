@@ -30,9 +30,9 @@ from .streams import own_stream
 from .transport import TorchTransport, Transport
 from .wire import ALIGNMENT, Parts, heads_of, part_bytes, write_heads
 
-# Size of the handshake block in words, and number of words before its row counts. These words are
-# the hash of the plan, 1 for an error, and three numbers from the caller. Counts that do not fit in
-# the block follow in a second message.
+# Size of the handshake block in words, and number of words before its row counts: the hash of the
+# plan, an error flag, and three numbers from the caller. Counts that do not fit in the block follow
+# in a second message.
 _BLOCK, _FACTS = 512, 5
 
 
@@ -87,7 +87,7 @@ class Exchange:
         self.world_size = self.transport.world_size
         # The stream on which collectives run.
         self.stream = own_stream(device)
-        # Held during a lookup, so that only one thread at a time looks up.
+        # Held during a lookup, so that only one thread at a time performs a lookup.
         self.lock = threading.RLock()
         # Number of lookups that have begun, successful or not; equal on all ranks, unless a rank
         # has left a lookup early.
@@ -122,7 +122,7 @@ class Exchange:
             proposal: a proposal; None if nothing follows; or an error to raise on all ranks.
 
         Raises:
-            An error of any rank is raised on all of them.
+            An error from any rank is raised on all ranks.
             RuntimeError: ranks disagree about what to do, or the exchange has broken down earlier.
         """
         error = proposal if isinstance(proposal, Exception) else None
@@ -190,26 +190,26 @@ class Exchange:
         words: int = 0,
         late: bool = False,
     ) -> Callable[[], Parts]:
-        """Start to send a part to each rank; sender and receiver both know its size.
+        """Start sending a part to each rank; sender and receiver both know its size.
 
         Args:
             what: description of the data, which must be the same on all ranks.
-            write: writes the payloads of the parts for the ranks.
-            splits: number of bytes to send to each rank, multiples of 8, or of the item size if
-                wider.
-            sizes: number of bytes to receive from each rank, the same multiples.
+            write: writes the payload of each rank's part.
+            splits: number of bytes to send to each rank, a multiple of 8, or of the item size if
+                that is larger.
+            sizes: number of bytes to receive from each rank, multiples of the same size.
             words: number of int64 words to read after the head of each part; the result's `words`
-                holds them for the other ranks.
+                holds those from the other ranks.
             late: whether to report a disagreement later on a device whose errors are deferred,
-                instead of waiting for it. An error of write then ends the exchange.
+                instead of waiting for it. An error in write then ends the exchange.
 
         Returns:
-            A function that waits for the parts of the other ranks, and returns the parts of all
+            A function that waits for the parts from the other ranks, and returns the parts from all
             ranks. They are in the buffer that was passed to write.
 
         Raises:
-            RuntimeError: the exchange has broken down earlier. The returned function raises the
-                errors of write on any rank, and RuntimeError if ranks disagree about the data.
+            RuntimeError: the exchange has broken down earlier. The returned function raises errors
+                from write on any rank, and RuntimeError if ranks disagree about the data.
         """
         self._check_open(what)
         code = _code(what)
@@ -228,7 +228,7 @@ class Exchange:
         try:
             write(Parts(data, outgoing))
         except Exception as raised:
-            if reports is not None:  # other ranks go on, and wait for the messages that follow
+            if reports is not None:  # other ranks carry on, and wait for the next messages
                 self.abandon(raised)
                 raise
             error = raised

@@ -32,7 +32,7 @@ def missing() -> str:
 
 
 def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) -> NcclTransport:
-    """Make the transport of a group for tensors of a device; a collective.
+    """Make a group's transport for tensors on a device; a collective.
 
     The ranks tell each other whether they have libnccl, and exchange the id of the new
     communicator.
@@ -58,8 +58,8 @@ class NcclTransport(Transport):
         world_size: number of ranks.
         unique_id: ``_pybind.NcclCommunicator.unique_id()`` of one rank.
         device: device of the tensors.
-        timeout: time limit for waiting for another rank. After it, a waiting rank raises an error,
-            and a waiting kernel is aborted.
+        timeout: time limit for waiting for another rank. When it expires, a waiting rank raises an
+            error, and a waiting kernel is aborted.
         cuda: stands in for `Cuda` in tests; None means `Cuda` for a CUDA device, otherwise no
             streams.
     """
@@ -77,7 +77,7 @@ class NcclTransport(Transport):
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        # The device with its index, since the current device may change.
+        # Store the device with its index, since the current device may change.
         self.device = torch.empty(0, device=device).device
         # Tests use a stand-in for libnccl that works in host memory; there are no streams then.
         self._cuda = Cuda if cuda is None and device.type == "cuda" else cuda
@@ -92,7 +92,7 @@ class NcclTransport(Transport):
         finished = self._event.query if self._event is not None else lambda: True
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
-        # Close no later than at the interpreter's exit, since CUDA may be unavailable afterwards.
+        # Close at the latest when the interpreter exits, since CUDA may be unavailable afterwards.
         self._close = weakref.finalize(self, _close, self._watch)
         try:
             self._warm_up()
@@ -101,11 +101,11 @@ class NcclTransport(Transport):
             raise
 
     def _warm_up(self) -> None:
-        """Exchange a byte with every rank.
+        """Exchange one byte with every rank.
 
-        NCCL connects two ranks, and allocates memory for the connection, at their first message.
-        Here all ranks are known to take part, whereas within a step one of them may be waiting for
-        something else.
+        NCCL connects two ranks, and allocates memory for the connection, at their first message. At
+        this point all ranks are sure to take part, whereas during a step one of them may be waiting
+        for something else.
         """
         count = [1] * self.world_size
         with self._on_device(), self._beside():

@@ -1,4 +1,4 @@
-"""Texts of error messages that concern several ranks."""
+"""Error messages that involve several ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ INTERRUPTED = (
 
 
 class RemoteError(RuntimeError):
-    """An error of another rank that cannot be raised here with its own type."""
+    """An error from another rank that cannot be raised here with its own type."""
 
 
 def of_rank(rank: int, error: Exception) -> Exception:
-    """Return the error of another rank, with the rank added to its message."""
+    """Return another rank's error, with the rank added to its message."""
     if isinstance(error, TableFullError):
         return error  # its message already names the rank
     message = f"on rank {rank}: {error}"
@@ -56,7 +56,7 @@ def check_late(
     code: int,
     heads: torch.Tensor,
 ) -> None:
-    """Check the heads of a message that was received some lookups ago.
+    """Check the heads of a message received during an earlier lookup.
 
     Args:
         abandon: `Exchange.abandon`.

@@ -1,4 +1,4 @@
-"""A tensor type for gradients of one rank's rows of a table; it refuses to compute a norm."""
+"""A tensor type for gradients of one rank's rows in a table; it refuses to compute a norm."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NORMS = {
 class ShardGradient(torch.Tensor):
     """A gradient, sparse or dense, of a weight that is sharded over ranks.
 
-    Clipping by the norm of one rank's rows would scale the gradients of the dense parameters by a
-    different factor on each rank. The dense parameters, which must be equal on all ranks, would
-    then drift apart without an error. torch.nn.utils clips dense gradients by such a norm, and
-    since torch 2.14 sparse gradients too. Computing a norm is therefore refused. Everything else
-    works as for any tensor, and a result of the same shape and layout is a `ShardGradient` too.
+    Clipping by the norm of one rank's rows would scale dense parameters' gradients by a different
+    factor on each rank. The dense parameters, which must be equal on all ranks, would then drift
+    apart without an error. torch.nn.utils clips dense gradients by such a norm, and since torch
+    2.14 sparse gradients too. Computing a norm is therefore refused. Everything else works as for
+    any tensor, and a result of the same shape and layout is a `ShardGradient` too.
 
     Attributes:
         layer: the name of the layer whose weight has the gradient.

@@ -14,7 +14,7 @@ class Sharded:
     """A module with tensors that are sharded over ranks."""
 
     def sharded_state(self) -> Iterable[str]:
-        """Return the names of the sharded tensors, as in the module's state_dict."""
+        """Return the names of the sharded tensors, as used in the module's state_dict."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""A transport between the processes of one host, through memory that they share."""
+"""A transport between processes on one host, through shared memory."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
     """Make the transport of a group for tensors on the CPU; a collective.
 
     Args:
-        teller: transport over which the ranks exchange addresses and errors.
-        timeout: time after which a rank that waits for another rank raises.
+        teller: transport that the ranks use to exchange addresses and errors.
+        timeout: how long a rank waits for another rank before it raises an error.
 
     Raises:
         Unavailable: (on all ranks, with the same reason) the ranks cannot share memory.
@@ -142,7 +142,7 @@ class _Meeting:
         self._memory = -1
 
     def offer(self) -> _Offer:
-        """Open the socket to which other ranks connect, and on rank 0 the shared memory."""
+        """Open the socket for other ranks to connect to, and on rank 0 the shared memory."""
         if self.rank == 0:
             self._memory = self._file(os.memfd_create("sparsekit", _MEMFD_FLAGS))
             # Allocate all memory now: a later failure would kill the process that touches the
@@ -151,8 +151,8 @@ class _Meeting:
             os.posix_fallocate(self._memory, 0, size)
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         self._listener = self._socket(socket.socket(socket.AF_UNIX))
-        # The kernel chooses an abstract name, which is not in the file system and disappears with
-        # the process.
+        # The kernel chooses an abstract name, which is not in the file system and disappears when
+        # the process ends.
         self._listener.bind("")
         # The queue must hold the connections of all ranks at the same time, and a few from
         # unrelated processes.

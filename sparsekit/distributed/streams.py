@@ -1,8 +1,8 @@
-"""A separate stream for the work of an exchange, ordered with the current stream by events.
+"""A separate stream for an exchange's work, ordered relative to the current stream by events.
 
-Collectives run on this stream, and so does all work that a lookup does ahead of time. The stream
-waits for work that is already queued on the current stream, but not for later work. The current
-stream waits for a result only when the caller requests that result. The host never waits.
+Collectives run on this stream, as does all work that a lookup does ahead of time. The stream waits
+for work that is already queued on the current stream, but not for later work. The current stream
+waits for a result only when the caller requests that result. The host never waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NoStream:
 
 
 class OwnStream(NoStream):
-    """A stream of an exchange, separate from the current stream.
+    """An exchange's own stream, separate from the current stream.
 
     Args:
         device: device of the stream.
@@ -61,7 +61,7 @@ class OwnStream(NoStream):
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """Queue the work of the body on this stream, after all work of the current stream."""
+        """Queue the body's work on this stream, after work already queued on the current stream."""
         current = self._cuda.current_stream(self._device)
         if current == self.stream:
             yield
@@ -103,5 +103,5 @@ class OwnStream(NoStream):
 
 
 def own_stream(device: torch.device) -> NoStream:
-    """Return the stream of an exchange for tensors of this device."""
+    """Return the stream for an exchange of tensors on this device."""
     return OwnStream(device) if device.type == "cuda" else NoStream()

@@ -13,15 +13,15 @@ from .wire import Parts, part_bytes
 def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Swap tensors of the same shape with the other rank; backward swaps their gradients.
 
-    Both ranks must call this function, and their backwards must reach all swaps in the same order.
+    Both ranks must call this function, and must reach all swaps in the same order in backward.
 
     Args:
-        exchange: exchange of two ranks.
+        exchange: exchange between two ranks.
         tensor: any shape and dtype, on the device of the exchange.
         what: description of the tensor, which must be the same on both ranks.
 
     Raises:
-        ValueError: there are not two ranks.
+        ValueError: the number of ranks is not two.
         RuntimeError: ranks disagree about the tensor or its shape.
     """
     if exchange.world_size != 2:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Errors of a process that lacks resources or permissions.
+# Errors raised when a process lacks resources or permissions.
 _LACKING = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EFBIG),
     *(errno.EPERM, errno.EACCES, errno.ENOSYS),
@@ -25,7 +25,7 @@ class OutOfResources(Unavailable):
 
 
 class Transport(ABC):
-    """Carries out the all-to-all collective of an exchange, over all ranks of a group.
+    """Carries out an exchange's all-to-all collective, over all ranks in a group.
 
     Ranks start the same collectives in the same order; each rank may wait for them in any order.
     """
@@ -44,7 +44,7 @@ class Transport(ABC):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start an all-to-all exchange of the parts of ``send``; return a function that waits.
+        """Start an all-to-all exchange of the parts in ``send``; return a function that waits.
 
         A part for another rank may be shorter than the receiver's buffer; the rest of the buffer is
         then undefined. The part for the sender itself must have the exact size. A part must not be
@@ -79,7 +79,7 @@ def room_for(
     """Check or allocate the receive buffer of `Transport.begin_all_to_all`, and return it.
 
     Raises:
-        ValueError: received has a wrong shape, dtype, device or layout.
+        ValueError: received has the wrong shape, dtype, device or layout.
     """
     elements = sum(receive_splits)
     if received is None:
@@ -109,7 +109,7 @@ class TorchTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start to send a part of ``send`` to each rank; see `Transport`."""
+        """Start sending a part of ``send`` to each rank; see `Transport`."""
         received = room_for(send, receive_splits, received)
         work = dist.all_to_all_single(
             received,
@@ -127,7 +127,7 @@ class TorchTransport(Transport):
         return wait
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return the data of each rank, including this rank."""
+        """Return the data from each rank, including this one."""
         ranks = self.world_size
         sizes = self.all_to_all(
             torch.tensor([len(data)] * ranks, device="cpu"), [1] * ranks, [1] * ranks

@@ -17,7 +17,7 @@ _INTERVAL, _PATIENCE = 1.0, 10.0
 
 
 class Communicator(Protocol):
-    """The methods of `_pybind.NcclCommunicator` that a `Watch` calls."""
+    """The methods of `_pybind.NcclCommunicator` that `Watch` calls."""
 
     def check(self) -> None:
         """Raise RuntimeError if the communicator has been aborted, for example after an error."""
@@ -30,7 +30,7 @@ class Communicator(Protocol):
 
 
 def within(seconds: float, call: Callable[[], T], what: str) -> T:
-    """Run a call on another thread and return its result, or raise if it takes too long.
+    """Run a call on another thread and return its result, or raise an error if it takes too long.
 
     Raises:
         RuntimeError: the call has not returned in time; its thread is left running. The call may
@@ -59,7 +59,7 @@ class Watch(threading.Thread):
 
     Args:
         communicator: the communicator to watch.
-        seconds: time limit of a launch.
+        seconds: time limit for a launch.
         finished: returns whether the last launch has finished.
     """
 
@@ -74,13 +74,13 @@ class Watch(threading.Thread):
         # still running.
         self._deadline: float | None = None
         self._launching = False
-        self._settled: float | None = None  # deadline of a launch that has finished
+        self._settled: float | None = None  # the deadline was for a launch that has finished
         self._over = threading.Event()
         self._reason = ""
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """Watch the launch that the body makes."""
+        """Watch the launch made in the body."""
         self._launching = True
         self._deadline = time.monotonic() + self._seconds
         try:

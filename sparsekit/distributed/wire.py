@@ -1,7 +1,8 @@
 """Defines the layout of messages between ranks.
 
-A message has a part for each rank. A part begins with a head: the hash of the plan, and 1 for an
-error or 0. After the head come arrays of rows, or a piece for each table, as `Layout` describes.
+A message has a part for each rank. A part begins with a head: the hash of the plan, then 1 if there
+is an error, else 0. The head is followed by arrays of rows, or by a piece for each table, as
+`Layout` describes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
         for first in firsts:
             of_host[first : first + len(head)] = head
         return
-    # One kernel fills a word of the head in all parts if the parts are evenly spaced, otherwise in
-    # a single part. Assigning a list would copy from the host, and wait.
+    # Each kernel fills one word of the head, in all parts if they are evenly spaced, otherwise in a
+    # single part. Assigning a list would copy from the host, and wait.
     steps = {second - first for first, second in itertools.pairwise(firsts)}
     if len(steps) == 1:
         words = words[firsts[0] :].as_strided((len(firsts), len(head)), (steps.pop(), 1))
@@ -92,7 +93,7 @@ class Layout:
         sizes = counts * np.array(row_bytes, dtype=np.int64)
         if alignment > 1:
             sizes += -sizes % alignment
-        # int64 [world_size, 1 + tables], byte offsets in a part at which pieces begin and end.
+        # int64 [world_size, 1 + tables], byte offsets of the pieces' bounds within a part.
         self._bounds = np.empty((len(counts), 1 + len(row_bytes)), dtype=np.int64)
         self._bounds[:, 0] = 0
         np.cumsum(sizes, axis=1, out=self._bounds[:, 1:])
@@ -100,7 +101,7 @@ class Layout:
         self.sizes: list[int] = self._bounds[:, -1].tolist()
 
     def payloads(self, parts: Parts) -> tuple[list[torch.Tensor], np.ndarray]:
-        """Return the payload of each part, and the offset of each piece in its payload.
+        """Return the payload of each part, and each piece's offset within its payload.
 
         Returns:
             uint8 tensors, one for each rank, and offsets, int64 ``[world_size, tables]``.
@@ -112,10 +113,10 @@ class Layout:
         return of_ranks, self._bounds[:, :-1] - _HEAD_BYTES
 
     def begins(self, of_parts: Sequence[int]) -> np.ndarray:
-        """Return the byte at which each piece begins, int64 ``[world_size, tables]``.
+        """Return the byte offset of each piece, int64 ``[world_size, tables]``.
 
         Args:
-            of_parts: the byte at which each part begins.
+            of_parts: the byte offset of each part.
         """
         return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
 
@@ -123,7 +124,7 @@ class Layout:
         """Return, for each part, the byte range of the pieces of these tables.
 
         Args:
-            of_parts: the byte at which each part begins.
+            of_parts: the byte offset of each part.
             columns: the tables, which are consecutive.
         """
         firsts, ends = (self._bounds[:, edge].tolist() for edge in (columns.start, columns.stop))
@@ -155,7 +156,7 @@ def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) 
 def unpack(
     come: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Undo `pack` at the receiver: return the arrays, with rows from rank 0 first.
+    """Undo `pack` on the receiving rank: return the arrays, with rows from rank 0 first.
 
     Args:
         come: the parts received from all ranks.
@@ -188,7 +189,7 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class RaggedBags(NamedTuple):
-    """Bags of one table, in the form in which lookups by bag send them."""
+    """Bags for one table, in the form that lookups by bag send."""
 
     counts: torch.Tensor  # int64 [bags], number of keys in each bag
     keys: torch.Tensor  # int64 [n]
@@ -196,7 +197,7 @@ class RaggedBags(NamedTuple):
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return the size of a part with bags, given (bags, keys, bytes of weights) of each table."""
+    """Return the size of a part with bags, given (bags, keys, bytes of weights) for each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, weights]
@@ -204,7 +205,7 @@ def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
 
 
 def write_bags(to: Parts, bags: Sequence[RaggedBags]) -> None:
-    """Write the same bags of each table to the parts for all ranks."""
+    """Write the same bags for each table to the parts for all ranks."""
     heads = [[len(one.counts), len(one.keys), int(one.weights is not None)] for one in bags]
     arrays = [torch.tensor(heads, device="cpu").to(bags[0].keys.device)]
     for one in bags:
@@ -219,11 +220,11 @@ def write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
 
 
 def read_bags_of(come: Parts, rank: int, weight_dtypes: Sequence[torch.dtype]) -> list[RaggedBags]:
-    """Return the bags of each table that a rank has written with `write_bags`.
+    """Return the bags for each table that a rank wrote with `write_bags`.
 
     Args:
         come: the parts received from all ranks.
-        rank: the rank that has sent the bags.
+        rank: the rank that sent the bags.
         weight_dtypes: dtype of each table's sample weights, if there are any.
     """
     tables = len(weight_dtypes)

@@ -1,4 +1,4 @@
-"""Keeps the settings of `init`, the default process group and the exchanges of each group."""
+"""Keeps the settings from `init`, the default process group and each group's exchanges."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..errors import check_choice, check_int
 from .backend import check_backend, make_transport
 from .exchange import Exchange
 
-# The exchanges of each process group, keyed by device, by backend and timeout of `init`, and by
+# Each process group's exchanges, keyed by device, by backend and timeout from `init`, and by
 # purpose. Weak keys let a group end when its owner destroys it.
 _exchanges: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[torch.device, str, timedelta, str], Exchange]
 ] = WeakKeyDictionary()
-# All exchanges that exist, including exchanges of groups that have been destroyed.
+# All existing exchanges, including those of destroyed groups.
 _open: WeakSet[Exchange] = WeakSet()
 
 
@@ -33,7 +33,7 @@ def _close() -> None:
 
 
 class _Settings:
-    """The settings of `init`."""
+    """The settings from `init`."""
 
     seed = 0
     process_group: dist.ProcessGroup | None = None
@@ -49,7 +49,7 @@ settings = _Settings()
 
 
 class _Keep(enum.Enum):
-    """Marks an argument that was not given."""
+    """Marks an argument that was not passed."""
 
     KEEP = 0
 
@@ -66,7 +66,7 @@ def init(
     backend: str | _Keep = _Keep.KEEP,
     wire_dtype: torch.dtype | _Keep | None = _Keep.KEEP,
 ) -> None:
-    """Set defaults for layers that are made after this call; calling it is optional.
+    """Set defaults for layers created after this call; calling it is optional.
 
     Arguments that are not given keep their earlier values. A new timeout or backend also takes
     effect in existing layers, at their next call, so call `init` on all ranks.
@@ -76,8 +76,8 @@ def init(
         seed: changes the initial vectors of all layers that have a name and no seed. Initially 0.
         process_group: the ranks over which tables are sharded; None, the initial setting, means
             torch.distributed's default group, or one process if that has not been initialised.
-        timeout: seconds, or a timedelta, after which a rank that waits for another rank raises.
-            Initially 5 minutes.
+        timeout: seconds, or a timedelta, that a rank waits for another rank before it raises an
+            error. Initially 5 minutes.
         backend: transport of the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
             on one host. ``"auto"`` uses one of the last two if it is available on all ranks,
@@ -127,7 +127,7 @@ def exchange_of(
 ) -> Exchange | None:
     """Return the exchange of a group for a purpose, or None if there is only one rank.
 
-    The exchange has its own process group, with the timeout of `init`, so that its collectives
+    The exchange has its own process group, with the timeout from `init`, so that its collectives
     never mix with other collectives, such as those of DistributedDataParallel. The first call for a
     group is therefore a collective.
     """

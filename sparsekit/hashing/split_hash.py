@@ -21,7 +21,7 @@ __all__ = ["Collisions", "SplitHashEncoder"]
 
 _NAME = "SplitHashEncoder"
 _SHIFTS = (48, 32, 16, 0)
-# Maximum length of a feature. With more values, 16 bits could not address a block's columns.
+# Maximum number of values of a feature. With more, 16 bits could not address a block's columns.
 _MOST_VALUES = 2**32
 # 2**64 / golden ratio, as a signed integer: an odd number with an irregular bit pattern.
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -29,7 +29,7 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 @dataclass(frozen=True)
 class Collisions:
-    """Counts a feature's collisions: distinct values whose columns equal those of another."""
+    """Counts a feature's collisions: distinct values with the same columns as another value."""
 
     feature: str
     values: int  # number of distinct values, compared by their 64-bit hashes
@@ -117,7 +117,7 @@ class SplitHashEncoder:
         return self.splits * len(self.feature_lengths)
 
     def encode(self, columns: Any, to: Literal["torch", "scipy", "bags"] = "torch") -> Any:
-        """Encode the rows of a table as a sparse matrix.
+        """Encode a table's rows as a sparse matrix.
 
         Args:
             columns: A dict, pyarrow Table or DataFrame that has n values for each feature, in any
@@ -190,7 +190,7 @@ class SplitHashEncoder:
     def load(
         cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
     ) -> SplitHashEncoder:
-        """Load an encoder that `save` has written.
+        """Load an encoder written by `save`.
 
         Args:
             path: the file.

@@ -142,7 +142,7 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
             values = np.array(values, values.dtype.newbyteorder("="))
         return hash_integers(torch.from_numpy(values), seed)
     threads = torch.get_num_threads()
-    # Convert a masked array to a list, in which masked items are None.
+    # Convert a masked array to a list, with None for masked items.
     if kind == "O" or (masked and kind in "iuSUT"):
         codes = _pybind.xxh64_many(values.tolist(), seed, threads)
     elif kind in "SU":
@@ -151,7 +151,7 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
         place = texts.ctypes.data, size, kind == "U", len(texts)
         codes = _pybind.xxh64_fixed_width(*place, seed, threads)
     elif kind == "T":
-        # A dtype may represent missing strings by a str. If so, hash that str; otherwise missing
+        # A dtype may represent missing strings as a str. If so, hash that str; otherwise missing
         # strings count as None.
         stand_in = getattr(values.dtype, "na_object", None)
         missing = stand_in.encode() if isinstance(stand_in, str) else b""

@@ -1,10 +1,10 @@
-"""Looks up keys in several tables with one call, by one of three routes.
+"""Looks up keys in several tables with one call, via one of three routes.
 
     look_up -> begin -> one rank       Local   find rows and pool vectors
     (route.py)       -> several ranks  ByKey   send distinct keys, pool the vectors received
                                        ByBag   send whole bags, add up the sums received
 
-A route is an object that owns the state of one lookup; its method `outputs` finishes the lookup.
+A route object holds the state of one lookup; its method `outputs` finishes the lookup.
 """
 
 from .descriptors import remember

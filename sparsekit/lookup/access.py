@@ -57,7 +57,7 @@ def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)
-    # With fallback rows there are two lookups, between which no other thread may send anything.
+    # With fallback rows there are two lookups, and no other thread may send anything between them.
     with nullcontext() if exchange is None else exchange.lock:
         if layer.fallback is not None:
             found = redirected_keys(layer, exchange, lambda: Asked(checked()), inserts=False)
@@ -113,7 +113,7 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
             failed = make_room_on_ranks(
                 [known], lambda _: Asked(come), exchange, way.signature, by_hand=True
             )
-        # Raise an error on all ranks if the table is full on one of them.
+        # If the table is full on any rank, raise an error on all ranks.
         written = failed or attempt(lambda: _write(layer, come, values, scores))
         exchange.agree(f"assigned: {way.signature}", written)
 
@@ -130,7 +130,7 @@ def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor)
 
 
 def _by_user(layer: EmbeddingTable) -> list[EmbeddingTable]:
-    """Return the layer, in a list, if the user gives its scores."""
+    """Return a list: the layer if the user provides its scores, otherwise empty."""
     by_user = layer.life is not None and isinstance(layer.life.score, UserScore)
     return [layer] if by_user else []
 
@@ -138,7 +138,7 @@ def _by_user(layer: EmbeddingTable) -> list[EmbeddingTable]:
 @uncompiled
 @torch.no_grad()
 def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
-    """Remove keys and overwrite what belongs to them; see `EmbeddingLayer.erase`."""
+    """Remove keys and overwrite their data; see `EmbeddingLayer.erase`."""
 
     def checked() -> torch.Tensor:
         if layer.table is None:
@@ -168,13 +168,13 @@ def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
 
         agreed = exchange.agree(what, attempt(erased))
         total = sum(count for count, *_ in agreed.facts)
-        if total > 0:  # a backward whose forward was before must be refused on all ranks
+        if total > 0:  # a backward pass for an earlier forward pass must fail on all ranks
             layer.weight.note_change()
     return total
 
 
 def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
-    """Erase this rank's int64 keys ``[n]``, and return how many it had."""
+    """Erase those of the int64 keys ``[n]`` that this rank has, and return how many there were."""
     table = cast(HashTable, layer.table)
     table.refuse_sharing()
     rows = table.find(keys).unique()
@@ -212,7 +212,7 @@ def scores_of(layer: EmbeddingTable) -> torch.Tensor:
 
 
 def _items(layer: EmbeddingTable, chunk: int, chosen: torch.Tensor | None) -> Iterator[Items]:
-    """Yield chunks of all rows, or of the chosen ones, int64 ``[n]`` in ascending order."""
+    """Yield chunks of all rows, or of the ``chosen`` ones, int64 ``[n]``, ascending."""
     if layer.table is not None:
         keys = layer.table.keys()
         if layer.fallback is not None:
@@ -298,7 +298,7 @@ def _write(
     vectors: torch.Tensor,
     scores: UserScores,
 ) -> None:
-    """Set the vectors of this rank's int64 keys; for a repeated key, the last vector is kept."""
+    """Set the vectors of int64 keys that this rank owns; a repeated key gets its last vector."""
     distinct, numbers, _ = ops.unique(keys)
     if len(distinct) < len(keys):
         last = torch.zeros_like(distinct)
@@ -312,7 +312,7 @@ def _write(
 
 
 def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
-    """Return the life of a layer's rows, or raise a ValueError that says so."""
+    """Return the life of a layer's rows; if they have no scores, raise a ValueError."""
     if layer.life is None:
         raise ValueError(
             f"{layer.name}: rows have no scores, so {so}; make the layer with score='lru' or "

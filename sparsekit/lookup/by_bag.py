@@ -1,9 +1,9 @@
-"""The route by bag: every rank gets all keys, and adds up the vectors of the keys that it owns.
+"""The route by bag: every rank gets all keys, and adds up the vectors of its own keys.
 
 The algorithm is that of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
-every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank of
-the bag. That rank adds up the sums from all ranks, and divides for a mean. Apart from the keys
-themselves, the number of bytes sent does not depend on the number of keys in a bag.
+every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank
+that the bag came from. That rank adds up the sums from all ranks, and divides for a mean. Apart
+from the keys themselves, the number of bytes sent does not depend on the number of keys in a bag.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _ragged(request: Request) -> RaggedBags:
 
 
 def _sum_dtype(table: EmbeddingTable) -> torch.dtype:
-    """Return the dtype in which a bag's vectors are added."""
+    """Return the dtype used to add up a bag's vectors."""
     return accumulate_dtype(table.weight.dtype)
 
 
@@ -182,16 +182,16 @@ class ByBag:
 
 @dataclass
 class _Bags:
-    """The bags of all ranks for one table, reduced to the keys that this rank owns."""
+    """The bags from all ranks for one table, reduced to the keys that this rank owns."""
 
-    counts: list[int]  # number of bags of each rank
+    counts: list[int]  # number of bags from each rank
     keys: torch.Tensor  # int64 [m]
     offsets: torch.Tensor  # int64 [all bags + 1]
     weights: torch.Tensor | None  # shape [m]
 
 
 def _bags_of_ranks(tables: Sequence[EmbeddingTable], come: Parts) -> list[_Bags]:
-    """Return, for each table, the bags of all ranks reduced to the keys that this rank owns."""
+    """Return, for each table, the bags from all ranks reduced to the keys that this rank owns."""
     dtypes = [_sum_dtype(table) for table in tables]
     of_ranks = [read_bags_of(come, rank, dtypes) for rank in range(len(come.begins))]
     return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
@@ -203,7 +203,7 @@ def _owned(table: EmbeddingTable, parts: Sequence[RaggedBags]) -> _Bags:
     mine = table.owned(keys)
     weights = None
     if any(part.weights is not None for part in parts):
-        # If only some ranks pass sample weights, the keys of the other ranks have weight 1.
+        # If only some ranks pass sample weights, keys from the other ranks have weight 1.
         filled = [
             torch.ones_like(k, dtype=_sum_dtype(table)) if w is None else w for _, k, w in parts
         ]
@@ -304,7 +304,7 @@ class _WayBack:
 
 
 class _Sums(torch.autograd.Function):
-    """Autograd function of the sums of this rank's bags; backward sends gradients to all ranks."""
+    """Autograd function for the sums of this rank's bags; backward sends gradients to all ranks."""
 
     @staticmethod
     def forward(

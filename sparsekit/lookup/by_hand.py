@@ -1,4 +1,4 @@
-"""Removes keys of a layer by hand: those with the lowest scores, or all."""
+"""Removes keys from a layer on request: those with the lowest scores, or all."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _together(
     check: Callable[[], None],
     drop: Callable[[Exchange | None, str], int],
 ) -> int:
-    """Drop rows on all ranks after checks on all of them; return how many all have dropped."""
+    """Drop rows on all ranks once all have passed the check; return the total number dropped."""
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)

@@ -31,7 +31,7 @@ from .user_scores import inserting, scores_on_ranks
 
 
 class ByKey:
-    """One lookup by key in several tables: this rank requests vectors from the owners of its keys.
+    """One lookup by key in several tables: this rank requests vectors from its keys' owners.
 
     Args:
         exchange: the exchange with the owners.
@@ -55,20 +55,20 @@ class ByKey:
         self._clients: list[KeyClient] = []
         self._requests: Sequence[Request] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
-        # For each table, the number of places for its keys in each message; None if a message is as
-        # large as its content. On a device all messages have fixed sizes if all tables limit their
-        # keys, since the host would have to wait to read a count.
+        # For each table, the number of places for its keys in each message; None if messages are
+        # only as large as their content. On a device all messages have fixed sizes if all tables
+        # limit their keys, since the host would have to wait to read a count.
         on_device = exchange.device.type in DEFERRING_DEVICES
         self._places = plan.most_keys if on_device else None
         # Layout of the keys from all ranks. With max_keys_per_rank and without fixed places, it is
         # known only when the keys arrive.
         self._keys: Layout | None = None
         self._known: Sequence[Known] = ()
-        # Columns of the tables whose owners must know how often a key has come.
+        # Columns of the tables whose owners must know how often each key occurred.
         self._counted: list[int] = []
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Store the requests of the call, and group their distinct keys by owner.
+        """Store the call's requests, and group their distinct keys by owner.
 
         Raises:
             IndexError, ValueError, TableFullError: the deferred error of an earlier lookup.
@@ -104,7 +104,7 @@ class ByKey:
         )
 
     def bytes_of_bags(self) -> int:
-        """Return the number of bytes of the sums that the route by bag would send."""
+        """Return the size in bytes of the sums that the route by bag would send."""
         others = self.exchange.world_size - 1
         return sum(client.bytes_of_bags() * others for client in self._clients)
 
@@ -113,7 +113,7 @@ class ByKey:
 
         Args:
             agreed: the counts that all ranks have agreed on.
-            known: what all ranks know of the tables in `LookupPlan.swept`.
+            known: facts that all ranks know about `swept_tables`.
         """
         self._known = known
         exchange, most = self.exchange, self.plan.most_keys
@@ -161,9 +161,9 @@ class ByKey:
     def _send_places(
         self, places: list[int], requests: Sequence[Request] | Exception | None = None
     ) -> None:
-        """Send counts and keys in messages of a fixed size; if given requests, call `ask` first.
+        """Send counts and keys in fixed-size messages; if requests are given, call `ask` first.
 
-        Other ranks go on before they read the heads, so an error ends the exchange.
+        Other ranks carry on before they read the heads, so an error ends the exchange.
         """
         exchange = self.exchange
         counts = np.tile(places, (exchange.world_size, 1))
@@ -186,11 +186,11 @@ class ByKey:
             parts.payload(rank, 8 * len(counts)).view(torch.int64)[:] = counts
 
     def _size_at_once(self, most: Sequence[int]) -> int:
-        """Return the size of a part with the counts and up to `most` keys of each table."""
+        """Return the size of a part with the counts and up to `most` keys for each table."""
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
-        """Return the layout of parts with the counts of keys, followed by the keys."""
+        """Return the layout of parts that contain the counts of keys, followed by the keys."""
         tables = len(self._row_bytes)
         return Layout(counts, [8] * tables, words=tables)
 
@@ -199,7 +199,7 @@ class ByKey:
             client.write_keys(parts, keys, columns)
 
     def _keys_layout(self, counts: np.ndarray) -> Layout:
-        """Return the layout of parts with keys, then how often keys of some tables have come."""
+        """Return the layout of parts with keys, then key occurrences for some tables."""
         tables = len(self._row_bytes) + len(self._counted)
         return Layout(np.concatenate([counts, counts[:, self._counted]], axis=1), [8] * tables)
 
@@ -211,7 +211,7 @@ class ByKey:
                     client.write_occurrences(parts, keys, column - columns.start, at)
 
     def _expected(self, counts: np.ndarray) -> Layout:
-        """Return the layout of vectors or gradients of `counts` keys; prepare to receive them."""
+        """Return the layout of vectors or gradients for `counts` keys; prepare to receive them."""
         layout = Layout(counts, self._row_bytes, ALIGNMENT)
         self.exchange.expect(layout.sizes)
         return layout
@@ -274,7 +274,7 @@ class ByKey:
 
 @dataclass(frozen=True)
 class _WayBack:
-    """The state that one lookup needs to pool its outputs and to send gradients back."""
+    """The state that a lookup needs to pool its outputs and to send gradients back."""
 
     exchange: Exchange
     signature: str
@@ -311,7 +311,7 @@ class _WayBack:
 
 
 class _Outputs(torch.autograd.Function):
-    """Autograd function of the outputs of a call; backward sends gradients to the owners."""
+    """Autograd function for a call's outputs; backward sends gradients to the owners."""
 
     @staticmethod
     def forward(

@@ -28,12 +28,12 @@ class Descriptors:
     offsets: list[torch.Tensor]
     sample_weights: list[torch.Tensor]  # empty if there are none
     features: torch.Tensor
-    # For each row of `features`: its table, its source, and the maximum number of keys in all of
-    # its bags.
+    # For each row of `features`: its table, its source, and the maximum total number of keys in its
+    # bags.
     limits: Sequence[tuple[int, int, int]]
     shapes: Sequence[tuple[int, ...]]  # shapes of the outputs without the last dimension
     width: int | None  # number of columns of the shared output; None if each request has its own
-    # How often each entry's key has come, int64, if keys come from ranks that send each only once.
+    # How often each entry's key occurred, int64, if ranks send each distinct key only once.
     occurrences: torch.Tensor | None = None
 
 
@@ -43,7 +43,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
     Args:
         requests: one for each of `TableBatch.positions`.
         batch: the tables.
-        weight: the weight of any of these tables.
+        weight: the weight of any one of these tables.
     """
     shapes: Sequence[tuple[int, ...]]
     if type(requests) is LazyRequests:

@@ -1,4 +1,4 @@
-"""Explains, in terms of the layer, why an op refused its input."""
+"""Explains why an op refused its input, in terms of the layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def explain_refusal(
 ) -> NoReturn:
     """Raise an error that explains the refusal of an op that finds or inserts keys."""
     explain(requests)
-    if isinstance(refusal, TableFullError):  # a report has raised it, with a clear message
+    if isinstance(refusal, TableFullError):  # raised by a report, with a clear message
         raise refusal
     if isinstance(refusal, RuntimeError):
         if "another thread" in str(refusal):
@@ -37,7 +37,7 @@ def explain_refusal(
 
 
 def new_keys(table: EmbeddingTable, index: HashTable, requests: Sequence[Request]) -> torch.Tensor:
-    """Return the distinct int64 keys of the requests for a table that its hash table lacks."""
+    """Return the distinct int64 keys in requests for a table that are not in its hash table."""
     keys = torch.cat([r.keys.to(torch.int64) for r in requests if r.table is table])
     return ops.unique(keys[index.find(keys) < 0])[0]
 

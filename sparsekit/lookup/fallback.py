@@ -1,7 +1,7 @@
-"""Redirects keys that have no row to the rows that they share until they are admitted.
+"""Redirects keys without a row to fallback rows, which they share until they are admitted.
 
-Owners are asked first which keys have a row, and admit new ones. The keys of the others are then
-replaced, so that the lookup itself finds a row for each key, wherever that row lives.
+Owners first report which keys have a row, and admit new ones. All other keys are then replaced, so
+that the lookup itself finds a row for each key, on whichever rank that row is.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .to_owners import ToOwners, exchanged
 def redirected(
     plan: LookupPlan, exchange: Exchange | None, asked: Sequence[Request] | Exception
 ) -> list[Request]:
-    """Return the requests of a lookup with a row for each key of tables with fallback rows.
+    """Redirect a lookup's requests, so that in tables with fallback rows every key has a row.
 
     Args:
         plan: the plan of the tables.
-        exchange: the exchange of the ranks; None on a single rank.
+        exchange: the ranks' exchange; None on a single rank.
         asked: the requests, or an error to raise on all ranks.
     """
 
@@ -77,11 +77,11 @@ def redirected_keys(
     ask: Callable[[], Asked],
     inserts: bool,
 ) -> torch.Tensor:
-    """Return int64 keys ``[n]``, those without a row replaced by the keys of fallback rows.
+    """Return int64 keys ``[n]``, with the keys of fallback rows in place of keys without a row.
 
     Args:
         table: a table with fallback rows.
-        exchange: the exchange of the ranks; None on a single rank.
+        exchange: the ranks' exchange; None on a single rank.
         ask: returns the keys; an error that it raises is raised on every rank.
         inserts: whether keys are counted and admitted.
     """
@@ -110,7 +110,7 @@ def redirected_keys(
 def _absent_on_ranks(
     table: EmbeddingTable, exchange: Exchange, ask: Callable[[], Asked], inserts: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's keys, and for each whether it has no row on the rank that owns it."""
+    """Return this rank's keys, and whether each lacks a row on the rank that owns it."""
     keys = numbers = counts = torch.empty(0, dtype=torch.int64)
 
     def distinct() -> torch.Tensor:
@@ -140,7 +140,7 @@ def _absent_on_ranks(
 
 
 def _make_rows(table: EmbeddingTable, fallback: Fallback) -> None:
-    """Give the fallback rows of this rank their places in the table, before they are first used."""
+    """Insert this rank's fallback rows into the table, before they are first used."""
     keys = fallback.keys(table.weight.device)
     keys = keys[table.owned(keys)] if table.world_size > 1 else keys
     new = keys[cast(HashTable, table.table).find(keys) < 0]

@@ -1,6 +1,6 @@
-"""Lets the tables of a lookup grow: ahead of need bit by bit, or at once if keys do not fit.
+"""Lets a lookup's tables grow: gradually ahead of need, or at once if keys do not fit.
 
-On a device the host does not know how many keys are new. There tables grow at once, before a lookup
+On a device, the host does not know how many keys are new, so tables grow at once, before a lookup
 whose keys might not fit.
 """
 
@@ -20,15 +20,15 @@ from .explain import new_keys
 from .plan import TableBatch
 from .request import Request
 
-# Stands for a table whose index is not about to be replaced.
+# Placeholder for a table whose index is not about to be replaced.
 _NONE = torch.empty(0, 8, dtype=torch.int64, device="cpu")
 
 
 class Growing(NamedTuple):
-    """Facts that a lookup must know of the growth of its tables, as of a number of changes.
+    """Facts about the growth of a lookup's tables, valid until `changes_of_growth` changes.
 
     Attributes:
-        changes: `changes_of_growth`.
+        changes: the value of `changes_of_growth`.
         larger: the argument ``larger`` of `group_find_or_insert_`; empty if no index is about to
             be replaced.
         reaches: `CanGrow.reach` of each hash table.
@@ -67,7 +67,7 @@ def _growing(batch: TableBatch) -> Growing:
 
 
 def grow_ahead(batch: TableBatch, entries: Sequence[int]) -> bool:
-    """Make room on a device before a lookup whose keys might not fit; tell if tables have grown.
+    """Make room on a device before a lookup whose keys might not fit; return whether tables grew.
 
     Args:
         batch: the tables of the lookup.
@@ -87,10 +87,10 @@ def grow_ahead(batch: TableBatch, entries: Sequence[int]) -> bool:
 
 
 def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
-    """Make room for the new keys of requests, after a table was full; tell if they may fit now.
+    """Make room for new keys in requests, after a table was full; return whether they may fit now.
 
     Raises:
-        TableFullError: there is no memory for as many rows.
+        TableFullError: there is not enough memory for the rows.
     """
     tables, grown = batch.tables, False
     for t in batch.growing:
@@ -105,7 +105,7 @@ def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
 
 
 def grow_on(batch: TableBatch, before: Sequence[int], after: Sequence[int]) -> None:
-    """Go on with growing, after a lookup with new keys.
+    """Continue growing tables, after a lookup with new keys.
 
     Args:
         batch: the tables of the lookup.

@@ -1,4 +1,4 @@
-"""Asks ahead for rows that lie in files."""
+"""Prefetches rows of tables that are stored in files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .request import Request
 
 
 def ask_ahead(plan: LookupPlan, requests: Sequence[Request]) -> None:
-    """Ask for the rows of a batch to come, as far as its keys have rows; check nothing."""
+    """Prefetch the rows that the keys in an upcoming batch have; check nothing."""
     for batch in plan.batches:
         tables = batch.tables
         for i, t in zip(batch.positions, batch.table_of_request, strict=True):

@@ -12,7 +12,7 @@ import torch
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .feature_matrix import is_scipy_csr, read_scipy_csr, read_torch_csr
 
-# Maximum number of bags for which offsets are cached: half a megabyte for each of up to 64 shapes.
+# Offsets are cached for up to this many bags: half a megabyte for each of up to 64 shapes.
 _MOST_KEPT = 65536
 
 FORMS = (
@@ -68,7 +68,7 @@ def read_bags(
     The values of offsets are not read here; `check_bags` checks them.
 
     Raises:
-        TypeError: inputs has none of these forms, or a wrong dtype.
+        TypeError: inputs has none of these forms, or has the wrong dtype.
         ValueError: a shape or device is wrong, or sample_weights do not match inputs.
     """
     form = _form(inputs, layer, device)
@@ -301,7 +301,7 @@ def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
     # Do not cache while a graph is captured: memory that is allocated then belongs to the graph.
     if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):
         return _new_offsets(bags, nnz, device)
-    # Cache by stream, so that no stream has to wait until another stream has written the offsets.
+    # Cache per stream, so that no stream has to wait for another one to write the offsets.
     stream = torch.cuda.current_stream(device).cuda_stream if on_device else 0
     return _kept_offsets(bags, nnz, device, stream)
 

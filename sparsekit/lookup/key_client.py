@@ -34,7 +34,7 @@ class KeyClient:
         requests: one for each of `TableBatch.positions`.
         world_size: number of ranks.
         places: for each table, the number of places for its keys in the message to each rank; empty
-            if a message is only as large as its keys.
+            if messages are only as large as their keys.
 
     Attributes:
         counts: int64 ``[world_size, tables]``, number of keys to send to each rank, by table.
@@ -100,7 +100,7 @@ class KeyClient:
             parts: the parts to write to.
             keys: layout of keys, and of these numbers, in the parts.
             t: index of the table.
-            column: column of the layout for the numbers.
+            column: the layout's column for these numbers.
         """
         own = entries_of_tables(self._bags, self._features, len(self.batch.dims))[t]
         numbers = self._inverse[own]
@@ -138,10 +138,10 @@ class KeyClient:
 
         Args:
             come: the receive buffer with the vectors, 1-D.
-            begins: byte offset at which each rank's part begins in the buffer of the exchange.
+            begins: byte offset of each rank's part in the exchange's buffer.
             vectors: layout of the vectors in the parts.
             columns: columns of the layout that belong to these tables.
-            outs: outputs that an earlier batch of tables has begun to fill; empty for the first.
+            outs: outputs partly filled by earlier batches of tables; empty for the first.
         """
         outs = outs or new_outs(self.batch, self._shapes, self.width, self._like)
         found = self._found(vectors, columns, begins)
@@ -168,7 +168,7 @@ class KeyClient:
 
         Args:
             gradients: the send buffer for the gradients, 1-D.
-            begins: byte offset at which each rank's part begins in the buffer of the exchange.
+            begins: byte offset of each rank's part in the exchange's buffer.
             vectors: layout of the gradients in the parts.
             columns: columns of the layout that belong to these tables.
             grads: gradients of the outputs; None for an output without a gradient.
@@ -188,7 +188,7 @@ class KeyClient:
     def _found(
         self, vectors: Layout, columns: slice, of_parts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the ops' arguments index, rows, counts and bags, for parts at these offsets."""
+        """Return the op arguments index, rows, counts and bags for parts at these offsets."""
         unit_bytes = np.array(self._row_strides) * self.batch.wire_dtype.itemsize
         come = np.empty((len(unit_bytes), len(vectors.sizes), 2), dtype=np.int64)
         come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T

@@ -33,7 +33,7 @@ class KeyServer:
         vectors: layout of the vectors, and of their gradients, in the parts.
         places: for each table, the number of places for its keys in each part; each part then
             begins with the number of keys of each table. None if all places are in use.
-        counted: columns of the tables for which numbers follow the keys: how often each has come.
+        counted: columns of the tables where the keys are followed by how often each occurred.
 
     Attributes:
         user_scores: the scores of keys that the user gives.
@@ -73,7 +73,7 @@ class KeyServer:
 
         Args:
             memory: for each of `LookupPlan.batches`, the buffer to write to.
-            of_parts: byte offset at which each rank's part begins in the buffer of the exchange.
+            of_parts: byte offset of each rank's part in the exchange's buffer.
         """
         begins = self._vectors.begins(of_parts)
         asked = []
@@ -95,7 +95,7 @@ class KeyServer:
         return run_into(self._plan, asked, memory, self.user_scores)
 
     def _occurrences(self, columns: slice) -> torch.Tensor | None:
-        """Return how often each entry's key has come, int64; None if no table must know."""
+        """Return how often each entry's key occurred, int64; None if no table needs it."""
         own = range(self._vectors.counts.shape[1])[columns]
         if not any(column in own for column in self._counted):
             return None
@@ -108,19 +108,19 @@ class KeyServer:
             firsts, counts = self._words[:, at].tolist(), self._vectors.counts[:, column].tolist()
             for words, first, count in zip(self._keys, firsts, counts, strict=True):
                 each.append(words[first : first + count])
-        # As long as other tensors with an element per entry; the rest is not read.
+        # Pad to the length of the other per-entry tensors; the padding is never read.
         each.append(each[0].new_empty(sum(map(len, self._keys)) - sum(map(len, each))))
         return torch.cat(each)
 
     def keys_of(self, table: EmbeddingTable) -> Asked:
-        """Return the received keys of a table, and how often each has come, if it must know."""
+        """Return the keys received for a table, and how often each occurred if it needs that."""
         tables = [one for batch in self._plan.batches for one in batch.tables]
         own = slice(tables.index(table), tables.index(table) + 1)
         occurrences, keys = self._occurrences(own), self._requests(own)[0].keys
         return Asked(keys, None if occurrences is None else occurrences[: len(keys)])
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the features that `answer` has used, adapted to parts at other byte offsets."""
+        """Return the features that `answer` used, adapted to parts at other byte offsets."""
         begins = self._vectors.begins(of_parts)
         features = []
         each = zip(self._plan.batches, self._plan.columns, self._features, strict=True)
@@ -151,9 +151,9 @@ class KeyServer:
 
 @lru_cache(maxsize=64)
 def _bags_of_places(places: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return, for each offset, its table's first place, its number in the table, and the table.
+    """Return, for each offset, its table's first place, its index within the table, and the table.
 
-    A table with n places has n + 1 offsets. The last offset of all marks the end.
+    A table with n places has n + 1 offsets. One final offset marks the end.
     """
     each = np.array([*places, 0])
     table = np.arange(len(each)).repeat([*(n + 1 for n in places), 1])

@@ -1,4 +1,4 @@
-"""Applies the optimizer steps that rows have missed, before they are read or get new keys."""
+"""Applies optimizer steps that rows have missed, before the rows are read or get new keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def catch_up_free_rows(
     Args:
         late: weights whose rows may have missed steps, by table.
         tables: all tables of the lookup.
-        requests: its requests.
+        requests: the lookup's requests.
     """
     for t, weight in late.items():
         table = tables[t]
@@ -45,13 +45,13 @@ def prepare_rows(
     features: torch.Tensor,
     late: Mapping[int, Any],
 ) -> None:
-    """Ask for the rows about to be read, apply steps that they have missed, and limit their norms.
+    """Prefetch the rows about to be read, apply steps that they have missed, and limit their norms.
 
     Args:
         batch: the tables of the lookup.
-        weights: their weights.
-        found: its results: index, rows, counts and bags.
-        features: its features, as ops describe them.
+        weights: the tables' weights.
+        found: the lookup's results: index, rows, counts and bags.
+        features: the lookup's features, in the form that ops take.
         late: weights whose rows may have missed steps, by table.
     """
     index, rows_of_all, counts, bags = found

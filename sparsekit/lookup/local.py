@@ -40,7 +40,7 @@ class Local:
 
 
 class _Outputs(torch.autograd.Function):
-    """Autograd function of the outputs of a call; backward sends gradients to the weights."""
+    """Autograd function for a call's outputs; backward sends gradients to the weights."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Finds the rows with the lowest scores of a table over all ranks."""
+"""Finds a table's rows with the lowest scores over all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..tables.key_hash import mixed
 
-# Rounds count candidates by digits of this size, so that the counts of a round fit in a handshake.
+# Size in bits of a round's digit, small enough that a round's counts fit in a handshake.
 _DIGIT_BITS = 8
 _DIGITS = 1 << _DIGIT_BITS
 
@@ -20,19 +20,20 @@ Sum = Callable[..., Sequence[int]]
 def lowest(
     order: torch.Tensor, keys: torch.Tensor, count: int, bits: int, sum_up: Sum
 ) -> torch.Tensor:
-    """Return this rank's rows among the `count` lowest of all ranks; ties go by hash of the key.
+    """Return this rank's rows among the `count` lowest on all ranks; key hashes break ties.
 
-    A radix selection: each round counts the candidates by one digit, adds up the counts of all
-    ranks, and keeps only the candidates with the digit at which `count` is reached. The result does
-    not depend on how keys are spread over ranks, since no two keys have the same hash.
+    This is a radix selection: each round counts candidates by one digit, adds up all ranks' counts,
+    and keeps only the candidates with the digit where the running sum reaches `count`. The result
+    does not depend on how keys are spread over ranks, since no two keys have the same hash.
 
     Args:
-        order: int64 ``[n]`` in [0, 2^bits), for each row of this rank that may be taken.
+        order: int64 ``[n]`` in [0, 2^bits), the score order of each row on this rank that may be
+            taken.
         keys: int64 ``[n]``, the key of each of these rows.
         count: number of rows to take from all ranks together, at least 1; if there are fewer, all
             are taken.
-        bits: the same on all ranks.
-        sum_up: adds up numbers of all ranks.
+        bits: number of bits in ``order``, the same on all ranks.
+        sum_up: adds up each number over all ranks.
 
     Returns:
         Indices into `order`, int64 ``[k]``, in ascending order.

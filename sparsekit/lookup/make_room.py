@@ -1,9 +1,9 @@
 """Makes room in tables, and admits new keys, before the keys of a lookup are inserted.
 
-A table over its budget drops the rows with the lowest scores of all ranks. Some rows are never
-taken: those of the lookup's own keys, of backwards to come, and of a gradient. Ranks decide
-together: from the handshake of a lookup every rank knows an upper bound on the rows in use, and
-only if the bound is above the budget do they exchange more.
+A table over its budget drops the rows with the lowest scores on all ranks. Some rows are never
+dropped: those of the lookup's own keys, and those that a pending backward or a gradient refers to.
+Ranks decide together: a lookup's handshake tells every rank an upper bound on the rows in use, and
+they exchange more only if the bound is above the budget.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Known(NamedTuple):
 
     Attributes:
         table: the table.
-        rows: rows in use on all ranks.
-        asked: distinct keys for which the ranks ask, added up over ranks.
-        finished: `RowLife.keys_finished` at that time.
+        rows: number of rows in use on all ranks.
+        asked: number of distinct keys that each rank requests, added up over ranks.
+        finished: the value of `RowLife.keys_finished` at the handshake.
     """
 
     table: EmbeddingTable
@@ -47,7 +47,7 @@ class Known(NamedTuple):
 
 
 def inserted_keys(request: Request) -> torch.Tensor:
-    """Return the keys of a request, int64 ``[n]``, without those that a device drops later."""
+    """Return the keys of a request, int64 ``[n]``, without keys that a device drops later."""
     own, bags = request.own_bags(), math.prod(request.shape)
     keys, offsets = own.values, own.offsets
     if offsets is not None and own.count > bags:  # see `without_waiting`
@@ -79,11 +79,11 @@ def make_room_here(
         asked: for each table, an upper bound on the number of its keys.
         keys: returns a table's keys; called only if they may matter.
         by_hand: whether all keys are admitted.
-        absent: returns, for each table, how many of its keys have no row, repeats counted.
+        absent: returns, for each table, how many of its keys have no row, counting repeats.
     """
     crowded = _crowded(tables, most, asked)
     if absent is not None and any(crowded):
-        # One pass over all tables settles most cases.
+        # Counting absent keys in one pass over all tables settles most cases.
         crowded = _crowded(tables, most, absent())
     for table, over in zip(tables, crowded, strict=True):
         if not over and not life_of(table).sweeps_always:
@@ -94,10 +94,11 @@ def make_room_here(
 
 
 def may_exceed(table: EmbeddingTable) -> bool:
-    """Return whether a table may exceed its budget until a lookup has inserted its keys.
+    """Return whether a table may exceed its budget until the end of a lookup.
 
-    A sweep then drops the same rows as one before the lookup would, and need not find out first
-    which keys are new. A listener might change the rows that the lookup has found.
+    If so, it is swept after keys are inserted, which drops the same rows as sweeping first, but
+    need not find new keys separately. With a listener this is not allowed, since it might change
+    rows that the lookup has found.
     """
     life = life_of(table)
     return not (life.sweeps_always or life.makes_room_first or life.on_evict is not None)
@@ -111,17 +112,17 @@ def drop_rows(
     found: Sequence[Any],
     features: torch.Tensor,
 ) -> None:
-    """Drop rows of tables that a lookup has brought over their budgets.
+    """Drop rows from tables that a lookup has pushed over their budgets.
 
-    The rows that the lookup has found stay, but get other numbers.
+    The rows that the lookup found stay, but are renumbered.
 
     Args:
         batch: the tables of the lookup.
         tables: indices of tables that `may_exceed` their budgets.
         in_use: number of rows in use, by table.
-        inserted: number of keys that it has inserted, by table; 0 where it is left out.
-        found: its results: index, rows, counts and bags.
-        features: its features, as ops describe them.
+        inserted: number of keys that the lookup inserted, by table; 0 for tables not listed.
+        found: the lookup's results: index, rows, counts and bags.
+        features: the lookup's features, in the form that ops take.
     """
     budgets = [cast(int, life_of(batch.tables[t]).max_rows) for t in tables]
     over = [t for t, budget in zip(tables, budgets, strict=True) if in_use[t] > budget]
@@ -140,12 +141,12 @@ def drop_rows(
 def rows_now(
     batch: TableBatch, tables: Sequence[int], passed: Any, given: Descriptors
 ) -> list[torch.Tensor]:
-    """Return the rows of a lookup's keys in tables, int32, or -1, before it inserts keys.
+    """Return the current row of each of a lookup's keys, int32; -1 for a key without a row.
 
     Args:
         batch: the tables of the lookup.
         tables: indices of the tables.
-        passed: the arguments of ops for them, see `TableBatch.tensors`.
+        passed: the op arguments for the batch; see `TableBatch.tensors`.
         given: the keys of the lookup.
     """
     with torch._C._AutoDispatchBelowAutograd():
@@ -160,13 +161,13 @@ def rows_now(
 def _crowded(
     tables: Sequence[EmbeddingTable], most: Sequence[float], new: Sequence[int]
 ) -> list[bool]:
-    """Return which tables may be over their budgets after these numbers of new keys."""
+    """Return which tables may exceed their budgets with these numbers of new keys."""
     each = zip([life_of(table).max_rows for table in tables], most, new, strict=True)
     return [limit is not None and rows + count > limit for limit, rows, count in each]
 
 
 def swept_columns(plan: LookupPlan) -> list[int]:
-    """Return the columns of the tables in which room may have to be made."""
+    """Return the columns of the tables that may have to make room."""
     return [
         columns.start + t
         for batch, columns in zip(plan.batches, plan.columns, strict=True)
@@ -176,24 +177,24 @@ def swept_columns(plan: LookupPlan) -> list[int]:
 
 
 def swept_tables(plan: LookupPlan) -> list[EmbeddingTable]:
-    """Return the tables in which room may have to be made."""
+    """Return the tables that may have to make room."""
     tables = [table for batch in plan.batches for table in batch.tables]
     return [tables[column] for column in swept_columns(plan)]
 
 
 def known_here(tables: Sequence[EmbeddingTable], asked: torch.Tensor) -> torch.Tensor:
-    """Return what this rank tells the others in a handshake, int64 ``[2 * tables]``.
+    """Return the numbers that this rank sends to others in a handshake, int64 ``[2 * tables]``.
 
     Args:
         tables: the tables that evict.
-        asked: for each of them, the number of distinct keys that this rank asks for.
+        asked: for each table, the number of distinct keys that this rank requests.
     """
     sizes = [cast(HashTable, table.table).tensors()[2] for table in tables]
     return torch.cat([*sizes, asked.to(sizes[0].device)])
 
 
 def known_of(tables: Sequence[EmbeddingTable], told: np.ndarray) -> list[Known]:
-    """Return what all ranks have told: int64 ``[world_size, 2 * tables]``, from `known_here`."""
+    """Combine the numbers from all ranks' `known_here`, int64 ``[world_size, 2 * tables]``."""
     rows, asked = told.sum(0).reshape(2, -1).tolist()
     finished = [life_of(table).keys_finished for table in tables]
     return list(map(Known, tables, rows, asked, finished))
@@ -215,14 +216,14 @@ def make_room_on_ranks(
     """Make room on all ranks for keys that are about to be looked up.
 
     Args:
-        known: for each table, in the same order on all ranks, what the handshake has told.
+        known: for each table, the facts from the handshake; in the same order on all ranks.
         keys: returns the keys of a table that this rank owns, from all ranks.
-        exchange: the exchange of the ranks.
+        exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
         by_hand: whether all keys are admitted.
 
     Returns:
-        An error of this rank, which the other ranks do not know yet.
+        An error on this rank that the other ranks do not know about yet, or None.
     """
     failed: Exception | None = None
     for table, rows, asked, finished in known:

@@ -25,7 +25,7 @@ def limit_norms(
     norms = torch.linalg.vector_norm(vectors, norm_type, dim=1, keepdim=True)
     above = (norms > max_norm).squeeze(1)
     scaled = vectors[above] * (max_norm / (norms[above] + 1e-7))
-    # Write only if a row changes: a backward that has saved the weight fails after a write.
+    # Write only if a row changes: after a write, a backward that saved the weight would fail.
     if len(scaled):
         weight.detach()[rows[above]] = scaled.to(weight.dtype)
         count_own_writes([weight])

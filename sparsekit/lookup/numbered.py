@@ -1,4 +1,4 @@
-"""Converts the results of a lookup in evaluation to the form that a backward needs."""
+"""Converts the results of a lookup in evaluation to the form that backward needs."""
 
 from collections.abc import Sequence
 

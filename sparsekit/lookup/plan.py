@@ -1,4 +1,4 @@
-"""Plans of lookups: facts about the tables, cached from call to call."""
+"""Lookup plans: facts about the tables, cached from call to call."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TableBatch:
     references, so that a layer that keeps this object is freed once nothing else uses it.
 
     Attributes:
-        positions: positions of the requests for these tables among all requests of a call.
+        positions: positions of the requests for these tables among all of a call's requests.
         table_of_request: for each of these requests, the index of its table.
         dims: length of a vector of each table.
         divisor: divisor of gradients.
         dtype: dtype of the weights.
-        wire_dtype: dtype of vectors and gradients between ranks.
+        wire_dtype: dtype of vectors and gradients sent between ranks.
         row_bytes: for each table, size in bytes of a row on the wire.
         sum_bytes: for each table, size in bytes of a sum of rows on the wire.
         key_ends: for each table, the end of its range of keys; -1 if all keys are valid.
@@ -45,16 +45,18 @@ class TableBatch:
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed, growing: indices of the tables that have a hash table, and of those that grow.
-        reads: for each request, whether it inserts no keys; empty if all insert where tables do.
-        first: the tables whose other requests insert keys before all keys are looked up, or None.
-        counted: indices of the tables whose owners must know how often a request inserts a key.
+        reads: for each request, whether it is read-only; empty if all requests insert in inserting
+            tables.
+        first: if some requests are read-only: the tables where others insert keys first; otherwise
+            None.
+        counted: indices of the tables whose owners must know how often each key is inserted.
         names: name of each table.
         inserting: a description of each table that inserts keys, for `Report`.
-        bounds: `bounds_of` these.
-        features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the key of
-            an entry has everything that they depend on.
+        bounds: `bounds_of` of ``inserting``.
+        features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the cache
+            key contains everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and that norm's p.
-        files: the files of each table whose rows lie in files.
+        files: the files of each table whose rows are stored in files.
         scored: the tables whose rows have scores; None if there are none.
         seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
@@ -103,7 +105,7 @@ class TableBatch:
         self.counted = [] if self.scored is None else self.scored.counted
         if reads:
             self.counted = [t for t, table in enumerate(tables) if table in writing]
-        # Keep the dicts, since attribute access on a module takes longer than a small lookup.
+        # Keep the dicts: attribute access on a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [x.table._buffers for x in tables if x.table is not None]
@@ -111,7 +113,7 @@ class TableBatch:
         self.growth: Any = None  # see `larger_of`
         self.seen = False
         self._process = -1  # id of the last process for which `refuse_sharing` has passed
-        # The tensors of the last call, and how ops take them; set from the second call on.
+        # The last call's tensors, and the form that ops take; set from the second call on.
         self._last: Tensors | None = None
         self._kept: KeptTensors | None = None
         # The weights among these that have a hash table, and `OF_HASH_TABLE` of each hash table.
@@ -120,7 +122,7 @@ class TableBatch:
         self.features: dict[Any, Any] = {}
 
     def describe(self, tables: Sequence[EmbeddingTable]) -> None:
-        """Describe the tables to the ops, by the capacities that they have now."""
+        """Describe the tables to the ops, with their current capacities."""
         numbers = {t: number for number, t in enumerate(self.hashed)}
         sizes = [((x.table or x).capacity, x.world_size) for x in tables]
         rows = [(numbers.get(t, -1), *size) for t, size in enumerate(sizes)]
@@ -138,7 +140,7 @@ class TableBatch:
         """Check the tables where needed, and return their tensors for the next lookup.
 
         Returns:
-            The tensors, in the lists of the last call if they are the same; and how ops take them.
+            The tensors, in the last call's lists if they are unchanged; and the form that ops take.
 
         Raises:
             TypeError, ValueError: a lookup cannot use a table's weight.
@@ -155,7 +157,7 @@ class TableBatch:
         if misshapen:
             for table in self.tables:
                 check_weight(table)
-        # A forked process inherits this object, and must do the check itself.
+        # A forked process inherits this object, and must run the check itself.
         if self.inserts and self._process != os.getpid():
             for table in self.tables:
                 if table.table is not None:
@@ -170,7 +172,7 @@ class TableBatch:
         return (tensors, tensors) if len(weights) == 1 else self._kept_of(tensors)
 
     def _is_steady(self, last: Tensors, kept: KeptTensors) -> bool:
-        """Return whether the tables have these tensors, and nothing about them must be checked."""
+        """Return whether the tables still have these tensors, and nothing needs to be checked."""
         return (
             self.seen
             and (not self.inserts or self._process == os.getpid())
@@ -182,7 +184,7 @@ class TableBatch:
         )
 
     def _news_of(self, weights: list[Any]) -> tuple[bool, bool]:
-        """Return whether weights have other shapes, and whether their content must be checked."""
+        """Return whether any weight's shape has changed, and whether contents must be checked."""
         misshapen = [weight.shape for weight in weights] != self._shapes
         return misshapen, not self.seen or not self._are_noted(self._of_hashed(weights))
 
@@ -192,11 +194,11 @@ class TableBatch:
 
     @staticmethod
     def _are_noted(weights: list[Any]) -> bool:
-        """Return whether only the library has written to weights, as far as versions tell."""
+        """Return whether only the library has written to weights, judging by their versions."""
         return each_equal(weights, "_version", "noted_version")
 
     def _kept_of(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """Return tensors and arguments of ops, kept if the last call had the same tensors."""
+        """Return the tensors and op arguments, reused if the last call had the same tensors."""
         last, kept = self._last, self._kept
         if last is None or not all(map(lists_are, last, tensors)):
             self._last, self._kept = tensors, None
@@ -249,12 +251,13 @@ class LookupPlan:
     Attributes:
         batches: the tables, grouped into batches that one call of an op can handle.
         columns: for each batch, the range of its tables among all tables.
-        derived: what a caller has derived from the tables for a form of input; see `remember`.
+        derived: values that callers have derived from the tables for a form of input; see
+            `remember`.
         strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
         redirects: whether a table has fallback rows; see `redirected`.
-        fits_alone: whether `check_exchange` has found that all tables live on a single process.
+        fits_alone: whether `check_exchange` has found that all tables are in a single process.
     """
 
     def __init__(self, tables: Sequence[EmbeddingTable], reads: Sequence[bool] = ()) -> None:
@@ -264,7 +267,7 @@ class LookupPlan:
         self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(tables):
-            # Without `inserts_all`, tables that change their modes together stay together.
+            # Tables whose modes change together stay together, unless `inserts_all`.
             modes = table.inserts, table.admits_all, table in reading
             key = table.weight.dtype, table.dtype_on_wire, table.gradient_divisor, modes
             positions.setdefault(key, []).append(i)
@@ -283,7 +286,7 @@ class LookupPlan:
         limits = [limit for limit in most if limit is not None]
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
-        # Seeds and shards that `signature` last read, their tensors, and the tensors' versions.
+        # Seeds and shards last read by `signature`, their tensors, and the tensors' versions.
         self._numbers: list[int] = []
         self._words: list[torch.Tensor] = []
         self._versions: list[int | None] = []
@@ -293,7 +296,7 @@ class LookupPlan:
 
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
         """Return whether the plan was made for these tables and none has changed since."""
-        # A living table has one weak reference without a callback, so equal ones are identical.
+        # A live table has one weak reference without a callback, so equal references are identical.
         changes = list(map(_changes, tables))
         return list(map(ref, tables)) == self._tables and changes == self._changes
 
@@ -313,11 +316,11 @@ class LookupPlan:
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def signature(self) -> str:
-        """Return a text of the facts that all ranks must agree on before a lookup.
+        """Return a string of the facts that all ranks must agree on before a lookup.
 
         Raises:
-            RuntimeError: a table has been overwritten by the table of another rank.
-            ValueError: an entry of a table's owners is not a rank.
+            RuntimeError: a table has been overwritten by another rank's table.
+            ValueError: an entry in a table's owner map is not a rank.
         """
         # Collect everything that may have changed, in a form that is quick to compare.
         buffers = [of_table for batch in self.batches for of_table in batch.buffers]
@@ -371,13 +374,14 @@ class PlanCache:
     """A cache that holds the plan of its owner's last call; a copy starts empty.
 
     Args:
-        reads: for each request of a call, whether it inserts no keys; empty if all insert.
+        reads: for each request in a call, whether it is read-only; empty if all insert.
     """
 
     def __init__(self, reads: Sequence[bool] = ()) -> None:
         self._reads = reads
         self._plan: LookupPlan | None = None
-        # The tables of the last call if they were several, and the changes of all tables till then.
+        # The last call's tables, if there were several, and the change count of all tables at that
+        # time.
         self._tables: Sequence[EmbeddingTable] | None = None
         self._changes = -1
 

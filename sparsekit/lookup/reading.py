@@ -1,4 +1,4 @@
-"""Lookups in which some requests insert keys in a table, and others only read it."""
+"""Handles lookups where some requests insert keys into a table, and others only read it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .sweep import Asked
 
 
 def asked_of(table: EmbeddingTable, requests: Sequence[Request], reads: Sequence[bool]) -> Asked:
-    """Return the keys of a lookup in a table.
+    """Return the keys that a lookup's requests look up in a table.
 
     Args:
         table: the table.
         requests: the requests of the lookup.
-        reads: for each of them, whether it inserts no keys; empty if all insert.
+        reads: for each request, whether it is read-only; empty if all insert.
     """
     keys = [inserted_keys(request) for request in requests if request.table is table]
     if not reads:
@@ -35,7 +35,7 @@ def insertions(
     reads: Sequence[bool],
     occurrences: torch.Tensor | None,
 ) -> tuple[list[Request], torch.Tensor | None]:
-    """Return requests for the keys that a lookup inserts, one for each table of `first`.
+    """Return requests for the keys that a lookup inserts, one for each table in `first`.
 
     Args:
         first: see `TableBatch`.
@@ -44,7 +44,7 @@ def insertions(
         occurrences: for each key of these requests, how often it is inserted.
 
     Returns:
-        The requests, and how often each of their keys is inserted; None if each is once.
+        The requests, and how often each of their keys is inserted; None if each counts once.
     """
     tables = first.tables
     if occurrences is None:

@@ -42,13 +42,13 @@ class LookupRecord:
     """Everything that the backward of a lookup in this rank's tables needs.
 
     Attributes:
-        calls: for each of `LookupPlan.batches`, the record of its call of the ops.
+        calls: for each of `LookupPlan.batches`, the record of its call to the ops.
         weights: weights of the distinct tables.
         autograd_inputs: tensors to which autograd passes gradients: the weights, or only one of
             them if `fused`. A single input saves time, and gradients that an optimizer applies in
             backward do not pass through autograd.
         fused: whether one optimizer applies all gradients in backward.
-        key_changes: the count `tables.weight.key_changes` at the time of the lookup.
+        key_changes: the value of `tables.weight.key_changes` at the time of the lookup.
     """
 
     calls: tuple[CallRecord, ...]
@@ -78,7 +78,7 @@ class LookupRecord:
         """Return the result of `gradients` for a lookup made by `table_ops.run_into`.
 
         Args:
-            grads: gradients of the tensors that the lookup has written to.
+            grads: gradients of the tensors that the lookup wrote to.
             found: see `LookupResult`.
             features: the `Descriptors.features` of the lookup, except that the columns ``begin``
                 locate each gradient in `grads` instead of an output.
@@ -121,7 +121,7 @@ class LookupRecord:
         return [None]
 
     def _check_keys(self) -> None:
-        """Raise RuntimeError if rows of a table have got other keys since the lookup."""
+        """Raise RuntimeError if any rows have been given different keys since the lookup."""
         names = [name for call in self.calls for name in call.batch.names]
         for name, weight in zip(names, self.weights, strict=True):
             if getattr(weight, "keys_changed_at", 0) > self.key_changes:
@@ -134,18 +134,18 @@ class LookupRecord:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """Everything that the backward of one call of the ops needs; see `Descriptors`."""
+    """Everything that backward needs for one call to the ops; see `Descriptors`."""
 
     batch: TableBatch
     weights: list[torch.Tensor]
     sample_weights: list[torch.Tensor]
     features: torch.Tensor
     width: int | None
-    # The rows of tables with scores, which may get other numbers before the backward.
+    # Rows in tables with scores, which may be renumbered before backward.
     in_flight: tuple[InFlight, ...] = ()
 
     def current(self, found: Sequence[Any]) -> Sequence[Any]:
-        """Return what the lookup has found, with the numbers that its rows have now."""
+        """Return the lookup's results, with its rows' current numbers."""
         moved = next((lookup for lookup in self.in_flight if lookup.moved), None)
         return found if moved is None else [*moved.found, *found[2:]]
 
@@ -193,7 +193,7 @@ class CallRecord:
             ops.group_embedding_bag_update_(given, *asked_of, *lists, **options)
 
         everything = len(taken) == len(self.weights)
-        # The same list as in the step before, by which the optimizer recognizes its weights.
+        # Pass the same list as in the previous step, so that the optimizer recognizes its weights.
         taking = self.weights if everything else [self.weights[t] for t in taken]
         if (in_backward := update_of_all(taking)) is not None:
             everything = everything and given[0].dtype == self.weights[0].dtype
@@ -272,8 +272,8 @@ def grads_or_zeros(
 ) -> list[torch.Tensor]:
     """Return the gradients of all requests to these tables, with zeros instead of None.
 
-    On ranks all of them may be None, since every rank answers for each table; the zeros then have
-    the dtype and device of `like`.
+    With several ranks, all of them may be None, since every rank takes part for each table; the
+    zeros then have the dtype and device of `like`.
     """
     given = [grad for grad in grads if grad is not None]
     if len(given) == len(grads):

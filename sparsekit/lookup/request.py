@@ -48,7 +48,7 @@ class Request:
     columns: tuple[int, int] | None = None
     # If the output is jagged, with a vector for each key: the offsets of the bags.
     jagged: torch.Tensor | None = None
-    scores: tuple[torch.Tensor, torch.Tensor] | None = None  # int64 keys of the input, and scores
+    scores: tuple[torch.Tensor, torch.Tensor] | None = None  # int64 keys, and their scores
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Request:
 
     @property
     def weights(self) -> torch.Tensor | None:
-        """The sample weights ``[n]``, one per key, in the dtype in which vectors are added."""
+        """The sample weights ``[n]``, one per key, in the dtype used to add up vectors."""
         weights = self.bags.weights
         return None if weights is None else weights.to(accumulate_dtype(self.table.weight.dtype))
 
@@ -113,7 +113,7 @@ class Request:
             )
 
     def own_bags(self) -> Bags:
-        """Return the bags of this request alone; see `first_bag`."""
+        """Return only this request's own bags; see `first_bag`."""
         bags, first, count = self.bags, self.first_bag, math.prod(self.shape)
         if first is None:
             return bags
@@ -169,7 +169,7 @@ class LazyRequests(OnDemand):
     Args:
         bags: the bags of all requests.
         shapes: shapes of the outputs without the last dimension.
-        width: columns of the shared output; None if each request has its own.
+        width: number of columns of the shared output; None if each request has its own output.
         make: returns the requests.
         form: a cache key; two calls on the same tables have equal forms if their requests differ
             only in values, offsets and weights.
@@ -188,7 +188,7 @@ class LazyRequests(OnDemand):
         self.shapes = shapes
         self.width = width
         self.form = form
-        # The plan for which the requests were made; `EmbeddingGroup` sets it.
+        # The plan that the requests were made for; set by `EmbeddingGroup`.
         self.plan: Any = None
 
     def __len__(self) -> int:
@@ -360,7 +360,7 @@ def check_keys(
     """Check that keys are valid for a table; padding keys are valid.
 
     Args:
-        table: the table in which the keys are looked up.
+        table: the table where the keys are looked up.
         keys: int64 or int32.
         name: name at the beginning of error messages; None means the table's name.
         bags: bags of the keys; they give positions in the input for error messages.

@@ -58,7 +58,7 @@ def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) ->
 
     Args:
         cache: keeps the plan from call to call.
-        tables: tables of the layers, the same ones in the same order on every rank.
+        tables: the layers' tables, the same ones in the same order on every rank.
         asked: a `Request` for each of the tables, or an error in the input, for all ranks to
             raise.
     """
@@ -75,7 +75,7 @@ def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) ->
 def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Route:
     """Begin `look_up`, without waiting for the keys to arrive.
 
-    On a single rank, rows in files are asked for. On CUDA the lookup waits for work already queued
+    On a single rank, rows in files are prefetched. On CUDA the lookup waits for work already queued
     on the current stream, not for later work.
     """
     exchange = _exchange(tables)
@@ -88,7 +88,7 @@ def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> R
 
 
 def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
-    """Finish a lookup that `begin` has begun; see `Route.outputs`."""
+    """Finish a lookup started by `begin`; see `Route.outputs`."""
     # Tables may have changed since the lookup began.
     plan, route.plan = route.plan, route.plan.up_to_date()
     batches = [[batch.positions for batch in one.batches] for one in (plan, route.plan)]
@@ -110,7 +110,7 @@ def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
 
 
 def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Local:
-    # With hundreds of tables, to look again whether the plan is theirs would count.
+    # With hundreds of tables, checking again that the plan fits them would take noticeable time.
     known = asked.plan if isinstance(asked, LazyRequests) else None
     plan: LookupPlan = cache.plan_for(tables) if known is None else known
     if not plan.fits_alone:
@@ -124,7 +124,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass
 class _Redirected:
-    """A lookup whose keys are redirected when it finishes, as earlier lookups may admit some."""
+    """A lookup whose keys are redirected when it finishes, since earlier lookups may admit some."""
 
     plan: LookupPlan
     exchange: Exchange
@@ -148,8 +148,8 @@ def _begin_on_ranks(
     asked: Asked,
     redirects: bool = True,
 ) -> Route:
-    # Count the lookup before anything can fail or be interrupted, so that all ranks have the same
-    # count.
+    # Count the lookup before anything can fail or be interrupted, so that the count is the same on
+    # all ranks.
     exchange.lookups += 1
 
     made: ByKey | Exception
@@ -200,7 +200,7 @@ def _has_scores(plan: LookupPlan) -> bool:
 
 
 def _with_known(made: ByKey) -> torch.Tensor:
-    """Return the counts of keys for each rank, and what all ranks must know to make room."""
+    """Return the counts of keys for each rank, and the facts that all ranks need to make room."""
     counts = made.counts
     if not _has_scores(made.plan):
         return counts
@@ -212,7 +212,7 @@ def _with_known(made: ByKey) -> torch.Tensor:
 
 
 def _take_known(plan: LookupPlan, agreed: Agreement) -> list[Known]:
-    """Take the columns of `_with_known` out of the counts of all ranks."""
+    """Take the columns added by `_with_known` out of all ranks' counts."""
     tables = swept_tables(plan) if _has_scores(plan) else []
     if not tables:
         return []

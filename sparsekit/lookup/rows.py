@@ -1,4 +1,4 @@
-"""Sends rows of tables from rank to rank."""
+"""Sends table rows from rank to rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..distributed.exchange import Exchange
 from ..distributed.wire import Layout, Parts
 from .plan import LookupPlan, TableBatch
 
-# A buffer for each of `LookupPlan.batches`, with rows in the dtype of the batch, and the byte
-# offset of each rank's part, which is the same in all buffers.
+# A buffer for each of `LookupPlan.batches`, with rows in the batch's dtype, and the byte offset of
+# each rank's part, which is the same in all buffers.
 Rows = tuple[list[torch.Tensor], list[int]]
 Written = TypeVar("Written")
 
@@ -31,7 +31,7 @@ def exchange_rows(
     rank's own part, since these are not sent.
 
     Args:
-        exchange: the exchange of the ranks.
+        exchange: the ranks' exchange.
         what: description of these rows, which must be the same on all ranks.
         plan: the plan of their tables.
         write: writes rows to the buffers; or an error to raise on all ranks.
@@ -42,7 +42,7 @@ def exchange_rows(
         The received rows, and the result of `write`.
 
     Raises:
-        An error of write on any rank is raised on all; `Exchange.send` lists further errors.
+        An error from write on any rank is raised on all; `Exchange.send` lists further errors.
     """
     memory: list[torch.Tensor] = []
     results: list[Written] = []
@@ -77,7 +77,7 @@ def _pieces(
     layout: Layout,
     others: Sequence[int],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of slices to convert between: one of `parts`, one of `memory`."""
+    """Return pairs of slices to convert between, from `parts` and from `memory`."""
     pieces = []
     for batch, columns, own in zip(plan.batches, plan.columns, memory, strict=True):
         if batch.wire_dtype == batch.dtype:

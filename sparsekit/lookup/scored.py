@@ -1,4 +1,4 @@
-"""Finds the tables of a lookup whose rows have scores, and in which room may have to be made."""
+"""Finds a lookup's tables whose rows have scores, and those that may have to make room."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..tables.scores import UserScore
 
 
 class Scored:
-    """The tables with scores among those of one call of an op.
+    """The tables with scores in one call to an op.
 
     Attributes:
-        lives: index of each of these tables, and its `RowLife`.
-        touched: those of them whose scores the lookup writes, in training.
-        counted: indices of the tables whose scores count how often a key comes.
-        by_user: indices of the tables whose scores the user gives.
-        swept: indices of the tables in which room may have to be made before keys are inserted.
+        lives: index and `RowLife` of each of these tables.
+        touched: the same for the tables whose scores the lookup writes, in training.
+        counted: indices of the tables whose scores count how often a key occurs.
+        by_user: indices of the tables whose scores come from the user.
+        swept: indices of the tables that may have to make room before keys are inserted.
         policies: int64 ``[T, 2]``, the argument ``policies`` of `group_touch_`.
     """
 
@@ -36,22 +36,23 @@ class Scored:
             self.policies[t] = torch.tensor([life.score.kind, life.score.halve_every], device="cpu")
 
     def count(self, looked_up: Sequence[int], new: Mapping[int, int]) -> None:
-        """Count what a lookup has found.
+        """Update the tables' counters after a lookup.
 
         Args:
             looked_up: for each table of the call, the number of distinct keys that have rows.
-            new: how many of them got their rows in this lookup, by table; 0 where it is left out.
+            new: how many of these keys got their rows in this lookup, by table; 0 for tables not
+                listed.
         """
         for t, life in self.touched:
             life.looked_up += looked_up[t]
             life.new += new.get(t, 0)
 
     def clocks(self, buffers: Sequence[Any]) -> list[tuple[RowLife, torch.Tensor]]:
-        """Return the life and the clock of each touched table; `buffers` are all tables'."""
+        """Return the life and the clock of each touched table, given all tables' `buffers`."""
         return [(life, buffers[t]["clock"]) for t, life in self.touched]
 
     def of_all(self, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers of the touched tables among zeros for the other tables."""
+        """Expand numbers for the touched tables to all tables, with zeros for the others."""
         every = [0] * len(self.policies)
         for (t, _), number in zip(self.touched, numbers, strict=True):
             every[t] = number
@@ -66,7 +67,7 @@ class Scored:
 
 
 def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
-    """Return the tables whose scores the user gives, among those of `LookupPlan.batches`."""
+    """Return the tables in `LookupPlan.batches` whose scores come from the user."""
     each = [batch for batch in batches if batch.scored is not None]
     return [batch.tables[t] for batch in each for t in batch.scored.by_user]
 
@@ -77,8 +78,8 @@ def scored_of(
     """Return the tables with scores among these; None if there are none.
 
     Args:
-        tables: the tables of a call.
-        inserts: whether it gives rows to all new keys, even in evaluation.
+        tables: the tables in a call.
+        inserts: whether the call gives rows to all new keys, even in evaluation.
         writing: the tables with requests that may insert keys and write scores.
     """
     lives = [(t, table.life) for t, table in enumerate(tables) if table.life is not None]
@@ -88,6 +89,6 @@ def scored_of(
 
 @lru_cache(maxsize=64)
 def _no_words(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what stands for the scores and the clock of a table without scores."""
+    """Return placeholders for the scores and the clock of a table without scores."""
     words = torch.zeros(1, dtype=torch.int64, device=device)
     return words[:0], words

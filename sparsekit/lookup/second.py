@@ -31,7 +31,7 @@ def differentiable(
 
 
 class _Call(Protocol):
-    """A call of an op that has pooled vectors; `CallRecord` implements this protocol."""
+    """A call to an op that pooled vectors; `CallRecord` implements this protocol."""
 
     @property
     def weights(self) -> list[Any]:
@@ -60,10 +60,10 @@ def pooled_again(
     """Compute the gradients of `grads` by pooling the gradients of the weights' gradients.
 
     Args:
-        calls: the calls that have pooled the outputs.
+        calls: the calls that pooled the outputs.
         of_gradients: gradient of each weight's gradient, for each call; sparse, dense or None.
         grads: gradients of the outputs.
-        saved: tensors that the calls have saved.
+        saved: tensors saved by the calls.
 
     Raises:
         NotImplementedError: a table is sharded.

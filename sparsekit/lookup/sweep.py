@@ -1,4 +1,4 @@
-"""Drops the rows of one table that have expired or have the lowest scores, and admits new keys."""
+"""Drops a table's rows that have expired or have the lowest scores, and admits new keys."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _find_or_insert = saved.builtin_of(torch.ops.sparsekit.group_find_or_insert_)
 
 
 class Asked(NamedTuple):
-    """Keys of this rank that are about to be looked up in a table.
+    """Keys on this rank that are about to be looked up in a table.
 
     Attributes:
         keys: int64 ``[n]``.
-        occurrences: how often each has come to be inserted, int64 ``[n]``, which may be 0; None if
-            each has come once.
-        rows: the row of each, or -1, int32 or int64 ``[n]``; None if they have not been found yet.
-        inserted: how many of them have just got their rows.
+        occurrences: how often each key occurs in requests that insert, int64 ``[n]``, may be 0;
+            None if all count once.
+        rows: the row of each key, or -1, int32 or int64 ``[n]``; None if not looked up yet.
+        inserted: how many of the keys have just been inserted.
     """
 
     keys: torch.Tensor
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
 
 def life_of(table: EmbeddingTable) -> RowLife:
-    """Return the life of a table's rows, which has scores."""
+    """Return the life of the rows in a table with scores."""
     return cast(RowLife, table.life)
 
 
@@ -52,7 +52,7 @@ class Sweep:
     """Drops expired rows of a table, and the lowest rows of a table over its budget.
 
     Attributes:
-        agreeing: whether the other ranks wait for this rank.
+        agreeing: whether the other ranks are waiting for this rank.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Sweep:
         self._now = life.now(cast(torch.Tensor, table.clock)) + (not life.set_by_user)
 
     def is_due(self, crowded: bool) -> bool:
-        """Return whether there may be something to do before keys are inserted.
+        """Return whether `run` may have something to do before keys are inserted.
 
         Args:
             crowded: whether the table may be over its budget.
@@ -78,7 +78,7 @@ class Sweep:
         return crowded or self._expires or self._admits
 
     def run(self, asked: Asked) -> None:
-        """Drop what is to be dropped, and insert the keys that are admitted."""
+        """Drop rows as needed, and insert the keys that are admitted."""
         keys, occurrences, rows, inserted = asked
         if rows is None:
             rows = self._index.find(keys)
@@ -113,15 +113,15 @@ class Sweep:
     def keep_to_budget(
         self, new: int, rows: torch.Tensor, inserted: int = 0
     ) -> torch.Tensor | None:
-        """Make room for new keys, but not at the cost of these rows.
+        """Make room for new keys without dropping these rows.
 
         Args:
             new: number of keys that are about to be inserted.
             rows: rows that must stay, 1-D; -1 is no row. Those of `pinned_rows` stay as well.
-            inserted: number of keys that have been inserted without room having been made.
+            inserted: number of keys that have already been inserted without making room.
 
         Returns:
-            The new number of each row, as `remove_rows` gives it; None if nothing was dropped.
+            The new number of each row, as returned by `remove_rows`; None if nothing was dropped.
         """
         budget = cast(int, self._life.max_rows)
         in_use, of_all = self._sums(len(self._index) - inserted, new + inserted)
@@ -134,13 +134,13 @@ class Sweep:
     def drop_lowest(
         self, count: int, rows: torch.Tensor | None = None, new: int = 0
     ) -> torch.Tensor | None:
-        """Drop the `count` rows with the lowest scores of all ranks, at least 1, but not `rows`.
+        """Drop the `count` >= 1 rows with the lowest scores over all ranks, but not `rows`.
 
-        Nothing is dropped if a rank would still have no room for its `new` keys, since its rows
-        must stay.
+        Nothing is dropped if a rank would still lack room for its `new` keys because its rows must
+        stay.
 
         Returns:
-            The new number of each row, as `remove_rows` gives it; None if this rank has dropped
+            The new number of each row, as returned by `remove_rows`; None if this rank dropped
             nothing.
         """
         size, score = len(self._index), self._life.score
@@ -163,7 +163,7 @@ class Sweep:
         return self._sums(len(self._index))[0]
 
     def _pinned(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return the rows that must stay: these, and those of `pinned_rows`; -1 is no row."""
+        """Return the rows that must stay: these, fallback rows and `pinned_rows`; -1 is no row."""
         held = [*pinned_rows(self._table.weight), *fallback_rows(self._table.fallback, self._index)]
         if rows is not None:
             held.append(rows)
@@ -172,7 +172,7 @@ class Sweep:
         return torch.cat([self._scores[:0], *(one.to(torch.int64) for one in held)])
 
     def _of_ranks(self, numbers: Sequence[int]) -> np.ndarray:
-        """Return the numbers of all ranks, int64 ``[world_size, len(numbers)]``."""
+        """Gather these numbers from all ranks, int64 ``[world_size, len(numbers)]``."""
         exchange = cast(Exchange, self._exchange)
         counts = torch.tensor(numbers, device=exchange.device).expand(exchange.world_size, -1)
         return exchange.agree(self._what, Proposal(self._what, counts)).counts
@@ -184,7 +184,7 @@ class Sweep:
         return cast(list[int], self._of_ranks(numbers).sum(0).tolist())
 
     def _drop(self, gone: torch.Tensor, expired: bool) -> torch.Tensor:
-        """Remove rows as `remove_rows` does; count them, and tell the listener."""
+        """Remove rows with `remove_rows`, count them, and notify the listener."""
         life, table = self._life, self._table
         if life.on_evict is not None:
             table.catch_up(gone)
@@ -227,7 +227,7 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
         return
     size = len(index)
     index.reserve(size + count)
-    table.catch_up(torch.arange(size, size + count, device=keys.device))  # the rows, while free
+    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before they get keys
     buckets, hash_seed, in_use = index.tensors()
     columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
     scores = cast(torch.Tensor, table.scores)[size : size + count]

@@ -38,7 +38,7 @@ _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _words_of = torch.ops.sparsekit.words_of.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
-# Record of a lookup without gradients; making a real one would slow down a small lookup by 5%.
+# Record for lookups without gradients; making a real one would slow down a small lookup by 5%.
 _NO_RECORD = LookupRecord((), [], [], False, 0)
 
 # CPU memory of at least this size is reused; see csrc/torch_ops/large_memory.h.
@@ -56,10 +56,10 @@ def run(
     Args:
         plan: the plan of the tables.
         requests: one for each table.
-        agreed: whether all ranks have agreed on the lookup. If so, other ranks go on, and a
+        agreed: whether all ranks have agreed on the lookup. If so, other ranks carry on, and a
             later lookup raises deferred errors. On a device that defers errors, it also raises
             TableFullError for this lookup.
-        user_scores: if all ranks have agreed, the scores of keys that the user gives.
+        user_scores: if all ranks have agreed, the scores that the user gives for keys.
 
     Raises:
         TypeError, ValueError, IndexError: keys or offsets are not valid for a table; nothing has
@@ -98,14 +98,14 @@ def run_into(
     outs: Sequence[torch.Tensor],
     user_scores: UserScores,
 ) -> LookupResult:
-    """Look up like `run`, after all ranks have agreed, and write to `outs`.
+    """Look up as `run` does, after all ranks have agreed, and write to `outs`.
 
     Args:
         plan: the plan of the tables.
         asked: for each of `LookupPlan.batches`, the requests, which have been checked, and their
             descriptors.
         outs: for each batch, the tensor to write to; the descriptors give the positions in it.
-        user_scores: the scores of keys that the user gives.
+        user_scores: the scores that the user gives for keys.
     """
     calls = []
     for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
@@ -153,11 +153,11 @@ class TableOps:
         self._user_scores = user_scores
         self._requests = requests
         self._checked = False  # whether all requests have been checked
-        # By table, the rows of its keys before new ones are inserted, if they are known.
+        # For each table, its keys' rows before new keys are inserted, if known.
         self._rows_before: dict[EmbeddingTable, torch.Tensor] = {}
         self._new: dict[int, int] = {}  # number of new rows, by table
         self._may_exceed = not batch.reads  # see `may_exceed`
-        # Tensors of the tables, and the arguments of ops for them.
+        # The tables' tensors, and the op arguments for them.
         self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
         if descriptors is None:
@@ -166,7 +166,7 @@ class TableOps:
         self.width = descriptors.width
 
     def run(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Look up, and return the outputs; they are written to `outs` if it has tensors."""
+        """Look up, and return the outputs, which are written to `outs` if it is not empty."""
         self.find()
         return self._pool(outs)
 
@@ -199,7 +199,7 @@ class TableOps:
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
         if scored is not None and scored.swept and self._sweeps:
             if reports is not None:
-                reports.poll()  # they tell how many rows are in use
+                reports.poll()  # they contain the numbers of rows in use
             over = self._make_room(scored.swept)
         if tables.first is not None:
             self._insert_first(tables.first)
@@ -257,7 +257,7 @@ class TableOps:
             prepare_rows(tables, self.weights, found, sources.features, late)
 
     def score_keys(self) -> None:
-        """Score the keys as the user says, unless that has been done; change nothing else."""
+        """Get the user's scores for the keys, unless that has been done; change nothing else."""
         scored = self._batch.scored
         if scored is not None and scored.by_user and self._user_scores is None:
             tables = [self._batch.tables[t] for t in scored.by_user]
@@ -265,7 +265,7 @@ class TableOps:
             self._user_scores = scores_of_keys(tables, self._keys_of, requests)
 
     def _note_new_rows(self, before: Sequence[int]) -> None:
-        """Count the new rows since the numbers of rows in use were these."""
+        """Count the new rows since ``before``, the earlier numbers of rows in use."""
         now = self._sizes() if before else before
         if now == before:
             return
@@ -280,10 +280,10 @@ class TableOps:
         self._new.update(new)
 
     def _make_room(self, swept: Sequence[int]) -> list[int]:
-        """Drop rows of tables that the keys might overfill, and rows that have expired.
+        """Drop rows from tables that the keys might overfill, and rows that have expired.
 
         Returns:
-            The tables left to `drop_rows`, which costs less, since it knows the new rows.
+            The tables left to `drop_rows`, which is cheaper, since it knows the new rows.
         """
         batch, sources = self._batch, self._descriptors
         waits = sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device)
@@ -300,22 +300,22 @@ class TableOps:
         return over
 
     def _absent(self, swept: Sequence[int]) -> list[int]:
-        """Return, for each of these tables, how many keys have no row, repeats counted."""
+        """Return, for each of these tables, how many keys have no row, counting repeats."""
         tables = [self._batch.tables[t] for t in swept]
         try:
             rows = rows_now(self._batch, swept, self._passed, self._descriptors)
         except Exception as refusal:
             explain_refusal(refusal, self._requests, self._batch.tables)
         self._checked = True
-        # The listener of one table may change the next one before that is swept.
+        # One table's listener may change the next table before that one is swept.
         if all(life_of(table).on_evict is None for table in tables):
             self._rows_before = dict(zip(tables, rows, strict=True))
         absent = torch.stack([(of_table < 0).sum() for of_table in rows])
-        return cast(list[int], absent.tolist())  # one wait for a device
+        return cast(list[int], absent.tolist())  # waits for a device only once
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the keys of this lookup in a table."""
-        if not self._checked:  # nothing may be dropped for a lookup that is refused
+        if not self._checked:  # an invalid lookup must not cause rows to be dropped
             for request in self._requests:
                 request.check()
             self._checked = True
@@ -324,7 +324,7 @@ class TableOps:
         return asked._replace(rows=self._rows_before.get(table), inserted=inserted)
 
     def _insert_first(self, first: TableBatch) -> None:
-        """Insert the keys of the requests that insert; the others read what is there then."""
+        """Insert the keys of requests that insert; other requests then read the result."""
         if not errors_are_deferred(self.weights[0].device):
             for request in self._requests:
                 request.check()
@@ -335,9 +335,9 @@ class TableOps:
         call.find()
 
     def _sizes(self) -> Sequence[int]:
-        """Return the numbers of rows in use, which are on the CPU."""
+        """Return the numbers of rows in use, read from CPU memory."""
         sizes = self._tensors.sizes
-        # Read from memory: torch's own ways to read and compare numbers take longer.
+        # Read memory directly: torch takes longer to read and compare numbers.
         if len(sizes) == 1:
             return [ctypes.c_int64.from_address(sizes[0].data_ptr()).value]
         words = _words_of(self._passed.sizes)

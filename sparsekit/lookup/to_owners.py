@@ -1,4 +1,4 @@
-"""Sends keys of a layer to the ranks that own them, and values with them."""
+"""Sends a layer's keys to the ranks that own them, along with values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tables.hash_table import HashTable
 
 
 def signature_of(exchange: Exchange, layer: EmbeddingTable, what: str) -> str:
-    """Return the text that identifies an operation on a layer, the same on all ranks.
+    """Return a string that identifies an operation on a layer, the same on all ranks.
 
     Raises:
         RuntimeError: the layer was made for other ranks; or see `EmbeddingTable.signature`.
@@ -40,8 +40,8 @@ class ToOwners:
         order: position of each key in the input.
         own: number of keys to send to each rank.
         theirs: number of keys to receive from each rank.
-        asked: number of keys of all ranks.
-        rows: rows in use on all ranks, of a table that drops rows.
+        asked: number of keys from all ranks.
+        rows: number of rows in use on all ranks, if the table drops rows.
         signature: text that identifies this call, the same on all ranks.
     """
 
@@ -95,7 +95,7 @@ def exchanged(
     """Send each rank the rows meant for it, and wait for the rows from all ranks.
 
     Args:
-        exchange: the exchange of the ranks.
+        exchange: the ranks' exchange.
         what: description of the data, which must be the same on all ranks.
         make: returns the rows to send, with the rows for rank 0 first; an error that it raises is
             raised on every rank.

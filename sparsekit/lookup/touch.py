@@ -1,4 +1,4 @@
-"""Writes the scores of the rows that a lookup has found, and lets these rows be renumbered."""
+"""Writes the scores of rows found by a lookup, and lets these rows be renumbered."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def touch(
     new: Mapping[int, int] | None,
     user_scores: UserScores,
 ) -> None:
-    """Write the scores of the rows that a lookup has found, advance clocks, and count the keys.
+    """Write the scores of rows found by a lookup, advance clocks, and count the keys.
 
     Args:
         batch: the tables of the lookup.
-        scored: those with scores.
+        scored: the tables with scores.
         found: results of the lookup.
         given: the lookup's keys.
-        new: number of new rows, by table; 0 for other tables. None if clocks are not advanced and
-            keys not counted.
-        user_scores: the scores of the keys of `Scored.by_user`.
+        new: number of new rows, by table; 0 for other tables. None to leave clocks and counters
+            unchanged.
+        user_scores: the scores of keys in the tables of `Scored.by_user`.
     """
     lives = scored.clocks(batch.buffers)
     ticks = [int(new is not None and not life.set_by_user) for life, _ in lives]
     scores, clocks = scored.lists(batch.buffers)
     index, rows, counts, bags = found
-    if rows is None:  # the keys had been inserted before, as far as they were admitted
+    if rows is None:  # keys that were admitted have already been inserted
         index, rows, counts = numbered(
             index, entries_of_tables(bags, given.features, len(batch.dims))
         )
@@ -94,7 +94,7 @@ def _rows_in(
     counts: torch.Tensor | None,
     bags: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rows that a lookup in `tables` tables has found in table t, as in `InFlight`."""
+    """Return the rows that a lookup found in table t of `tables` tables, as in `InFlight`."""
     own = entries_of_tables(bags, features, tables)[t]
     if rows is None or counts is None:
         return index[own]

@@ -1,4 +1,4 @@
-"""Scores of the user: what functions return for keys, or calls have beside their keys."""
+"""Scores from the user, returned by a function of the keys or passed to a call with its keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UserScores = dict[EmbeddingTable, KeyScores]
 
 
 def beside(request: Request, inputs: Any, scores: Any) -> Request:
-    """Note the scores that a call has beside its keys in a request, and return the request.
+    """Store the scores passed to a call with its keys in its request, and return the request.
 
     Args:
         request: the request for these inputs.
@@ -44,7 +44,7 @@ def beside(request: Request, inputs: Any, scores: Any) -> Request:
         scores: an int64 score for each key, flat or in the shape of a dense tensor of keys.
 
     Raises:
-        TypeError, ValueError: the table takes no such scores, or they are not valid.
+        TypeError, ValueError: the table does not accept such scores, or they are not valid.
     """
     life = request.table.life
     if life is None or life.score != UserScore(None):
@@ -69,7 +69,7 @@ def beside(request: Request, inputs: Any, scores: Any) -> Request:
 
 
 def inserting(requests: Sequence[Request], reads: Sequence[bool]) -> Sequence[Request]:
-    """Return the requests that may insert keys; `reads` says which do not, or is empty."""
+    """Return the requests that may insert keys; `reads` marks those that do not, or is empty."""
     if not reads:
         return requests
     return [request for request, read in zip(requests, reads, strict=True) if not read]
@@ -78,18 +78,18 @@ def inserting(requests: Sequence[Request], reads: Sequence[bool]) -> Sequence[Re
 def scores_of_keys(
     tables: Sequence[EmbeddingTable], keys: Keys, requests: Sequence[Request] | None = None
 ) -> UserScores:
-    """Return the scores of keys, before a lookup changes anything.
+    """Return scores for keys, before a lookup changes anything.
 
     Args:
-        tables: tables whose scores the user gives.
+        tables: tables whose scores come from the user.
         keys: returns the keys of a table that this rank owns.
-        requests: the requests with scores beside their keys; None if no call has them, and rows
-            are to keep theirs.
+        requests: the requests, with the scores passed with their keys; None if there are none, so
+            that rows keep their scores.
 
     Raises:
         RuntimeError: a function has raised.
-        TypeError, ValueError: a function has returned anything but scores, or there are none
-            beside keys.
+        TypeError, ValueError: a function has not returned valid scores, or a call lacks scores for
+            its keys.
     """
     return {
         table: _returned(table, keys(table))
@@ -107,20 +107,20 @@ def scores_on_ranks(
     requests: Sequence[Request] | None = None,
     error: Exception | None = None,
 ) -> UserScores:
-    """Return the scores of keys like `scores_of_keys`; raise an error of one rank on all of them.
+    """Return scores as `scores_of_keys` does; raise an error from any rank on all ranks.
 
     Args:
-        tables: tables whose scores the user gives, the same on all ranks.
+        tables: tables whose scores come from the user, the same on all ranks.
         keys: returns the keys of a table that this rank owns, from all ranks.
         exchange: the exchange of the ranks.
         signature: text that identifies the lookup, the same on all ranks.
-        requests: this rank's requests with scores beside their keys; see `scores_of_keys`.
-        error: an error of this rank, which the other ranks do not know yet.
+        requests: this rank's requests; see `scores_of_keys`.
+        error: an error on this rank that the other ranks do not know about yet.
     """
     given = [] if requests is None else [table for table in tables if _is_given(table)]
     others = [table for table in tables if table not in given]
     made: UserScores = {}
-    pairs: list[torch.Tensor] = []  # keys grouped by owner, and their scores, of each table
+    pairs: list[torch.Tensor] = []  # for each table: keys grouped by owner, and scores
     what = f"score keys: {signature}"
 
     def score() -> Proposal:
@@ -151,13 +151,13 @@ def scores_on_ranks(
 def score_writes(
     table: EmbeddingTable, scored: KeyScores, words: torch.Tensor, now: int
 ) -> partial[Any]:
-    """Return the call that writes the scores of the keys that have rows.
+    """Return a function that writes the scores of the keys that have rows.
 
     Args:
-        table: the table, in which the lookup has found its keys.
-        scored: the keys of the lookup.
+        table: the table, after the lookup has found its keys.
+        scored: the lookup's keys, and their scores.
         words: the table's scores.
-        now: its clock.
+        now: the table's clock.
     """
     rows = cast(HashTable, table.table).find(scored.keys)
     known = (rows >= 0).nonzero().squeeze(1)
@@ -167,12 +167,12 @@ def score_writes(
 
 
 def _is_given(table: EmbeddingTable) -> bool:
-    """Return whether scores come beside keys."""
+    """Return whether calls pass scores with their keys."""
     return cast(UserScore, life_of(table).score).function is None
 
 
 def _pairs(table: EmbeddingTable, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of requests for a table that have a score, and their scores."""
+    """Return the keys in requests for a table, and their scores."""
     own = [request for request in requests if request.table is table]
     for request in own:
         if request.scores is None and len(request.bags.values):
@@ -188,7 +188,7 @@ def _pairs(table: EmbeddingTable, requests: Sequence[Request]) -> tuple[torch.Te
 
 
 def _highest(keys: torch.Tensor, scores: torch.Tensor) -> KeyScores:
-    """Return distinct keys, and the highest score of each."""
+    """Return the distinct keys, and the highest score of each."""
     distinct, numbers, _ = ops.unique(keys)
     return KeyScores(
         distinct, torch.zeros_like(distinct).scatter_reduce_(0, numbers, scores, "amax")
@@ -198,23 +198,23 @@ def _highest(keys: torch.Tensor, scores: torch.Tensor) -> KeyScores:
 def _among(
     table: EmbeddingTable, keys: torch.Tensor, scores: torch.Tensor, asked: Asked
 ) -> KeyScores:
-    """Return distinct keys that a lookup inserts or finds, and the highest score of each."""
+    """Return the distinct keys that a lookup inserts or finds, and the highest score of each."""
     scored = _highest(keys, scores)
-    # Padding and keys beyond a limit of bags have scores, but are not looked up.
+    # Padding and keys beyond a bag's limit have scores, but are not looked up.
     among = torch.isin(scored.keys, _distinct(table, asked))
     return KeyScores(scored.keys[among], scored.scores[among])
 
 
 def _distinct(table: EmbeddingTable, asked: Asked) -> torch.Tensor:
-    """Return the distinct keys, but not fallback rows', nor those that are only read."""
-    keys, occurrences, *_ = asked  # those that are only read come 0 times
+    """Return the distinct keys, without those of fallback rows and those that are only read."""
+    keys, occurrences, *_ = asked  # keys that are only read occur 0 times
     distinct = ops.unique(keys if occurrences is None else keys[occurrences > 0])[0]
     return distinct if table.fallback is None else distinct[~table.fallback.has(distinct)]
 
 
 @torch.no_grad()
 def _returned(table: EmbeddingTable, asked: Asked) -> KeyScores:
-    """Return what a table's function returns; without one, the scores that rows have."""
+    """Call a table's score function; without one, return the rows' current scores."""
     distinct = _distinct(table, asked)
     score = cast(UserScore, life_of(table).score)
     if score.function is None:
@@ -239,7 +239,7 @@ def _check(
     """Check scores of keys, int64 ``[n]``, and return them.
 
     Raises:
-        TypeError, ValueError: they are no scores; the error begins with `what`.
+        TypeError, ValueError: the scores are not valid; the error begins with `what`.
     """
     if not isinstance(scores, torch.Tensor):
         raise TypeError(f"{what} a tensor, got {type(scores).__name__}")

@@ -1,4 +1,4 @@
-"""Passes the keys of lookups in training to those who watch a table."""
+"""Passes the keys of lookups in training to functions that watch a table."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..tables.embedding_table import EmbeddingTable
 from .reading import asked_of
 from .request import Request
 
-# Functions to call with the keys of each lookup of a table.
+# Functions to call with the keys of each lookup in a table.
 watched: dict[EmbeddingTable, Callable[[torch.Tensor], Any]] = {}
 
 
 def tell(
     tables: Sequence[EmbeddingTable], requests: Sequence[Request], reads: Sequence[bool]
 ) -> None:
-    """Call those who watch the tables of a lookup, which has not changed any table yet.
+    """Call the functions that watch a lookup's tables, before it changes any table.
 
     Args:
         tables: the table of each request.
         requests: the requests.
-        reads: for each of them, whether it inserts no keys; empty if all insert.
+        reads: for each request, whether it is read-only; empty if all insert.
     """
     for table in dict.fromkeys(tables):
         if table.inserts and table in watched:

@@ -2,7 +2,7 @@
 
 A lookup on the CPU checks bags and drops keys before it calls an op. On a device, the host knows
 neither the offsets nor the number of keys that remain. Keys are therefore moved instead of dropped:
-the keys to drop come last, in an extra bag that is not pooled. Bags that must be refused get an
+the keys to drop go last, in an extra bag that is not pooled. Bags that must be refused get an
 invalid first offset, so that the op reports them like other invalid offsets.
 """
 
@@ -85,7 +85,7 @@ def changed(bags: Bags, changes: Changes) -> Bags:
 
 
 def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
-    """Return offsets that split `changed` bags into bags of one key each, and the extra bag.
+    """Return offsets that split the result of `changed` into one-key bags, and the extra bag.
 
     Args:
         keys: number of keys, including keys in the extra bag, each of which gets an empty bag.
@@ -96,7 +96,7 @@ def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def one_each(bags: Bags, changes: Changes) -> tuple[Bags, torch.Tensor]:
-    """Return `changed` bags with one key each, and the offsets of the original bags.
+    """Return the `changed` bags with one key each, and the original bags' offsets.
 
     The limits apply to the original bags. A padding key becomes an empty bag.
     """
@@ -110,7 +110,7 @@ def one_each(bags: Bags, changes: Changes) -> tuple[Bags, torch.Tensor]:
 
 
 class _Limits:
-    """Checks bags against their limits; their offsets `given` should rise from 0 to n.
+    """Checks bags against their limits; the offsets `given` should rise from 0 to n.
 
     Attributes:
         refused: bool ``[]``, whether the bags must be refused.

@@ -1,4 +1,4 @@
-"""A container of layers that accepts names that torch's ModuleDict refuses."""
+"""A container for layers with names that torch's ModuleDict refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import torch
 
-# ModuleDict refuses the names of this object's attributes as names of modules.
+# ModuleDict refuses module names that are also attributes of this object.
 _EMPTY = torch.nn.ModuleDict()
 
 
@@ -20,8 +20,8 @@ def name_in_state(name: str) -> str:
 class LayersByName(torch.nn.ModuleDict):
     """A ModuleDict that also accepts names with dots and names of module attributes.
 
-    Such names are percent-encoded in a state, where dots separate the names of modules:
-    ``"user.id"`` is ``user%2Eid``, and ``"type"`` is ``%74ype``. Other names are not changed.
+    Such names are percent-encoded in a state, where dots separate module names: ``"user.id"`` is
+    ``user%2Eid``, and ``"type"`` is ``%74ype``. Other names are not changed.
     """
 
     def __getitem__(self, key: str) -> torch.nn.Module:

@@ -17,24 +17,24 @@ from ..tables.life import RowLife
 def set_clock(module: torch.nn.Module, now: int) -> int:
     """Set the clock of all tables in a module whose rows have scores or a ttl.
 
-    A clock that is never set counts the lookups in training. From the first call on, only this
-    function moves it, so that scores and ttl are in units of the caller's choice, such as seconds
-    of the events in the data. With several ranks this is a collective, and all get the largest of
-    their values.
+    A clock that is never set counts lookups in training. From the first call on, only this function
+    moves it, so that scores and ttl are in units of the caller's choice, such as event time in
+    seconds. With several ranks this is a collective, and all clocks are set to the largest of their
+    values.
 
     Args:
         module: a layer, a group, or a model with layers.
-        now: the time, in [0, 2^63), or in [0, 2^32) for tables with other scores than LRU; not less
-            than the clocks show.
+        now: the time, in [0, 2^63), or in [0, 2^32) for tables with scores other than LRU; not
+            earlier than any of the clocks.
 
     Returns:
-        The time that has been set.
+        The time that was set.
 
     Raises:
         TypeError: now is not an int.
         ValueError: now is out of range or would set a clock back, or no table has a clock; nothing
             has been changed.
-        RuntimeError: ranks disagree, or a layer is on meta.
+        RuntimeError: ranks disagree, or a layer is on the meta device.
 
     Example:
         >>> layer = sparsekit.Embedding(1000, 8, on_full="evict", ttl=7 * 86400)

@@ -1,4 +1,4 @@
-"""Base of the drop-ins: maps torch's arguments to TableOptions."""
+"""Base class of the drop-ins: maps torch's arguments to TableOptions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _from_the_start(name: str, rows: int | None, padding_idx: int | None) -> int
 def rows_of(
     name: str, embeddings: torch.Tensor, padding_idx: int | None, num_embeddings: int | None
 ) -> tuple[int, int | None]:
-    """Return the number of rows of a table for these vectors, and a nonnegative padding_idx."""
+    """Return the number of rows in a table for these vectors, and a nonnegative padding_idx."""
     if embeddings.dim() != 2:
         raise ValueError(
             f"{name}: embeddings must be [n, dim], got shape {tuple(embeddings.shape)}"
@@ -115,8 +115,8 @@ def rows_of(
 def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
     """Assign the vectors to the ids 0, 1, 2, ..., and return the layer.
 
-    The padding id also gets a row, although no lookup reads it. On one process, the row number of
-    each id is then the id itself, so code that reads the weight directly works as before.
+    The padding id also gets a row, although no lookup reads it. In a single process, the row number
+    of each id is then the id itself, so code that reads the weight directly works as before.
     """
     ids = torch.arange(len(vectors), dtype=layer.key_dtype, device=vectors.device)
     assign_own(layer, ids, vectors)

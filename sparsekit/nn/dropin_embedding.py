@@ -34,11 +34,11 @@ class Embedding(DropIn):
         embedding_dim: length of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 means the last id. Its
             vector is always zero and gets no gradient.
-        max_norm: None, or the largest norm of a vector. Before a vector with a larger norm is read,
-            the rank that owns it scales it by ``max_norm / (norm + 1e-7)`` in ``weight`` itself. As
-            in torch this happens in evaluation too, so only one thread at a time may look up. On
-            CUDA each call then waits for the device. In evaluation an id without a row gets its
-            initial vector, unscaled.
+        max_norm: None, or the largest allowed norm of a vector. Before a vector with a larger norm
+            is read, the rank that owns it scales it by ``max_norm / (norm + 1e-7)`` in ``weight``
+            itself. As in torch this happens in evaluation too, so only one thread at a time may
+            look up. On CUDA each call then waits for the device. In evaluation an id without a row
+            gets its initial vector, unscaled.
         norm_type: p of that norm, > 0.
         scale_grad_by_freq: must be False.
         sparse: ignored; gradients are always sparse.
@@ -122,7 +122,7 @@ class Embedding(DropIn):
     ) -> Embedding:
         """Make a layer whose ids 0..n-1 have copies of these vectors.
 
-        On one process the copies are in rows 0..n-1 of ``weight``.
+        In a single process, the copies are in rows 0..n-1 of ``weight``.
 
         Args:
             embeddings: float32, float64 or bfloat16 ``[n, dim]``.
@@ -137,7 +137,7 @@ class Embedding(DropIn):
             options: further keywords of the layer.
 
         Raises:
-            ValueError: embeddings is not ``[n, dim]``, or not zeros at padding_idx.
+            ValueError: embeddings is not ``[n, dim]``, or is not zero at padding_idx.
             The layer raises further errors.
         """
         called = options.get("name") or cls.__name__

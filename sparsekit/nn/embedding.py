@@ -1,4 +1,4 @@
-"""Layers with the interface of SOK, HugeCTR's sparse_operation_kit: one pools, one does not."""
+"""Layers with the interface of SOK, HugeCTR's sparse_operation_kit: one pooled, one not."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class DistributedEmbedding(EmbeddingLayer):
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1]. None makes a
             table that grows (``on_full="grow"``) from 1,024 rows.
         embedding_vec_size: length of a vector (dim).
-        slot_num: number of bags of a sample.
+        slot_num: number of bags in each sample.
         max_nnz: largest number of keys in a bag, padding included; None for no limit. Or a list of
-            slot_num limits, one for each slot; padding does not count for these limits.
+            slot_num limits, one for each slot; padding does not count towards these limits.
         max_feature_num: largest number of keys in a sample, before bags are truncated; None for no
             limit.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
@@ -63,52 +63,53 @@ class DistributedEmbedding(EmbeddingLayer):
         on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged. ``"evict"``
             makes room: before a batch whose new keys would put more than max_rows rows in use, the
             keys with the lowest scores lose their rows, until low_watermark of max_rows are left,
-            or fewer if the batch needs more. Keys of the batch stay, and so do those of a backward
-            to come and of a gradient; if there are only such keys, TableFullError is raised. A key
-            that comes again is new. The choice is exact, over all ranks, and the same on any number
-            of them. See docs/lifecycle.md. ``"grow"`` makes room for more rows: this process's
-            table begins with max_vocabulary_size_per_gpu rows. It has address space for
-            max_capacity rows, and takes memory for those in use; on CUDA for those of its present
-            capacity, and nothing may read ``weight`` beyond them. See docs/capacity.md.
+            or fewer if the batch needs more. Keys in the batch stay, as do those needed by a
+            pending backward or a gradient; if there are only such keys, TableFullError is raised.
+            An evicted key that comes again is new. The choice is exact, over all ranks, and does
+            not depend on their number. See docs/lifecycle.md. ``"grow"`` makes room for more rows:
+            this process's table begins with max_vocabulary_size_per_gpu rows. It reserves address
+            space for max_capacity rows, but takes memory only for those in use (on CUDA, for its
+            current capacity, and nothing may read ``weight`` beyond that). See docs/capacity.md.
         max_capacity: largest number of rows of this process's table, with on_full="grow". None
-            means a quarter more than the memory of the device (on the CPU, of the system) has room
-            for vectors.
-        storage: where vectors and the states of optimizers of `sparsekit.optim` are. ``"memory"``,
-            or ``"mmap:FOLDER"``, on the CPU: in a file without a name in a folder, mapped into
-            memory, so that the table may be larger than the memory. The index and scores stay in
+            means 1.25 times the number of vectors that fit in the device's memory (on the CPU, in
+            the system's).
+        storage: where vectors and the states of `sparsekit.optim` optimizers are stored:
+            ``"memory"``, or, on the CPU, ``"mmap:FOLDER"``: an unnamed file in a folder, mapped
+            into memory, so that the table may be larger than memory. The index and scores stay in
             memory. See docs/capacity.md.
-        max_resident_bytes: size in bytes of the part of the file that may stay in memory; a batch
-            may take more for a while. None means half of the system's memory.
+        max_resident_bytes: how many bytes of the file may stay in memory; a batch may temporarily
+            take more. None means half of the system's memory.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
             of all ranks' rows.
-        low_watermark: fraction of max_rows, in (0, 1], that a table that makes room leaves in use.
-            Near 1 keys stay longer, and more lookups make room.
-        score: value of a row, which decides what goes first. ``"lru"``: the time of its last lookup
+        low_watermark: fraction of max_rows, in (0, 1], left in use after making room. With values
+            near 1, keys stay longer, but more lookups have to make room.
+        score: value of a row; the lowest are evicted first. ``"lru"``: the time of its last lookup
             in training. ``"lfu"`` or `sparsekit.LFU`: the number of times that its key has come in
-            training, halved again and again. A function: what it returned at the last lookup in
-            training. It is called by the rank that owns the keys, once a lookup, with the distinct
+            training, repeatedly halved. A function: the value that it returned at the last lookup
+            in training. The rank that owns the keys calls it once per lookup, with the distinct
             keys, int64 ``[n]``, and returns int64 ``[n]`` in [0, 2^32) on the same device; equal
-            keys must have equal scores on all ranks. Its errors are raised on all ranks, and then
-            nothing has changed. ``"given"``: what the ``scores`` of the last lookup in training
-            say. None means ``"lru"`` where scores are needed.
+            keys must have equal scores on all ranks. Its errors are raised on all ranks, with
+            nothing changed. ``"given"``: the value in ``scores`` at the last lookup in training.
+            None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
-            keys get a row. The others are read as before_admission says, and have no gradient,
-            unless that has rows. None admits all.
+            keys get a row. The others are read as specified by before_admission, and get no
+            gradient, unless that is a `Fallback`. None admits all.
         before_admission: vector of a key that has no row, in evaluation too: ``"initial"``, its
-            initial vector; ``"zero"``; or `sparsekit.Fallback`, rows that keys share and train.
-        ttl: units of the table's clock after which a row without a lookup in training expires; its
-            key then loses its row within another 1/16 of ttl. None means never. The clock counts
-            lookups in training, unless `sparsekit.set_clock` sets it.
+            initial vector; ``"zero"``; or `sparsekit.Fallback`, trainable rows shared between keys.
+        ttl: a row expires if it is not looked up in training for this many units of the table's
+            clock; its key then loses the row within another 1/16 of ttl. None means never. The
+            clock counts lookups in training, unless `sparsekit.set_clock` sets it.
         gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; both are the same on a single rank.
         seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
             from torch's default generator, which `torch.manual_seed` seeds; ranks that draw
             different seeds raise at the first lookup.
         name: name of the layer, for error messages; give a name if layers may be built in another
             order.
-        dtype: dtype of the rows: float32, float64 or bfloat16 (added in float32). None means
+        dtype: dtype of the rows: float32, float64 or bfloat16 (summed in float32). None means
             torch's default.
-        device: device of the rows and the table; None means torch's default. A layer on meta has no
-            memory; after ``to_empty`` it is as if it had been made on the new device.
+        device: device of the rows and the table; None means torch's default. A layer on the meta
+            device has no memory; after ``to_empty`` it is as if it had been created on the new
+            device.
         process_group: None means torch.distributed's default group, or one process.
         truncate: True leaves out the keys of a bag beyond its first max_nnz, padding not counted.
             These keys get no row, and neither they nor their weights get a gradient. With False,
@@ -118,7 +119,7 @@ class DistributedEmbedding(EmbeddingLayer):
             same low bits then share a few ranks. None means ``"hash"`` with the hash table, and
             ``"modulo"`` without it, since no other placement is then possible. A saved table keeps
             its placement.
-        wire_dtype: ``torch.bfloat16`` rounds vectors, and their gradients, on their way between
+        wire_dtype: ``torch.bfloat16`` rounds vectors and their gradients when they are sent between
             ranks, which halves the bytes. It changes each element by at most 2^-8 of its size, and
             so a bag's output by at most 2^-8 of the sum of its summands' absolute values. Sums are
             still computed in float32 or float64. None means the setting of `sparsekit.init`, by
@@ -129,16 +130,16 @@ class DistributedEmbedding(EmbeddingLayer):
             `EmbeddingGroup.prefetch`, and a step has one collective fewer. More keys than the limit
             are an error on all ranks. Lookups go by key, even with strategy="auto", and all layers
             of a group must have the limit. None means no limit. On CUDA every message has room for
-            the maximum number of keys, vectors or gradients, so the host never waits. In return an
-            error on one rank ends the exchange: start all ranks again from a checkpoint.
+            the maximum number of keys, vectors or gradients, so the host never waits. In return, an
+            error on one rank ends the exchange; restart all ranks from a checkpoint.
         insert: False keeps the vocabulary unchanged in training too. A key without a row then gets
             its vector as in evaluation, but no row and no gradient. Keys with a row are still
             trained. `insert` is also an attribute; set it to the same value on all ranks.
             `assign` always inserts.
         strategy: the data that the owners of a bag's keys send. ``"all_to_all"``: the vector of
-            each distinct key; the rank of the bag pools them. ``"reduce_scatter"``: sums over the
-            keys of each owner. For these sums every rank sends all its keys to all ranks, so this
-            strategy suits large bags of keys that seldom repeat. It is not possible for
+            each distinct key, to be pooled on the bag's rank. ``"reduce_scatter"``: sums over the
+            keys that each owner has. For these sums every rank sends all its keys to all ranks, so
+            this strategy suits large bags of keys that seldom repeat. It does not support
             sample_weights that need a gradient. ``"auto"``: in each call, the strategy that moves
             fewer bytes over all ranks.
 
@@ -215,9 +216,9 @@ class DistributedEmbedding(EmbeddingLayer):
             sample_weights: one weight for each key, floating point: flat ``[n]``, or in the form
                 of inputs. A KeyedJaggedTensor has its own weights.
             scores: with score="given", an int64 score in [0, 2^32) for each key, flat ``[n]`` in
-                the order of the keys, or in the shape of a dense tensor of keys. A lookup in
-                training must have them; of a key that comes several times, on all ranks, the
-                highest counts.
+                the order of the keys, or in the shape of a dense tensor of keys. Required for
+                lookups in training; if a key comes several times, on any ranks, its highest score
+                counts.
 
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
@@ -262,7 +263,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
     Args:
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
         embedding_vec_size: length of a vector (dim).
-        slot_num: number of slots of a sample.
+        slot_num: number of slots in each sample.
         nnz_per_slot: number of keys in each slot.
         dynamic_input: whether to accept 1-D keys of any length instead of a fixed number.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).

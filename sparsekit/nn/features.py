@@ -42,7 +42,7 @@ class Feature:
         truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
             the layer's setting. Without pooling, padding keys count too.
         insert: False for a feature that only reads the table: in training it gives no rows to new
-            keys, and neither writes scores nor counts. New keys have their initial vectors and no
+            keys, and writes neither scores nor counts. New keys have their initial vectors and no
             gradient, unless another feature inserts them in the same call.
     """
 
@@ -55,7 +55,7 @@ class Feature:
 
 @dataclass(slots=True)
 class BoundFeature:
-    """A feature with its table, and with the layer's settings instead of defaults."""
+    """A feature with its table, with defaults replaced by the layer's settings."""
 
     name: str
     table: EmbeddingTable
@@ -63,7 +63,7 @@ class BoundFeature:
 
     @property
     def max_feature_num(self) -> int | None:
-        """Limit on the keys of a sample; None if there is none."""
+        """Limit on the number of keys in a sample; None if there is none."""
         return getattr(self.table, "max_feature_num", None)
 
     @property
@@ -195,7 +195,7 @@ def ask_keyed(
 ) -> Sequence[Request]:
     """Return a request for each feature of a KeyedJaggedTensor; its other keys are ignored.
 
-    On one rank requests share the bags of the tensor, so that nothing is copied.
+    On a single rank, requests share the tensor's bags, so that nothing is copied.
 
     Args:
         plan: plan of the tables, one for each feature.
@@ -222,12 +222,12 @@ def ask_keyed(
             f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    # Share bags only if there is a single batch of tables: with several, each call of an op would
-    # check the bags of all of them.
+    # Share bags only if there is a single batch of tables: with several, each call to an op would
+    # check the bags for all of them.
     share = len(plan.batches) == 1
 
-    # On a device all bags are changed together, so that the host need not know where the bags of a
-    # feature begin.
+    # On a device all bags are changed together, so that the host need not know where a feature's
+    # bags begin.
     sums = all(one.is_sum for one in asked)
 
     def requests(bags: Bags) -> list[Request]:
@@ -265,7 +265,7 @@ def ask_keyed(
 
 
 def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
-    """Raise ValueError unless each feature is a key of the input exactly once, in any order."""
+    """Raise ValueError unless each feature's name appears exactly once among the input's keys."""
     if missing := [one for one in asked if one.name not in names]:
         others = [name for name in names if name not in {one.name for one in asked}]
         listed = " and ".join(f"{one.name!r}, which asks {one.table.name}" for one in missing)
@@ -300,7 +300,7 @@ def _changed(asked: Sequence[BoundFeature], places: Mapping[str, int], bags: Bag
 
 
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
-    """Split bags by feature; each feature has one bag for each sample."""
+    """Split bags by feature; each feature has one bag per sample."""
     bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
     firsts = torch.arange(features + 1, device=bags.values.device) * batch
     ends = cast(torch.Tensor, bags.offsets)[firsts].tolist()
@@ -310,7 +310,7 @@ def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
 def _request(
     one: BoundFeature, bags: Bags, count: int | None = None, first_bag: int | None = None
 ) -> Request:
-    """Return the request of a feature, for all of `bags` or a run of them."""
+    """Return a feature's request, for all of `bags` or a run of them."""
     most, truncate = cast(int, one.feature.max_nnz), bool(one.feature.truncate)
     request = Request(
         one.table,
@@ -341,7 +341,7 @@ def _request(
 
 
 def _of_changed(one: BoundFeature, bags: Bags, count: int, first_bag: int) -> Request:
-    """Return the request of a feature for a run of bags that `_changed` has made."""
+    """Return a feature's request for a run of bags made by `_changed`."""
     check_key_dtype(one.table, bags.values)
     most = NO_LIMIT if one.feature.truncate else cast(int, one.feature.max_nnz)
     combiner, shape = cast(str, one.feature.combiner), (count,)
