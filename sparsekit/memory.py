@@ -26,7 +26,8 @@ _library.sparsekit_prefer_huge_pages.restype = None
 
 
 _PAGE, _HUGE_PAGE = mmap.PAGESIZE, 2 << 20
-# Smaller tensors are allocated normally, since a process can have only so many mappings.
+# Smaller tensors are allocated normally, since a process can have only a limited number of
+# mappings.
 _LEAST_MAPPED = 1 << 20
 # A mapping with this flag does not count as memory until it is written to. The number is from
 # Linux; Python has a name for it since 3.13.
@@ -54,10 +55,10 @@ class MappedMemory(mmap.mmap):
         begin = tensor.data_ptr() - self.address
         end = begin + tensor.nbytes
         first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-        increment_version([tensor])  # before the writes, which an interrupt may separate
+        increment_version([tensor])  # before the writes, since an interrupt may come between them
         try:
             self.madvise(mmap.MADV_DONTNEED, first, last - first)
-        except OSError:  # for example, pages are locked in memory
+        except OSError:  # for example, if pages are locked in memory
             tensor.zero_()
             return
         for start, stop in ((begin, first), (last, end)):

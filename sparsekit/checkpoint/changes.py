@@ -84,7 +84,7 @@ class Changes(NamedTuple):
         rows: rows that are new or have changed, or whose keys were in other rows in the base:
             int64, in ascending order.
         removed: keys in the base that the table no longer has, int64 ``[n]``.
-        moved: whether any of the base's rows now has a different key, or none.
+        moved: whether any row in the base now has a different key, or no key.
     """
 
     rows: np.ndarray

@@ -41,7 +41,7 @@ _LONGEST_STEM = 100
 def sources_of(
     kind: str, path: str | os.PathLike[str], dims: Mapping[str, int] = {}
 ) -> list[ForeignTable]:
-    """List the tables that another library has saved.
+    """List the tables saved by another library.
 
     Args:
         kind: ``"sok1"`` or ``"sok2"``: a dump of HugeCTR's SparseOperationKit, version 1 or 2;
@@ -117,7 +117,7 @@ def import_tables(
 
 
 def _table(name: str, source: ForeignTable, file: str) -> Table:
-    # Use the default seed of a layer with this name.
+    # Use the default seed for a layer with this name.
     seed = int(hashing.xxh64([name], seed=settings.seed))
     return Table(
         layer=name, dim=source.dim, dtype=dtype_name(source.dtype),

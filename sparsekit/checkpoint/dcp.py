@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 class DcpState:
-    """Wraps a module, its tables and optimizers as a Stateful of torch.distributed.checkpoint.
+    """Wraps a module, its tables and optimizers as a torch.distributed.checkpoint Stateful.
 
     ``dcp.save({"app": DcpState(model, optimizer)}, checkpoint_id=path)`` saves on any number of
     ranks, and ``dcp.load({"app": DcpState(model, optimizer, load_from=path)}, checkpoint_id=path)``
     loads on any number of ranks. As with `load`, tables may differ in placement or capacity, and
-    the module is left unchanged if something does not fit. Other entries of the dict are saved and
+    the module is left unchanged if something does not fit. Other entries in the dict are saved and
     loaded as usual. A rank holds one part of one table in memory at a time. It reads only its own
     part if the placement and the number of ranks are the same; otherwise it reads the parts of all
     ranks. There are no checksums. All ranks must call dcp.save and dcp.load together.
 
     Args:
         module: as for `save`; may be wrapped by DistributedDataParallel. Parameters sharded by
-            fully_shard must be saved separately, as another entry of the dict.
+            fully_shard must be saved separately, as another entry in the dict.
         optimizer: as for `save` and `load`.
         state: as for `save` and `load`.
         load_from: the path or StorageReader that is given to dcp.load; None if the object only
             saves. After loading, the object can also save.
-        name: the name under which the state was saved ("app" above); required if the checkpoint
-            has several DcpStates.
+        name: the name that the state was saved under ("app" above); required if the checkpoint has
+            several DcpStates.
         strict: as for `load`.
         cast: as for `load`.
         process_group: as for `save`.

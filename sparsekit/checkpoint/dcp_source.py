@@ -37,7 +37,7 @@ class DcpSource:
     Tensors are read on demand, so that only one part of one table is in memory at a time.
 
     Args:
-        load_from: a path or a reader of torch.distributed.checkpoint.
+        load_from: a path or a torch.distributed.checkpoint reader.
         name: the state's name in the saved dict; None if there is only one state.
 
     Raises:
@@ -144,7 +144,7 @@ class DcpSource:
         return _Part(self, part, self._parts.get(part, {}))
 
     def read(self, part: str, tensor: str) -> torch.Tensor:
-        """Read a whole tensor of a part.
+        """Read a whole tensor from a part.
 
         Raises:
             CheckpointError: the tensor cannot be read.

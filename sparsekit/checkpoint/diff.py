@@ -141,7 +141,7 @@ def _table(ours: Chain, theirs: Chain, name: str) -> TableDifference:
 def _compare(
     found: TableDifference, column: str, ours: torch.Tensor, theirs: torch.Tensor
 ) -> torch.Tensor:
-    """Record the differences of a column; return a mask of the equal rows."""
+    """Record the differences in a column; return a mask of the equal rows."""
     differs = torch.from_numpy(
         (carried(ours) != carried(theirs)).reshape(len(ours), -1).any(axis=1)
     )

@@ -1,4 +1,4 @@
-"""Drafts: hidden folders in which checkpoints are written, then renamed in one step."""
+"""Drafts: checkpoints are written to hidden folders, which are then renamed in one step."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def sync_folder(path: Path) -> None:
     """Sync a folder to disk, so that the names of its files survive a crash."""
     opened: list[int] = []
     try:
-        # Open and append in one step of Python: an interrupt in between could leak the descriptor,
-        # or close it twice.
+        # Open and append in a single Python operation: an interrupt in between could leak the
+        # descriptor, or close it twice.
         opened.extend(map(os.open, [path], [os.O_RDONLY | os.O_DIRECTORY]))
         os.fsync(opened[0])
     finally:
@@ -68,7 +68,7 @@ def make_folder(path: Path) -> None:
 
 
 class Draft:
-    """A hidden folder in which a checkpoint is written, next to the path where it will appear.
+    """A hidden folder for writing a checkpoint, next to the path where it will appear.
 
     Args:
         target: path where the checkpoint will appear.

@@ -48,7 +48,7 @@ def plain_file(path: Path) -> io.BufferedReader:
                 raise CheckpointError(f"{path}: cannot be read: it is a link")
             if not stat.S_ISREG(kind):
                 raise CheckpointError(f"{path}: is no plain file")
-            # Open in one step of Python: an interrupt in between would leak the descriptor.
+            # Open in a single Python operation: an interrupt in between would leak the descriptor.
             opened = map(io.FileIO, map(os.open, [path], [_TO_READ]))
             return next(map(io.BufferedReader, opened))
         except FileNotFoundError:

@@ -22,7 +22,7 @@ def step_folder(step: int) -> str:
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """Return the path of each checkpoint in a folder by step, in order; some may be damaged."""
+    """Return the paths of a folder's checkpoints by step, in order; some may be damaged."""
     found = {
         int(match[1]): path
         for path in entries(folder)
@@ -38,7 +38,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     sizes of files are checked; `load` checks their contents.
 
     Args:
-        folder: folder to which `Checkpoints` writes.
+        folder: folder that `Checkpoints` writes to.
     """
     folder = Path(folder)
     recover(folder)
@@ -127,7 +127,7 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def retain(folder: Path, keep: int, written: Path) -> list[str]:
-    """Remove all checkpoints but the newest ``keep`` whole ones, ``written``, and their bases.
+    """Remove all checkpoints except the newest ``keep`` whole ones, ``written``, and their bases.
 
     If a checkpoint to keep is damaged, its base is unknown, so nothing is removed.
 

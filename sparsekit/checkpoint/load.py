@@ -69,9 +69,9 @@ def load(
     module is unchanged if something does not fit, if a file is damaged, or if an object refuses its
     state. Loading temporarily needs 21 bytes of memory per row of a hash table's capacity.
 
-    With the same number of ranks and equally constructed tables, keys keep their rows and torch's
-    random numbers continue, so training on the CPU is bitwise identical to a run without the
-    interruption. With several ranks, this is a collective.
+    With the same number of ranks and identically constructed tables, keys keep their rows and
+    torch's random numbers continue, so training on the CPU is bitwise identical to a run without
+    the interruption. With several ranks, this is a collective.
 
     Args:
         module: constructed like the module that was saved.

@@ -113,7 +113,7 @@ class TablePlan:
         )
 
     def _place_keys(self) -> None:
-        """Assign rows to the keys of the whole chain, in the order in which `load` reads them."""
+        """Assign rows to the keys of the whole chain, in the order that `load` reads them."""
         folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
         numbers = torch.empty(0, dtype=torch.bool)  # True for the rows read so far
         if self._new_table is None:
@@ -154,7 +154,7 @@ class TablePlan:
             with opened(at, part, shard) as file:
                 if "rows" in file.places:
                     known = True
-                elif shard.removed:  # a checkpoint that `forget` has rewritten
+                elif shard.removed:  # a checkpoint rewritten by `forget`
                     return False
         return known
 

@@ -96,7 +96,7 @@ class Table:
         optimizer: index of the table's optimizer, or None.
         states: descriptions of the states that the optimizer stores for each row, by name.
         settings: numbers that the optimizer stores for the whole table, such as ``step``, by name.
-        complete: true if the shards have all rows, false if only those changed since the base.
+        complete: true if the shards contain all rows, false if only those changed since the base.
         shards: the parts of all ranks, in rank order.
         scores: description of the rows' scores; None for a table without scores.
     """

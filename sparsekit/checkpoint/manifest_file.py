@@ -38,7 +38,7 @@ _MOST_BYTES = 256 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_ROWS = 2**40
 ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
-# Reserved names of columns, which no state may have; see docs/checkpoint_format.md.
+# Reserved column names, which no state may have; see docs/checkpoint_format.md.
 _OWN_COLUMNS = {"keys", "vectors", "scores", "removed", "rows", "counts"}
 # Largest clock of each kind of score.
 _CLOCKS = {name: kind.most_clock for name, kind in KINDS.items()}

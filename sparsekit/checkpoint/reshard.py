@@ -80,7 +80,7 @@ def reshard(
     Args:
         path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         out: folder of the new checkpoint.
-        world_size: number of ranks among which the new checkpoint is divided, >= 1.
+        world_size: number of ranks to divide the new checkpoint among, >= 1.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:

@@ -46,7 +46,8 @@ class CheckpointWriter:
     Args:
         target: folder of the checkpoint.
         keep: number of checkpoints to keep in the folder that contains target. The new checkpoint
-            may replace an old one of the same name. If None, no checkpoint is removed or replaced.
+            may replace an old one with the same name. If None, no checkpoint is removed or
+            replaced.
         marked: whether to record `marks`.
         follows: marks of a checkpoint that is whole and on disk, and that this one may build on.
         others: as for `save`.
@@ -183,7 +184,7 @@ def manifest_of(
     base: Base | None,
     optimizers: list[dict[str, Any]],
 ) -> Manifest:
-    """Combine the notes of all ranks into the manifest.
+    """Combine the notes from all ranks into the manifest.
 
     Raises:
         CheckpointError: ranks have different tables.

@@ -23,7 +23,7 @@ from .manifest import Scores
 from .manifest_file import ROW_DTYPES
 from .tensor_file import Column, carried, check_storable, column_of, dtype_name
 
-# Number of rows whose keys are in memory at a time while a table is written.
+# Number of rows whose keys are held in memory at a time while a table is written.
 _KEYS = 1 << 23
 # Number of the hash table's 64-byte buckets to scan at a time.
 _BUCKETS = 1 << 17
@@ -47,7 +47,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     while name := within.get(type(module).__name__):
         inner = getattr(module, name, None)
         if not isinstance(inner, torch.nn.Module):
-            break  # another class of the same name
+            break  # another class with the same name
         module = inner
     return module
 
@@ -98,7 +98,7 @@ class TableShard:
     Attributes:
         name: name of the table.
         layer: the layer that the table belongs to.
-        columns: tensors with one row per row of the table, by name; the first one is ``vectors``.
+        columns: tensors with one row for each table row, by name; the first one is ``vectors``.
         size: number of rows in use.
         facts: the table's entry in the manifest, without its shards.
         counts: the counts of keys that have not been admitted; None if they are not counted.
@@ -262,14 +262,14 @@ class Snapshot:
         names: Mapping[torch.Tensor, str],
         tables: Container[torch.Tensor],
     ) -> dict[str, Any]:
-        """Return an optimizer's entry in the manifest, without the states of tables' rows."""
+        """Return an optimizer's entry in the manifest, without the states of table rows."""
         parameters = parameter_names(optimizer, names)
         kept = {
             parameters[parameter]: values
             for parameter, values in optimizer.state.items()
             if parameter not in tables
         }
-        # Not the optimizer's own method, which may copy the states.
+        # Do not use the optimizer's own method, which may copy the states.
         packed = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         groups = [
             {

@@ -1,6 +1,6 @@
 """Reports on a checkpoint's tables: rows, norms, ages, scores and unusual vectors.
 
-Files are read piece by piece, so a table may be larger than the memory.
+Files are read piece by piece, so a table may be larger than memory.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def table_figures(
 
 
 class _Pass:
-    """Goes through the rows of a table once."""
+    """Reads a table's rows once, and collects its figures."""
 
     def __init__(self, links: Chain, name: str) -> None:
         self.name = name

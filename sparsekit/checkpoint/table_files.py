@@ -55,7 +55,7 @@ def _described(table: Table) -> str:
 
 
 def file_in(folder: Folder, name: str) -> TensorFile:
-    """Open a file of a checkpoint by its name in the manifest."""
+    """Open a checkpoint's file by its name in the manifest."""
     return TensorFile(folder / name) if isinstance(folder, Path) else folder.file(name)
 
 

@@ -18,7 +18,7 @@ from ..train.plots import plot_scaling
 from ..train.scaling import Case, predicted, samples_per_second
 from .common import check_apart, check_folder, count, rank, writing
 
-WORLDS = (8, 64, 512)  # numbers of ranks for which to predict the speed-up
+WORLDS = (8, 64, 512)  # numbers of ranks to predict the speed-up for
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -101,7 +101,7 @@ def _scaling(args: argparse.Namespace) -> int:
 def _forecast(measured: dict[int, float]) -> dict[int, tuple[float, float]]:
     """Print and return the lowest and highest predicted speed-up, by number of ranks.
 
-    The predictions use only runs in which each thread had its own core.
+    The predictions use only runs where each thread had its own core.
     """
     largest = max(measured, default=1)
     if largest == 1:

@@ -103,7 +103,7 @@ def add(
     """Add a command that trains on one file, with --data, --save and the options for settings.
 
     Args:
-        models: subparsers to which to add the command.
+        models: subparsers to add the command to.
         name: name of the command.
         run: function to call with the parsed arguments.
         help: one line for the list of models.

@@ -67,7 +67,7 @@ class Columns:
         dense: Sequence[str],
         sparse: Sequence[str] | Mapping[str, Keys | Kind],
     ) -> Columns:
-        """Make the columns from the arguments of a reader, after checking them.
+        """Check a reader's arguments, and make the columns from them.
 
         Raises:
             TypeError, ValueError: an argument has the wrong form or is out of range, or a column is

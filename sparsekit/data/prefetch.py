@@ -96,7 +96,7 @@ class Prefetcher:
         return self._stateful().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume: the next iteration begins just after the batch at which `state` was taken.
+        """Resume: the next iteration begins just after the batch where `state` was taken.
 
         Raises:
             RuntimeError: an iteration that was left early is still reading the source, so the

@@ -108,7 +108,7 @@ class Reader(IterableDataset):
         self._ranks = _check_ranks(name, rank, world_size)
         self._epoch = 0
         self._step = 0  # number of batches yielded so far in this epoch
-        self._resumed = 0  # step at which the next iteration begins
+        self._resumed = 0  # step where the next iteration begins
         self._labels: tuple[float, ...] | None = None  # set by limit_labels
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,12 +164,12 @@ class Reader(IterableDataset):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume: the next iteration begins just after the batch at which `state` was taken.
+        """Resume: the next iteration begins just after the batch where `state` was taken.
 
         Raises:
-            ValueError: the state is not from a reader; or that reader had other files, another
-                order or, if the state is within an epoch, another batch size or number of ranks and
-                workers; or the step is beyond the end of the files.
+            ValueError: the state is not from a reader; or that reader had different files, a
+                different order or, if the state is within an epoch, a different batch size or
+                number of ranks and workers; or the step is beyond the end of the files.
         """
         name = type(self).__name__
         try:

@@ -37,10 +37,10 @@ class CsvReader(Reader):
     workers.
 
     Args:
-        files: One path or several, in the order of their rows.
+        files: One path or several; rows are read in this order.
         batch_size: Number of rows in each batch of this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
-            `Keys` or to a kind of keys. In a batch, the features have the order of the file.
+            `Keys` or to a kind of keys. In a batch, the features are in file order.
         dense: Names of numeric columns.
         label: Name of the column of labels, where no field may be empty.
         columns: Names of all columns, for files without a header. With None, the first line of
@@ -151,7 +151,7 @@ class CriteoReader(CsvReader):
     to I13.
 
     Args:
-        files: One path or several, in the order of their rows.
+        files: One path or several; rows are read in this order.
         batch_size: Number of rows in each batch of this rank, as with a DataLoader.
         keys: How categories are converted to keys: ``Keys("hex", separator=",")`` if a field has
             several categories, ``Keys("hash")`` if categories are arbitrary text.
@@ -199,7 +199,7 @@ class _Lines:
         self.columns = columns
         self.names = list(names)
         self._settings = columns, names, delimiter, quote, missing, max_line_bytes
-        # Features in the order of the file, like the keys of a parsed line.
+        # Features in file order, like the keys of a parsed line.
         self.features = [name for name in names if name in columns.sparse]
         fields = []
         for name in names:

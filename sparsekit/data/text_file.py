@@ -69,7 +69,7 @@ class TextFile:
             file.close()
             raise
         self.names = self._names_in(first) if columns is None else list(columns)
-        # Byte offset and line number at which the rows begin.
+        # Byte offset and line number where the rows begin.
         self.start = len(_BOM) * text.startswith(_BOM) + len(first) * header
         self.line = 1 + first.count(b"\n") * header
         if self.regular:

@@ -19,7 +19,7 @@ MOVIELENS_100K_ITEMS = PackagedFile(
 def movielens_100k_films(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[int, tuple[str, str, str]]:
-    """Return each film's title, year and genres by item id. For the source: `movielens_100k`.
+    """Return each film's title, year and genres by item id. For the source, see `movielens_100k`.
 
     Args:
         cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or

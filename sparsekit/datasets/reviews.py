@@ -44,7 +44,7 @@ MISSING = {"reviewText": "", "unixReviewTime": None}
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into words, and convert them to lower case."""
+    """Split a string into words, and convert them to lower case."""
     return WORD.findall(text.lower())
 
 
@@ -184,8 +184,8 @@ class Corpus:
     """The documents of users and items, made from the training part of the reviews.
 
     A user's document consists of the user's reviews, the latest first. An item's document consists
-    of its description, if any, and the reviews of it. To predict a user's rating of an item, this
-    user's review of this item is left out of both documents.
+    of its description, if any, and its reviews. To predict a user's rating of an item, this user's
+    review of this item is left out of both documents.
 
     Args:
         train: training part of the reviews; must not contain reviews to be predicted.
@@ -216,10 +216,9 @@ class Corpus:
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    A rating adds the film's words to the user's document. It adds another film's words to the
-    film's document: those of the film that the user rated just before, or just after the user's
-    first rating. The film's own words, already at the start of its document, would be the same for
-    all ratings.
+    A rating adds the film's words to the user's document. To the film's document, it adds the words
+    of the film that the user rated just before; for a user's first rating, just after. The film's
+    own words, already at the start of its document, would be the same for all ratings.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()

@@ -1,4 +1,4 @@
-"""Accesses this rank's shard of sharded tensors: DTensors of fully_shard, and tables."""
+"""Accesses this rank's shard of sharded tensors: DTensors from fully_shard, and tables."""
 
 import sys
 from typing import Any, TypeGuard
@@ -15,7 +15,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a DTensor is sharded, one for each sharded mesh dimension."""
+    """Return the groups that a DTensor is sharded over, one for each sharded mesh dimension."""
     if not _is_dtensor(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements

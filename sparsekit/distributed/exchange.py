@@ -4,7 +4,7 @@ A lookup begins with a handshake. Each rank sends every other rank a block of fi
 its next operation, whether it has an error, and how many rows of each table will follow. If ranks
 disagree, they find out immediately. An error on one rank is raised on all ranks, so no rank waits
 in vain. After the handshake, all ranks know the sizes of the messages that follow. Each part of a
-message begins with a head, which identifies the part and tells whether there is an error. Receive
+message begins with a head, which identifies the part and says whether there is an error. Receive
 buffers have room even for an unexpected part. A rank does not send the part for itself, but reads
 it from its own send buffer.
 """
@@ -47,7 +47,7 @@ class Proposal:
 
 @dataclass
 class Agreement:
-    """The proposals of all ranks, after a check that they agree."""
+    """The proposals from all ranks, once they have been found to agree."""
 
     facts: list[list[int]]
     counts: np.ndarray  # int64 [world_size, tables], rows to receive from each rank
@@ -69,7 +69,8 @@ class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
     # Hook set by `sparsekit.train.profile`. It is called with the exchange and the number of bytes
-    # to send, or 0 for a wait, and returns a context in which to start the collective or to wait.
+    # to send, or 0 for a wait, and returns a context manager, used while starting the collective or
+    # waiting.
     watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
         None
     )
@@ -85,7 +86,7 @@ class Exchange:
         self.device = device
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
-        # The stream on which collectives run.
+        # The stream that collectives run on.
         self.stream = own_stream(device)
         # Held during a lookup, so that only one thread at a time performs a lookup.
         self.lock = threading.RLock()
@@ -94,7 +95,7 @@ class Exchange:
         self.lookups = 0
         # Number of errors that all ranks have raised together.
         self._raised_together = 0
-        # Signatures of the plans for which all ranks have agreed to send keys without a handshake.
+        # Signatures of the plans whose keys all ranks have agreed to send without a handshake.
         self.at_once: set[str] = set()
         # Number of table parts that this rank has saved since the last lookup.
         self.parts_saved = 0
@@ -115,7 +116,7 @@ class Exchange:
         self.purpose = "layers"
 
     def agree(self, what: str, proposal: Proposal | Exception | None) -> Agreement:
-        """Exchange the proposals of all ranks, and check that they agree.
+        """Exchange the ranks' proposals, and check that they agree.
 
         Args:
             what: description of what this rank is about to do, if its proposal has none.
@@ -312,8 +313,8 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            # Mark the exchange as broken, so that a late message is not taken for part of a later
-            # collective.
+            # Mark the exchange as broken, so that a late message is not mistaken for part of a
+            # later collective.
             self.broken = self.broken or str(error)
             raise RuntimeError(
                 f"sparsekit: {brief(plan)}: no answer from all other ranks. One may have died or "
@@ -384,5 +385,5 @@ def _code(plan: str) -> int:
 
 
 def _begins(sizes: Sequence[int], first: int = 0) -> list[int]:
-    """Return the offsets of consecutive parts of these sizes."""
+    """Return the offsets of consecutive parts with these sizes."""
     return list(itertools.accumulate(sizes[:-1], initial=first))

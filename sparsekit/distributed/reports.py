@@ -9,7 +9,7 @@ import torch
 
 from ..errors import TableFullError
 
-# Maximum number of characters of a plan in an error message.
+# Maximum number of characters of a plan to show in an error message.
 _SHOWN = 800
 
 INTERRUPTED = (

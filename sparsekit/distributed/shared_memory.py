@@ -96,7 +96,7 @@ class SharedMemoryTransport(Transport):
 
 
 def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport:
-    """Make the transport of a group for tensors on the CPU; a collective.
+    """Make a group's transport for tensors on the CPU; a collective.
 
     Args:
         teller: transport that the ranks use to exchange addresses and errors.
@@ -154,8 +154,8 @@ class _Meeting:
         # The kernel chooses an abstract name, which is not in the file system and disappears when
         # the process ends.
         self._listener.bind("")
-        # The queue must hold the connections of all ranks at the same time, and a few from
-        # unrelated processes.
+        # The queue must hold connections from all ranks at the same time, and a few from unrelated
+        # processes.
         self._listener.listen(self.world_size + _STRANGERS)
         return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
 
@@ -168,7 +168,7 @@ class _Meeting:
             connection.sendall(offers[other].token + self.rank.to_bytes(_RANK_BYTES, "little"))
 
     def meet(self) -> None:
-        """Accept the connections of all higher ranks, and make the communicator."""
+        """Accept the connections from all higher ranks, and make the communicator."""
         deadline = time.monotonic() + self._patience
         sockets = self._sockets
         while len(sockets) < self.world_size - 1:

@@ -74,7 +74,7 @@ class Watch(threading.Thread):
         # still running.
         self._deadline: float | None = None
         self._launching = False
-        self._settled: float | None = None  # the deadline was for a launch that has finished
+        self._settled: float | None = None  # deadline for a launch that has finished
         self._over = threading.Event()
         self._reason = ""
 

@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 
 class Parts(NamedTuple):
-    """Parts to send to all ranks, or received from them, as byte ranges of one buffer."""
+    """Parts to send to all ranks, or received from them, as byte ranges in one buffer."""
 
     data: torch.Tensor  # uint8, the buffer that contains all parts
     begins: list[int]  # byte offset of each rank's part, including its head

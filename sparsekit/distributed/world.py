@@ -42,7 +42,7 @@ class _Settings:
     wire_dtype: torch.dtype | None = None
 
 
-# Dtypes to which vectors and gradients can be rounded between ranks.
+# Dtypes that vectors and gradients can be rounded to between ranks.
 WIRE_DTYPES = (torch.bfloat16,)
 
 settings = _Settings()
@@ -74,11 +74,11 @@ def init(
     Args:
         global_batch_size: accepted for compatibility with SOK, and not used.
         seed: changes the initial vectors of all layers that have a name and no seed. Initially 0.
-        process_group: the ranks over which tables are sharded; None, the initial setting, means
+        process_group: the ranks that tables are sharded over; None, the initial setting, means
             torch.distributed's default group, or one process if that has not been initialised.
         timeout: seconds, or a timedelta, that a rank waits for another rank before it raises an
             error. Initially 5 minutes.
-        backend: transport of the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
+        backend: transport for exchanges: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
             on one host. ``"auto"`` uses one of the last two if it is available on all ranks,
             otherwise torch.distributed.
@@ -125,7 +125,7 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 def exchange_of(
     group: dist.ProcessGroup | None, device: torch.device, purpose: str = "layers"
 ) -> Exchange | None:
-    """Return the exchange of a group for a purpose, or None if there is only one rank.
+    """Return a group's exchange for a purpose, or None if there is only one rank.
 
     The exchange has its own process group, with the timeout from `init`, so that its collectives
     never mix with other collectives, such as those of DistributedDataParallel. The first call for a

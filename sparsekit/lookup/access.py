@@ -130,7 +130,7 @@ def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor)
 
 
 def _by_user(layer: EmbeddingTable) -> list[EmbeddingTable]:
-    """Return a list: the layer if the user provides its scores, otherwise empty."""
+    """Return a list with the layer if the user provides its scores, otherwise an empty list."""
     by_user = layer.life is not None and isinstance(layer.life.score, UserScore)
     return [layer] if by_user else []
 

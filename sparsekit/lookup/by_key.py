@@ -1,8 +1,8 @@
 """The route by key: each rank gets the vectors of its distinct keys and pools them itself.
 
 A rank sends its distinct keys to their owners. Each owner sends back the vectors in the order of
-the keys, and the rank pools them straight from the receive buffer. The backward sends the gradients
-of these vectors to the owner, which adds up the gradients of all ranks for each row.
+the keys, and the rank pools them straight from the receive buffer. Backward sends the gradients of
+these vectors to the owner, which adds up the gradients from all ranks for each row.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ByKey:
         """Store the call's requests, and group their distinct keys by owner.
 
         Raises:
-            IndexError, ValueError, TableFullError: the deferred error of an earlier lookup.
+            IndexError, ValueError, TableFullError: a deferred error from an earlier lookup.
             TypeError, ValueError, IndexError: keys or offsets are not valid for a table, or a
                 rank would get more distinct keys than max_keys_per_rank.
         """

@@ -1,4 +1,4 @@
-"""Describes requests for the ops on many tables."""
+"""Describes requests for the multi-table ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_FORMS = 64
 
 @dataclass(slots=True)
 class Descriptors:
-    """Requests as arguments of the ops on many tables; see `sparsekit/ops/_group.py`."""
+    """Requests as arguments of the multi-table ops; see `sparsekit/ops/_group.py`."""
 
     keys: list[torch.Tensor]
     offsets: list[torch.Tensor]

@@ -15,7 +15,7 @@ from .request import Request
 
 
 def explain(requests: Sequence[Request]) -> None:
-    """Raise the error of the first invalid request; return if all requests are valid."""
+    """Raise the error for the first invalid request; return if all requests are valid."""
     for request in requests:
         request.check()
 
@@ -23,7 +23,7 @@ def explain(requests: Sequence[Request]) -> None:
 def explain_refusal(
     refusal: Exception, requests: Sequence[Request], tables: Sequence[EmbeddingTable]
 ) -> NoReturn:
-    """Raise an error that explains the refusal of an op that finds or inserts keys."""
+    """Raise an error that explains why an op that finds or inserts keys refused its input."""
     explain(requests)
     if isinstance(refusal, TableFullError):  # raised by a report, with a clear message
         raise refusal

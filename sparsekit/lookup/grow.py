@@ -109,7 +109,7 @@ def grow_on(batch: TableBatch, before: Sequence[int], after: Sequence[int]) -> N
 
     Args:
         batch: the tables of the lookup.
-        before: for each hash table, the rows in use before it.
+        before: for each hash table, the rows in use before the lookup.
         after: the rows in use now.
     """
     tables = batch.tables

@@ -21,7 +21,7 @@ from .user_scores import UserScores
 
 
 class KeyServer:
-    """Answers the requests of all ranks for keys that this rank owns, without copies.
+    """Answers requests from all ranks for keys that this rank owns, without copies.
 
     It reads keys and gradients from the receive buffers, and writes vectors straight into the
     send buffers.
@@ -36,7 +36,7 @@ class KeyServer:
         counted: columns of the tables where the keys are followed by how often each occurred.
 
     Attributes:
-        user_scores: the scores of keys that the user gives.
+        user_scores: the scores that the user gives for keys.
     """
 
     def __init__(

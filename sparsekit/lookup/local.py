@@ -1,4 +1,4 @@
-"""The route of a single rank, which owns all keys: nothing is sent."""
+"""The route on a single rank, which owns all keys: nothing is sent."""
 
 from __future__ import annotations
 

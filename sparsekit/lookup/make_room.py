@@ -31,7 +31,7 @@ Keys = Callable[[EmbeddingTable], Asked]
 
 
 class Known(NamedTuple):
-    """Facts about a table that every rank knows from the handshake of a lookup.
+    """Facts about a table that every rank knows from a lookup's handshake.
 
     Attributes:
         table: the table.

@@ -25,10 +25,10 @@ _changes = operator.attrgetter("changes")
 
 
 class TableBatch:
-    """Tables for one call of an op: they share a dtype, and all or none of them insert keys.
+    """Tables for one call to an op: they share a dtype, and all or none of them insert keys.
 
-    Tensors are read at each call, since loading a state may replace them; as long as none has been
-    replaced, lists of several are passed to the ops as `KeptTensors`. The tables are held by weak
+    Tensors are read at each call, since loading a state may replace them; until one is replaced,
+    lists of several tensors are passed to the ops as `KeptTensors`. The tables are held by weak
     references, so that a layer that keeps this object is freed once nothing else uses it.
 
     Attributes:
@@ -45,10 +45,8 @@ class TableBatch:
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed, growing: indices of the tables that have a hash table, and of those that grow.
-        reads: for each request, whether it is read-only; empty if all requests insert in inserting
-            tables.
-        first: if some requests are read-only: the tables where others insert keys first; otherwise
-            None.
+        reads: for each request, whether it is read-only; empty if none is.
+        first: the tables where requests insert keys before read-only ones look up, or None.
         counted: indices of the tables whose owners must know how often each key is inserted.
         names: name of each table.
         inserting: a description of each table that inserts keys, for `Report`.
@@ -56,7 +54,7 @@ class TableBatch:
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the cache
             key contains everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and that norm's p.
-        files: the files of each table whose rows are stored in files.
+        files: for each table whose rows are stored in files, those files.
         scored: the tables whose rows have scores; None if there are none.
         seen: whether the content of these tables has been checked.
         buffers: buffers of each table, by name.
@@ -112,11 +110,11 @@ class TableBatch:
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.growth: Any = None  # see `larger_of`
         self.seen = False
-        self._process = -1  # id of the last process for which `refuse_sharing` has passed
+        self._process = -1  # id of the last process where `refuse_sharing` passed
         # The last call's tensors, and the form that ops take; set from the second call on.
         self._last: Tensors | None = None
         self._kept: KeptTensors | None = None
-        # The weights among these that have a hash table, and `OF_HASH_TABLE` of each hash table.
+        # The weights of tables with a hash table, and each hash table's `OF_HASH_TABLE` tensors.
         self._hashed_weights: list[Any] = []
         self._last_of_hash_tables: list[Any] = []
         self.features: dict[Any, Any] = {}
@@ -249,10 +247,9 @@ class LookupPlan:
     """The facts that a call needs about its tables; a table may occur more than once.
 
     Attributes:
-        batches: the tables, grouped into batches that one call of an op can handle.
+        batches: the tables, grouped into batches that one call to an op can handle.
         columns: for each batch, the range of its tables among all tables.
-        derived: values that callers have derived from the tables for a form of input; see
-            `remember`.
+        derived: values that callers derived from the tables for a form of input; see `remember`.
         strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
@@ -374,14 +371,13 @@ class PlanCache:
     """A cache that holds the plan of its owner's last call; a copy starts empty.
 
     Args:
-        reads: for each request in a call, whether it is read-only; empty if all insert.
+        reads: for each request in a call, whether it is read-only; empty if none is.
     """
 
     def __init__(self, reads: Sequence[bool] = ()) -> None:
         self._reads = reads
         self._plan: LookupPlan | None = None
-        # The last call's tables, if there were several, and the change count of all tables at that
-        # time.
+        # The last call's tables, if there were several, and the change count at that time.
         self._tables: Sequence[EmbeddingTable] | None = None
         self._changes = -1
 

@@ -19,7 +19,7 @@ def asked_of(table: EmbeddingTable, requests: Sequence[Request], reads: Sequence
     Args:
         table: the table.
         requests: the requests of the lookup.
-        reads: for each request, whether it is read-only; empty if all insert.
+        reads: for each request, whether it is read-only; empty if none is.
     """
     keys = [inserted_keys(request) for request in requests if request.table is table]
     if not reads:

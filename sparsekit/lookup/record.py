@@ -39,13 +39,13 @@ class LookupResult(NamedTuple):
 
 @dataclass(frozen=True)
 class LookupRecord:
-    """Everything that the backward of a lookup in this rank's tables needs.
+    """Everything needed for the backward of a lookup in this rank's tables.
 
     Attributes:
         calls: for each of `LookupPlan.batches`, the record of its call to the ops.
         weights: weights of the distinct tables.
-        autograd_inputs: tensors to which autograd passes gradients: the weights, or only one of
-            them if `fused`. A single input saves time, and gradients that an optimizer applies in
+        autograd_inputs: tensors that autograd passes gradients to: the weights, or only one of them
+            if `fused`. A single input saves time, and gradients that an optimizer applies in
             backward do not pass through autograd.
         fused: whether one optimizer applies all gradients in backward.
         key_changes: the value of `tables.weight.key_changes` at the time of the lookup.

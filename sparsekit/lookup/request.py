@@ -17,7 +17,7 @@ from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within
 from .without_waiting import Changes, changed, one_each
 
-# Prefix of error messages about the input of a whole group.
+# Prefix for error messages about the input of a whole group.
 GROUP = "EmbeddingGroup"
 
 
@@ -73,7 +73,7 @@ class Request:
 
     @property
     def weights_need_gradient(self) -> bool:
-        """Return whether backward needs a gradient of the sample weights."""
+        """Return whether backward needs a gradient for the sample weights."""
         return weights_need_gradient(self.bags)
 
     @property
@@ -196,7 +196,7 @@ class LazyRequests(OnDemand):
 
 
 def weights_need_gradient(bags: Bags) -> bool:
-    """Return whether backward needs a gradient of the sample weights of these bags."""
+    """Return whether backward needs a gradient for the sample weights of these bags."""
     weights = bags.weights
     return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
@@ -363,7 +363,7 @@ def check_keys(
         table: the table where the keys are looked up.
         keys: int64 or int32.
         name: name at the beginning of error messages; None means the table's name.
-        bags: bags of the keys; they give positions in the input for error messages.
+        bags: bags of the keys, used for positions in error messages.
     """
     check_key_dtype(table, keys)
     check_weight(table)

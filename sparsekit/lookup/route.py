@@ -23,7 +23,7 @@ from .plan import LookupPlan, PlanCache
 from .request import LazyRequests, Request
 from .watch import tell, watched
 
-# The requests of a call, one for each table, or an error for all ranks to raise.
+# A call's requests, one for each table, or an error for all ranks to raise.
 Asked = Sequence[Request] | Exception
 
 
@@ -43,7 +43,7 @@ def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception
     """Return an error in a call's input, for `look_up` to raise on all ranks.
 
     An interrupt is raised immediately, but the call is counted first; otherwise other ranks would
-    take this rank's next call for the interrupted one.
+    mistake this rank's next call for the interrupted one.
     """
     if isinstance(error, Exception):
         return error

@@ -33,7 +33,7 @@ def exchange_rows(
     Args:
         exchange: the ranks' exchange.
         what: description of these rows, which must be the same on all ranks.
-        plan: the plan of their tables.
+        plan: the plan of the tables.
         write: writes rows to the buffers; or an error to raise on all ranks.
         sent: layout of the rows to send to each rank.
         come: layout of the rows to receive from each rank.

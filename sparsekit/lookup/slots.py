@@ -15,7 +15,7 @@ from .inputs import Bags, offsets_of
 
 # Value of max_nnz that allows bags of any length.
 NO_LIMIT = 2**63 - 1
-# Combiners of a layer; the ops support all but the last.
+# Combiners that layers accept; the ops support all but the last.
 POOLINGS = (*COMBINERS, "max")
 
 
@@ -72,7 +72,7 @@ def check_combiner(layer: str, combiner: Any, slot_num: int) -> str | tuple[str,
 
 
 def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool) -> Bags:
-    """Apply the limits of slots to checked bags: truncate longer bags, or raise an error.
+    """Apply each slot's limit to checked bags: truncate longer bags, or raise an error.
 
     Args:
         bags: checked bags; a sample has a bag for each element of max_nnz.
@@ -114,7 +114,7 @@ def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | N
 
     Args:
         bags: the existing bags.
-        begins: int64 ``[bags]``, the position in ``bags.values`` at which each run begins.
+        begins: int64 ``[bags]``, the position in ``bags.values`` where each run begins.
         counts: int64 ``[bags]``, the length of each run.
         total: the sum of counts; None reads the sum from the device, and waits for it.
     """

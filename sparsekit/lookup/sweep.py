@@ -49,7 +49,7 @@ def life_of(table: EmbeddingTable) -> RowLife:
 
 
 class Sweep:
-    """Drops expired rows of a table, and the lowest rows of a table over its budget.
+    """Drops a table's expired rows, and its rows with the lowest scores if it is over its budget.
 
     Attributes:
         agreeing: whether the other ranks are waiting for this rank.
@@ -148,7 +148,7 @@ class Sweep:
             *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
             *(self._now, self._pinned(rows), count),
         )
-        if self._exchange is not None:  # the lowest rows of all ranks are among those of each
+        if self._exchange is not None:  # the overall lowest are among each rank's lowest
             of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sums)]
@@ -210,14 +210,14 @@ class Sweep:
 
 
 def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tensor) -> None:
-    """Give rows to distinct int64 keys ``[n]`` that have none, with initial vectors.
+    """Insert distinct int64 keys ``[n]`` that have no row, with their initial vectors.
 
     Their counts are removed in the same step, so that each key has either a row or a count.
 
     Args:
         table: the table.
         keys: the keys.
-        words: their scores, int64 ``[n]``.
+        words: the keys' scores, int64 ``[n]``.
 
     Raises:
         TableFullError: this rank has too few free rows; the table is unchanged.

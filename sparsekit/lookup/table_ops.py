@@ -1,4 +1,4 @@
-"""Calls the ops on many tables, which find the rows of keys and pool their vectors."""
+"""Calls the multi-table ops, which find the rows of keys and pool their vectors."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class TableOps:
         return self._pool(outs)
 
     def record(self) -> CallRecord:
-        """Return everything that the backward needs besides `found`."""
+        """Return everything that backward needs except `found`."""
         given = self._descriptors
         in_flight: tuple[InFlight, ...] = ()
         if self._batch.scored is not None:
@@ -186,7 +186,7 @@ class TableOps:
         return self._index, self.rows, self._counts, self._bags, self._key_starts
 
     def find(self) -> None:
-        """Find the rows of all keys; in training, insert new keys. Raises the errors of `run`."""
+        """Find the rows of all keys; in training, insert new keys. Errors are as for `run`."""
         over: list[int] = []  # tables that may be over their budgets after the keys are inserted
         tables, sources = self._batch, self._descriptors
         # Weights whose rows may have missed optimizer steps, by table.
@@ -271,7 +271,7 @@ class TableOps:
             return
         if self._batch.growing:
             grow_on(self._batch, before, now)
-        # Otherwise a backward that has saved a weight would silently use the weight's new rows.
+        # Otherwise a backward that saved a weight would silently use the weight's new rows.
         each = zip(self._batch.hashed, before, now, strict=True)
         new = {t: size - then for t, then, size in each if size > then}
         changed = [self.weights[t] for t in new]

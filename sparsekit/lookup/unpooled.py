@@ -1,4 +1,4 @@
-"""Finishes requests that the ops on many tables cannot pool.
+"""Finishes requests that the multi-table ops cannot pool.
 
 The ops look up single vectors for such a request. These vectors become a jagged output, or are
 pooled by differentiable ops: maxima, and sums whose weights need a gradient.
@@ -93,7 +93,7 @@ def _pooled_as(
     if combiner == "max":
         return _largest(vectors, offsets)
     places = torch.arange(len(vectors), device=vectors.device)
-    # Call the op without the checks of `embedding_bag`, since bags and weights have been checked.
+    # Call the op without `embedding_bag`'s checks, since bags and weights have been checked.
     pooled = _embedding_bag(vectors, places, offsets, COMBINERS[combiner], weights)
     return cast(torch.Tensor, pooled)
 

@@ -112,7 +112,7 @@ def scores_on_ranks(
     Args:
         tables: tables whose scores come from the user, the same on all ranks.
         keys: returns the keys of a table that this rank owns, from all ranks.
-        exchange: the exchange of the ranks.
+        exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
         requests: this rank's requests; see `scores_of_keys`.
         error: an error on this rank that the other ranks do not know about yet.

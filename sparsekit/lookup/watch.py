@@ -23,7 +23,7 @@ def tell(
     Args:
         tables: the table of each request.
         requests: the requests.
-        reads: for each request, whether it is read-only; empty if all insert.
+        reads: for each request, whether it is read-only; empty if none is.
     """
     for table in dict.fromkeys(tables):
         if table.inserts and table in watched:

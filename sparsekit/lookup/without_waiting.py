@@ -24,10 +24,10 @@ class Changes:
     """Changes that a layer makes to its bags.
 
     Attributes:
-        slots: number of slots of a sample.
+        slots: number of slots in each sample.
         padding: for each slot, the key that is dropped; None for no key.
         max_nnz: for each slot, the limit on a bag's keys, padding included; None for no limit.
-        max_feature_num: limit on the keys of each sample, padding included.
+        max_feature_num: limit on the number of keys in each sample, padding included.
         limits: for each slot, the limit on a bag's keys without padding; None for no limit.
         truncate: whether a bag with more keys than its slot's limit is cut to its first keys;
             otherwise the bags are refused.

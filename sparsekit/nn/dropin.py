@@ -63,7 +63,7 @@ class DropIn(EmbeddingLayer):
         return self.embedding_vec_size
 
     def extra_repr(self) -> str:
-        """Return the text of the base class, with padding_key and max_norm."""
+        """Return the base class's text, with padding_key and max_norm added."""
         padding = "" if self.padding_key is None else f", padding_key={self.padding_key}"
         limit = "" if self.max_norm is None else f", max_norm={self.max_norm}"
         return f"{super().extra_repr()}{padding}{limit}"

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Embedding(DropIn):
     """A layer with a vector for each id, called like ``torch.nn.Embedding``; any int64 is an id.
 
-    In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
-    ids first occurred; `vectors`, `assign` and `items` access rows by id. In evaluation nothing is
-    inserted, and an unseen id gets its initial vector. ``weight.grad`` is a sparse tensor. The
+    In training an unseen id gets the next free row of ``weight``, so rows are in the order of the
+    ids' first occurrence; `vectors`, `assign` and `items` access rows by id. In evaluation nothing
+    is inserted, and an unseen id gets its initial vector. ``weight.grad`` is a sparse tensor. The
     optimizers of `sparsekit.optim` accept it, as do torch's SparseAdam, SGD and Adagrad.
 
     Args:

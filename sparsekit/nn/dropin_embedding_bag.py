@@ -43,7 +43,7 @@ class EmbeddingBag(DropIn):
     Shape:
         - Input: int64 or int32 ``[n]``, with offsets, or ``[bags, m]``, each row a bag; or
           torch.nested jagged ``[bags, j]``.
-        - Offsets: int64 or int32 ``[bags]``, the position at which each bag begins, 0 for the first
+        - Offsets: int64 or int32 ``[bags]``, the position where each bag begins, 0 for the first
           bag; with include_last_offset ``[bags + 1]``, and the last offset is n.
         - per_sample_weights: floating point, in the form of input; only with ``mode="sum"``.
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
@@ -216,6 +216,6 @@ class EmbeddingBag(DropIn):
         return ask_bags(self, inputs, weights, self.mode, None)
 
     def extra_repr(self) -> str:
-        """Return the text of the base class, with the settings for pooling."""
+        """Return the base class's text, with the settings for pooling added."""
         last = ", include_last_offset=True" if self.include_last_offset else ""
         return f"{super().extra_repr()}, mode={self.mode!r}{last}"

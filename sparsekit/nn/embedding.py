@@ -71,8 +71,8 @@ class DistributedEmbedding(EmbeddingLayer):
             space for max_capacity rows, but takes memory only for those in use (on CUDA, for its
             current capacity, and nothing may read ``weight`` beyond that). See docs/capacity.md.
         max_capacity: largest number of rows of this process's table, with on_full="grow". None
-            means 1.25 times the number of vectors that fit in the device's memory (on the CPU, in
-            the system's).
+            means 1.25 times the number of vectors that fit in the device's memory; on the CPU, in
+            the system's memory, or on the disk of an mmap storage.
         storage: where vectors and the states of `sparsekit.optim` optimizers are stored:
             ``"memory"``, or, on the CPU, ``"mmap:FOLDER"``: an unnamed file in a folder, mapped
             into memory, so that the table may be larger than memory. The index and scores stay in
@@ -246,7 +246,7 @@ class DistributedEmbedding(EmbeddingLayer):
         )
 
     def extra_repr(self) -> str:
-        """Return the text of the base class, with the settings for pooling."""
+        """Return the base class's text, with the settings for pooling added."""
         return (
             f"{super().extra_repr()}, combiner={self.combiner!r}, slot_num={self.slot_num}, "
             f"max_nnz={self.max_nnz}{', truncate=True' if self.truncate else ''}"

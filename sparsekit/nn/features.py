@@ -68,7 +68,7 @@ class BoundFeature:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the ops on many tables can pool the feature's bags."""
+        """Return whether the multi-table ops can pool the feature's bags."""
         return self.feature.combiner not in (None, "max")
 
     @property
@@ -92,7 +92,7 @@ def whole(name: str, layer: EmbeddingTable) -> str | Feature:
 def settled(
     features: Mapping[str, str | Feature], layers: Mapping[str, EmbeddingTable]
 ) -> dict[str, Feature]:
-    """Return the features with the defaults of their layers filled in.
+    """Return the features with their layers' defaults filled in.
 
     Raises:
         TypeError, ValueError: an item is not a feature; the message names it.
@@ -211,7 +211,7 @@ def ask_keyed(
     form = names, bags.count, bags.values.dtype
     if (read := plan.derived.get(form)) is not None:
         made = cast(LazyRequests, read(bags))
-        made.plan = plan  # not in `read`: plan and function would keep each other from being freed
+        made.plan = plan  # not in `read`: plan and function would keep each other alive
         return made
     places = {key: i for i, key in enumerate(names)}
     asked = asked_of(features, plan.tables)
