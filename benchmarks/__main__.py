@@ -205,7 +205,7 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
                 rows.append({"benchmark": name, **result.row()})
                 write()  # write each result now, since the run may be killed
         except Exception:
-            # Continue: the other benchmarks are independent, and time on a GPU is scarce.
+            # Continue: other benchmarks are independent, and GPU time is scarce.
             traceback.print_exc()
             failed.append(name)
     write()

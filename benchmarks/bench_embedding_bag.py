@@ -16,7 +16,7 @@ from .peers import fbgemm
 
 @torch.no_grad()
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time bags of 2 and of 20 rows of a large table."""
+    """Time bags of 2 and 20 rows from a large table."""
     num_rows, n = cpu.size(1_000_000, 1_000), cpu.size(425_984, 400)
     for dim in (16, 64, 128, 256):
         weight = torch.randn(num_rows, dim)
@@ -49,7 +49,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time bags of a table of 8 GiB; the roof is reading all inputs and writing the outputs."""
+    """Time bags on an 8 GiB table; the roof reads all inputs and writes the outputs."""
     floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=5)
     storage = gpu.randn(floats)
     for dim in (16, 32, 64, 128, 256):
@@ -80,7 +80,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
-    """Time bags of raw keys; the roof is pooling of known rows plus reading a bucket per key."""
+    """Time bags of raw keys; the roof pools known rows and reads one bucket per key."""
     table = sparsekit.HashTable(len(weight), device=gpu.device)
     keys = gpu.distinct_keys(0, table.capacity)
     for part in keys.split(4 << 20):

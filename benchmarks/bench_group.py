@@ -21,7 +21,7 @@ TABLES = 26
 BAGS, TBE = "EmbeddingBag + SparseAdam", "FBGEMM TBE + row-wise Adagrad"
 ONE_LAYER, ONE_TABLE = "one layer, same keys", "one table, same keys"
 
-# Numbers of rows of MLPerf's DLRM-DCNv2, limited to a million per table.
+# Row counts of the tables in MLPerf's DLRM-DCNv2, limited to a million each.
 MLPERF_ROWS = [min(rows, 1_000_000) for rows in CARDINALITIES]
 
 
@@ -36,7 +36,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class Keyed:
-    """Stand-in for a KeyedJaggedTensor: the bags of all features, one feature after the other."""
+    """Stand-in for a KeyedJaggedTensor: the bags of all features, feature by feature."""
 
     def __init__(self, names: list[str], values: torch.Tensor, offsets: torch.Tensor) -> None:
         self._parts = names, values, offsets
@@ -113,7 +113,7 @@ class Tables:
         return [partial(step, Keyed(self.names, torch.cat(keys), offsets)) for keys in self.batches]
 
     def _layers(self) -> dict[str, sparsekit.DistributedEmbedding]:
-        """Return a layer for each table, with all keys inserted."""
+        """Return one layer per table, with all keys inserted."""
         layers = {
             name: sparsekit.DistributedEmbedding("sum", ids, self.dim, 1, keys)
             for name, ids, keys in zip(self.names, self.rows, self.nnz, strict=True)
@@ -152,7 +152,7 @@ class Tables:
         ]
 
     def bags(self, optimizer: Callable[..., torch.optim.Optimizer]) -> list[Call]:
-        """Return steps with an EmbeddingBag for each table."""
+        """Return steps with one EmbeddingBag per table."""
         tables = torch.nn.ModuleList(
             torch.nn.EmbeddingBag(ids, self.dim, mode="sum", sparse=True) for ids in self.rows
         )

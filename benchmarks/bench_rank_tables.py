@@ -1,4 +1,4 @@
-"""Times many tables on ranks with one thread each: steps, collectives, the effect of prefetch.
+"""Times many tables on ranks with one thread each: steps, collectives, and the effect of prefetch.
 
 sparsekit uses LazyAdam. TorchRec has half of the tables on each rank, and uses row-wise Adagrad
 fused into backward.
@@ -41,12 +41,12 @@ class Sizes:
 
     @property
     def rounds(self) -> int:
-        """Return the number of timed steps of each side."""
+        """Return the number of timed steps for each side."""
         return 2 if self.quick else 15
 
     @property
     def small_and_large(self) -> list[Shape]:
-        """Return a small and a large shape of 26 tables."""
+        """Return two shapes with 26 tables each, one small and one large."""
         if self.quick:
             return [Shape(26, 50, 8, 4), Shape(26, 50, 12, 8)]
         return [Shape(26, 100_000, 2048, 16), Shape(26, 100_000, 4096, 64)]
@@ -82,7 +82,7 @@ def _steps(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
-    """Measure two ranks that share the tables, and a third rank alone with the batches of both."""
+    """Time two ranks that share the tables, and a third rank alone with both ranks' batches."""
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ranks, over, name = ([0, 1], alone, ONE_RANK) if rank == 2 else ([rank], pair, TWO_RANKS)
     tables = Tables(shape, ranks, over)
@@ -94,7 +94,7 @@ def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
-    """Time steps for each number of tables, and count the collectives of some steps.
+    """Time steps for each number of tables, and count the collectives in some steps.
 
     Outputs are one tensor: with a hundred outputs, autograd would take longer than the lookup.
     """
@@ -109,7 +109,7 @@ def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
 
 
 def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
-    """Measure an exchange and a dense part that takes equally long, with and without prefetch."""
+    """Time an exchange and an equally long dense part, with and without prefetch."""
     tables = Tables(shape, [rank])
     group, ahead = tables.group(), tables.group()
     exchange = tables.step(group)
@@ -120,7 +120,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
         for _ in range(times):
             torch.mm(matrix, matrix, out=product)
 
-    for _ in range(2):  # twice: the second estimate is better, since `times` is about right
+    for _ in range(2):  # twice: the second estimate starts from the first, so it is better
         each = time_in_turns({ALONE: exchange, DENSE: dense}, rounds)
         found = [round(times * statistics.median(each[ALONE]) / statistics.median(each[DENSE]))]
         dist.broadcast_object_list(found)  # the same number on all ranks
@@ -150,7 +150,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start ranks that time all cases; `bytes` is the number that one rank sends in a step."""
+    """Start ranks that time all cases; `bytes` is the amount that one rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     sizes = Sizes(cpu.quick)
     found = on_ranks.run(_two_ranks, WORLD, sizes)

@@ -97,7 +97,7 @@ def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, to
 
 
 def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, list[Any]]:
-    """Return TorchRec's model with these initial vectors, and the batches in its input format."""
+    """Return TorchRec's model with the given initial vectors, and batches in its input format."""
     names = {t: [f"{t}_f{f}" for f in range(case.features)] for t in vectors}
     model = torchrec.model(names, case.ids, case.dim)
     for name, weight in torchrec.own_weights(model).items():
@@ -161,7 +161,7 @@ LINES = {"step": "step on 2 ranks", "exchange": "exchange with dedupe, 2 ranks, 
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start ranks that time all cases; `bytes` is the number that one rank sends in a step."""
+    """Start ranks that time all cases; `bytes` is the amount that one rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     found = on_ranks.run(_measure, WORLD, cpu.quick)
     for what, line in LINES.items():

@@ -29,7 +29,7 @@ def inputs_of(kind: str, n: int, segments: int, seed: int) -> torch.Tensor:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time uniform ids, zipf ids, and ids of which half are equal."""
+    """Time uniform ids, zipf ids, and uniform ids with half of them set to 0."""
     n, segments = cpu.size(425_984, 1_000), cpu.size(60_000, 100)
     for dim in (16, 64, 256):
         count = cpu.copies(4 * n * dim)
@@ -55,7 +55,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time four rows per segment on average; the roof is reading ids and rows and writing sums."""
+    """Time four rows per segment on average; the roof reads ids and rows, and writes the sums."""
     for dim in (16, 32, 64, 128, 256):
         n = gpu.fit(gpu.size(min(4 << 20, (1 << 29) // dim), 1_000), bytes_each=16 * dim)
         segments = n // 4

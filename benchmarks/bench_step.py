@@ -26,7 +26,7 @@ OURS: dict[str, tuple[Callable[..., optim.RowOptimizer], bool]] = {
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time 8192 samples of 26 slots with 2 keys each, zipf 1.2 over a million ids, dim 64."""
+    """Time 8192 samples with 26 slots of 2 keys each, zipf 1.2 over a million ids, dim 64."""
     batch, slots, nnz = cpu.size(8192, 8), cpu.size(26, 3), 2
     dim, ids = cpu.size(64, 8), cpu.size(1_000_000, 100)
     n = batch * slots * nnz
@@ -104,7 +104,7 @@ def _steps(
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time 65,536 samples of 26 slots with 2 keys each; the table has 8 GiB at dim 128, 4 at 64."""
+    """Time 65,536 samples with 26 slots of 2 keys; the table has 8 GiB at dim 128, 4 GiB at 64."""
     batch, slots, nnz = gpu.size(65536, 8), 26, 2
     n = batch * slots * nnz
     for dim in (128, 64):

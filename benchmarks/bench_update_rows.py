@@ -28,7 +28,7 @@ PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time steps that each touch another 6% of the rows, so that exact optimizers must catch up."""
+    """Time steps, each on a different 6% of the rows, so that exact optimizers must catch up."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad would warn
     num_rows, touched = cpu.size(1_000_000, 1_000), cpu.size(63_819, 60)
     for name, (ours, theirs, takes_sparse) in PAIRS.items():
@@ -78,7 +78,7 @@ def _steps(
     return [partial(step, gradient) for gradient in gradients]
 
 
-# Optimizers, and their passes over a row: gradients are read; weight and states read and written.
+# Optimizers, and their passes over a row: gradients are read, weight and states read and written.
 PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "SGD": (lambda p: optim.SGD(p, lr=0.01), 3),
     "SGD momentum": (lambda p: optim.SGD(p, lr=0.01, momentum=0.9), 5),
@@ -91,7 +91,7 @@ PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time 2M touched rows of a large table."""
+    """Time steps that touch 2M rows of a large table."""
     for dim in (16, 64, 128, 256):
         yield from _against_sparse_adam(gpu, dim)
     for name, (make, passes) in PASSES.items():

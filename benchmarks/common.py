@@ -35,7 +35,7 @@ def median_and_spread(samples: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Position of a case in a plot: figure, series, name and value of x, and number of items."""
+    """Position of a case in a plot: figure, series, name and value of x, and item count."""
 
     figure: str
     series: str
@@ -51,7 +51,7 @@ class Comparison:
     Samples are milliseconds per call, in the order of measurement. On the CPU, our calls and the
     peer's are timed in turns, so samples with the same index were taken at about the same time. A
     roof may have a single sample. `line` is the name of the case's target in `targets.py`, if any.
-    With the clock "collectives", samples are numbers of collectives in a step instead of times.
+    With the clock "collectives", samples are collectives per step instead of times.
     """
 
     case: str

@@ -58,7 +58,7 @@ class Cpu:
     # ---- sizes, inputs, peers ----
 
     def size(self, full: int, quick: int) -> int:
-        """Return `full`, or `quick` if sizes are toy sizes."""
+        """Return `full`, or `quick` when using toy sizes."""
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
@@ -101,7 +101,7 @@ class Cpu:
         """Time our calls and all peers' in turns, and yield a comparison with each peer.
 
         Args:
-            case: description with sizes; unique within the suite.
+            case: description, including sizes; unique within the suite.
             ours: calls, one for each input.
             peers: calls of each peer.
             line: name of the case's target in `targets.py`; empty if it has none.
@@ -149,7 +149,7 @@ class Cpu:
     # ---- roofs ----
 
     def copy_ms(self, num_bytes: int, threads: int | None = None) -> list[float]:
-        """Return samples of the milliseconds to move these bytes at R1, the speed of a copy."""
+        """Return samples of the milliseconds to move `num_bytes` at R1, the speed of a copy."""
         threads = threads or self.threads
         if threads not in self._copy_ms_per_byte:
             best: list[float] = []

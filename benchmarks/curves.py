@@ -13,7 +13,7 @@ from .common import Comparison, Curve, random_keys
 from .cpu import Call, Cpu, Side
 from .peers import native
 
-# Upper bound of the memory per key that one point of a plot needs, including R2's arrays.
+# Upper bound on the memory per key for one point of a plot, including R2's arrays.
 BYTES_PER_KEY = 160
 DIMS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -41,7 +41,7 @@ def hash_table(cpu: Cpu) -> Iterator[Comparison]:
             cpu.has(f"curves of {n:,} keys", reason)
             continue
         yield from _find(cpu, n)
-        if n <= 10**7:  # ten times as many would take a minute each
+        if n <= 10**7:  # ten times as many keys would take a minute each
             yield from _insert(cpu, n)
 
 
@@ -93,7 +93,7 @@ def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
 
 
 def load(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure find of the same keys in full tables with different load factors."""
+    """Measure finding the same keys in full tables with different load factors."""
     n = cpu.size(4_000_000, 1_000)
     keys = random_keys(n)
     queries = [keys[torch.randint(0, n, (min(n, 1_000_000),))] for _ in range(8)]
@@ -111,7 +111,7 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class _FullTable:
-    """A table at its budget, and keys for lookups in training of as many keys as a sweep drops."""
+    """A table at its budget, and training lookups with as many keys as one sweep drops."""
 
     def __init__(self, rows: int) -> None:
         spare = max(rows // 10, 8192)
@@ -123,12 +123,12 @@ class _FullTable:
             self.bring()
 
     def bring(self) -> None:
-        """Look up new keys, each of which drops a row in the end."""
+        """Look up new keys, each of which eventually displaces a row."""
         self._look_up(self._seen)
         self._seen += self.keys
 
     def ask(self) -> None:
-        """Look up the keys of the last call of `bring`."""
+        """Look up the keys from the last call to `bring`."""
         self._look_up(self._seen - self.keys)
 
     def _look_up(self, first: int) -> None:
@@ -137,7 +137,7 @@ class _FullTable:
 
 
 def evict(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure lookups of new keys in full tables; the peer is lookups of keys that have rows."""
+    """Measure lookups of new keys in full tables; the peer looks up keys that have rows."""
     for rows in [1_000] if cpu.quick else [10**5, 10**6, 10**7]:
         table = _FullTable(rows)
         yield from cpu.compare(
@@ -150,7 +150,7 @@ def evict(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def unique(cpu: Cpu) -> Iterator[Comparison]:
-    """Measure unique for different numbers of distinct keys, and of repeats of each key."""
+    """Measure unique for different numbers of distinct keys and of repeats per key."""
     points = [(n, 1) for n in _sizes(cpu, 10**7)]
     duplicated = cpu.size(4_000_000, 1_000)
     points += [(duplicated, 10**power) for power in range(4)]

@@ -19,7 +19,7 @@ class FusedStep:
     Args:
         capacity: rows of the table.
         dim: size of a vector.
-        offsets: offsets of the bags, int64 ``[bags + 1]``, the same in all calls.
+        offsets: bag offsets, int64 ``[bags + 1]``, the same in all calls.
         seed: seed of the initial vectors.
         lr: learning rate.
     """

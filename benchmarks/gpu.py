@@ -27,7 +27,7 @@ from .targets import GPU_TARGETS, target_of
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of calls, by the device's clock ("events") and by the wall clock.
+    """Milliseconds per call, on the device's clock ("events") and on the wall clock.
 
     The wall clock starts and stops while the device is idle. It includes the host's launches and
     waits, so it is the relevant clock for a call that waits for a result.
@@ -38,11 +38,11 @@ class Timing:
 
     @property
     def ms(self) -> float:
-        """Return the median time by the device's clock."""
+        """Return the median time on the device's clock."""
         return statistics.median(self.events)
 
     def on(self, clock: str) -> list[float]:
-        """Return the samples of a clock, "events" or "wall"."""
+        """Return the samples from a clock, "events" or "wall"."""
         return self.wall if clock == "wall" else self.events
 
 
@@ -159,7 +159,7 @@ class Gpu:
         self, case: str, ours: Timing, peer: str, theirs: Timing, target: str = "", *,
         wall: bool = False,
     ) -> Iterator[Comparison]:  # fmt: skip
-        """Compare with a peer by the device's clock and, if `wall`, by the wall clock too."""
+        """Compare with a peer on the device's clock and, if `wall`, on the wall clock too."""
         for clock in ("events", "wall") if wall else ("events",):
             yield self._compare(case, ours, peer, theirs, target, None, clock)
 
@@ -175,11 +175,11 @@ class Gpu:
     # ---- inputs ----
 
     def size(self, full: int, quick: int) -> int:
-        """Return `full`, or `quick` if sizes are toy sizes."""
+        """Return `full`, or `quick` when using toy sizes."""
         return quick if self.quick else full
 
     def fit(self, count: int, bytes_each: float) -> int:
-        """Return `count`, halved until this number of items leaves some memory free."""
+        """Return `count`, halved until that many items leave some memory free."""
         # Free modules with hooks, which are in reference cycles, and torch's cached memory.
         gc.collect()
         if self.on_gpu:
@@ -202,7 +202,7 @@ class Gpu:
         return torch.arange(start, end, device=self.device) * 0x1E3779B97F4A7C15
 
     def zipf(self, n: int, exponent: float, num_ids: int) -> torch.Tensor:
-        """Draw ids by Zipf's law, int64 ``[n]`` in [0, num_ids); frequent ids are not adjacent."""
+        """Draw zipf ids, int64 ``[n]`` in [0, num_ids); frequent ids are not adjacent."""
         ranks = torch.arange(1, num_ids + 1, dtype=torch.float64, device=self.device)
         cumulative = ranks.pow_(-exponent).cumsum_(0)
         draws = torch.rand(n, generator=self.generator, device=self.device, dtype=torch.float64)

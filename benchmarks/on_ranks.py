@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import sparsekit
 
-Step = Callable[[int], object]  # called with the number of the batch
+Step = Callable[[int], object]  # called with the batch number
 
 # Number of untimed warm-up steps: one for each batch, so that timed steps insert no rows.
 WARM_UP = 4
@@ -56,7 +56,7 @@ def time_in_turns(
     Args:
         sides: steps that take turns. None means that this rank waits in gloo's barrier during the
             step, and gets no samples.
-        rounds: number of timed steps of each side.
+        rounds: number of timed steps for each side.
         together: the ranks that run a step at the same time as this one; None for all.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
@@ -75,7 +75,7 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one rank in a step: collectives that it starts, and bytes that it sends."""
+    """Traffic of one rank in one step: collectives that it starts, and bytes that it sends."""
 
     collectives: int
     bytes: int

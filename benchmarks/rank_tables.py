@@ -1,4 +1,4 @@
-"""Defines many tables on ranks, and steps of a group, of one layer and of TorchRec on them.
+"""Defines many tables on ranks, and steps on them with a group, one layer, and TorchRec.
 
 sparsekit looks up raw keys in hash tables that already contain all keys; TorchRec gets row numbers.
 The input of both is one KeyedJaggedTensor, or a stand-in for it. A group returns the vectors of
@@ -32,18 +32,18 @@ class Shape:
     dim: int
 
     def text(self) -> str:
-        """Format the sizes for the name of a case."""
+        """Format the sizes for a case's name."""
         return f"{self.tables} tables of {self.ids:,} x {self.dim}, batch {self.batch:,}"
 
 
 class Tables:
-    """Tables with one slot each, sharded over the ranks of a group; batches have one key per bag.
+    """Tables with one slot each, sharded over a process group; batches have one key per bag.
 
     Args:
         shape: number and sizes of the tables.
-        ranks: ranks whose batches this process looks up, one after the other.
+        ranks: ranks whose batches this process looks up, one after another.
         over: ranks that share the tables; None for all.
-        output: the option `output` of a group.
+        output: the `output` option for a group.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Tables:
             yield torch.cat(outputs, 1).view(-1, self.shape.tables, self.shape.dim)
 
     def look_up(self, group: sparsekit.EmbeddingGroup, keys: Keyed) -> list[torch.Tensor]:
-        """Return the outputs of a group in the order of `grads`."""
+        """Return a group's outputs in the order of `grads`."""
         outputs = group(keys)
         return list(outputs.values()) if self.output == "dict" else [outputs]
 

@@ -18,7 +18,7 @@ class ReportError(Exception):
 
 
 def read(path: Path) -> Run:
-    """Read a run that `run --json` has written."""
+    """Read a run written by `run --json`."""
     try:
         run = json.loads(path.read_text())
     except OSError as error:
@@ -31,7 +31,7 @@ def read(path: Path) -> Run:
 
 
 def brief(run: Run) -> str:
-    """Format a run as JSON with a line per result, without samples, for tables and plots."""
+    """Format a run as JSON with one line per result, without samples, for tables and plots."""
     head = json.dumps({name: value for name, value in run.items() if name != "results"}, indent=1)
     samples = ("samples", "against_samples")
     rows = [{name: each[name] for name in each if name not in samples} for each in run["results"]]
@@ -77,7 +77,7 @@ def verdicts(rows: Iterable[Row]) -> str:
 
 
 def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[str]]:
-    """Return a line about the change of each case, and the names of slower cases and benchmarks.
+    """Return a line about the change in each case, and the names of slower cases and benchmarks.
 
     The measure is the quotient of our time and the peer's time, since the speed of machines drifts
     and both were timed in turns. If there are several peers, the median change counts. If both runs
@@ -119,7 +119,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
             verdict = "  faster"
         lines.append(f"{case:<80}{time:>7.2f} time{change:>7.2f} vs {against}{verdict}")
     judged = len(lines) - (not same)
-    lines.sort(key=lambda line: "SLOWER" in line)  # print slower cases last, where they are noticed
+    lines.sort(key=lambda line: "SLOWER" in line)  # slower cases last, where readers notice them
     for name, cases in groups.items():
         change, time = (statistics.median(x[i] for x in cases) for i in range(2))
         verdict = ""
@@ -172,7 +172,7 @@ def _quotients(row: Row) -> list[float]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format runs as Markdown tables, one of all targets and one of all cases, with medians."""
+    """Format runs as two Markdown tables of medians, one of all targets and one of all cases."""
     suites = {"gpu" if run["suite"] == "gpu" else "cpu" for run in runs} or {"cpu"}
     lines = _stamps(runs)
     lines += [
@@ -245,7 +245,7 @@ def _median(rows: Sequence[Row], field: str) -> float:
 
 
 def write_into(path: Path, text: str) -> None:
-    """Replace the text between the marks BEGIN and END of a document with a new text."""
+    """Replace the text between the marks BEGIN and END in a document."""
     try:
         document = path.read_text()
     except OSError as error:

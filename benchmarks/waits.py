@@ -20,7 +20,7 @@ LIBRARY = Path(sparsekit.__file__).parent / "lib" / "libsparsekit_cuda.so"
 
 @dataclass(frozen=True)
 class Waits:
-    """Numbers of waits in one call, by torch and by sparsekit."""
+    """Counts of waits in one call, by torch and by sparsekit."""
 
     torch: int
     sparsekit: int

@@ -34,7 +34,7 @@ void map_find(const void* map, const int64_t* keys, int64_t n, int64_t* out) {
   }
 }
 
-// Writes the value of each key; a new key gets the number of earlier keys.
+// Writes the value of each key; a new key's value is the number of keys inserted before it.
 void map_emplace(void* map, const int64_t* keys, int64_t n, int64_t* out) {
   Map& m = *static_cast<Map*>(map);
   for (int64_t i = 0; i < n; ++i) {

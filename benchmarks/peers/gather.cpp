@@ -11,7 +11,7 @@
 
 namespace {
 
-// Distance of prefetches: enough for as many concurrent reads as a core supports.
+// Prefetch distance: enough for as many concurrent reads as a core supports.
 constexpr int64_t kAhead = 32;
 
 // Adds up all eight numbers of a line, so that the whole line has to be read.

@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's flags, by which the builds in BUILD of different machines differ."""
+    """Return the processor's flags, which distinguish builds from different machines in BUILD."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -138,7 +138,7 @@ class FlatMap:
         return self._call("map_find", keys)
 
     def emplace(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the values of keys ``[n]``; a new key's value is the number of earlier keys."""
+        """Return the values of keys ``[n]``; a new key's value is the number of keys before it."""
         return self._call("map_emplace", keys)
 
     def _call(self, name: str, keys: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,9 @@ def model(features: Mapping[str, Sequence[str]], ids: int, dim: int, lr: float =
     """Return a module that sums the bags of `keyed`; ranks get consecutive tables, in order.
 
     Args:
-        features: features of each table.
-        ids: rows of a table.
-        dim: size of a vector in all tables.
+        features: names of each table's features.
+        ids: rows per table.
+        dim: vector size in all tables.
         lr: learning rate.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -83,7 +83,7 @@ def own_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def keyed(names: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """Return a KeyedJaggedTensor from the bags of all features, one feature after the other."""
+    """Return a KeyedJaggedTensor with the bags of all features, feature by feature."""
     from torchrec import KeyedJaggedTensor
 
     return KeyedJaggedTensor(keys=list(names), values=values, lengths=lengths)

@@ -1,13 +1,13 @@
-"""Trains a table of three times its budget of memory from a file, beside one in memory.
+"""Trains a table three times the size of its memory budget from a file, and one held in memory.
 
     python -m benchmarks.systems.beyond_memory [--rows 1000000] [--dim 64] [--batch 4096]
         [--optimizer LazyAdam] [--folder FOLDER]
 
-FOLDER is where the file is made, and should be on a disk. As root, with control groups, the
-process with the file gets no more memory than its budget and what it takes without a table, and it
-is shown that a table in memory does not fit there. A batch has 90% or 99% of its keys from a 20th
-of the rows, which lie anywhere in the file, and the others from all rows. Halfway the table in the
-file is saved, and a new process goes on. Exits with 1 if the bits differ.
+The file is created in FOLDER, which should be on a disk. Run as root with control groups, the
+process with the file gets 1.5 times its budget, 32 bytes per row, and its memory without a table; a
+table in memory is shown not to fit there. Batches take 90% or 99% of their keys from a 20th of the
+rows, scattered over the file, and the others from all rows. Halfway through, the table in the file
+is saved, and a new process continues. Exits with 1 if the bits differ.
 """
 
 import argparse
@@ -27,14 +27,14 @@ import torch
 import sparsekit
 from sparsekit import checkpoint
 
-SHARES = 0.9, 0.99  # fraction of the keys of a batch that are from the hot rows
-STEPS = 200  # with each of these fractions; the second half of them counts
-NEW_KEYS = 20_000  # of a step that fills the table
+SHARES = 0.9, 0.99  # fraction of a batch's keys that come from hot rows
+STEPS = 200  # for each fraction; only the second half is measured
+NEW_KEYS = 20_000  # in each step that fills the table
 LINE = "{:<12}{:>10}{:>12}{:>14}{:>14}{:>14}"
 
 
 class ControlGroup:
-    """A limit to the memory of a process, file pages included; cgroup v1 or v2."""
+    """Limits the memory of a process, including file pages; cgroup v1 or v2."""
 
     def __init__(self, limit: int) -> None:
         root = Path("/sys/fs/cgroup")
@@ -45,16 +45,16 @@ class ControlGroup:
         self._peak = self.folder / ("memory.max_usage_in_bytes" if old else "memory.peak")
 
     def peak(self) -> int:
-        """Return the largest memory so far in bytes."""
+        """Return the peak memory in bytes."""
         return int(self._peak.read_text())
 
     def close(self) -> None:
-        """Remove the group, whose processes must have ended."""
+        """Remove the group; its processes must have ended."""
         self.folder.rmdir()
 
 
 def batch_of(step: int, share: float, rows: int, size: int) -> torch.Tensor:
-    """Return the keys of a batch; hot keys are those that are divisible by 20."""
+    """Return the keys of a batch; hot keys are divisible by 20."""
     draw = np.random.default_rng([step, round(1000 * share)])
     hot = draw.integers(0, rows // 20, size) * 20
     keys = np.where(draw.random(size) < share, hot, draw.integers(0, rows, size))
@@ -115,7 +115,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(settings: dict[str, Any], group: ControlGroup | None = None) -> dict[str, Any] | None:
-    """Run `train` in a process of its own; return None if the system has killed it."""
+    """Run `train` in its own process; return None if the system killed it."""
     code = "import json, sys; from benchmarks.systems.beyond_memory import train; "
     code += "print(json.dumps(train(json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, json.dumps(settings)]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.systems.capacity [--speed] [--plot FILE]
 
-Predicts the hit rates of LRU, LFU, admission at 2 and ttl at five sizes from two data sets, and
-looks the same keys up in real tables: a zipf stream whose popular keys drift, and the values of the
-Adult census data, three epochs of rows in other orders. Then, or with --speed alone, it times a
-feature with ten million keys, and reports by how much the memory of the process grows. Exits with
-1 if a prediction is off by more than a point, or the memory grows by more than 100 MB.
+Predicts the hit rates of LRU, LFU, admission at 2, and ttl at five sizes, and looks up the same
+keys in real tables. The keys are a zipf stream whose popular keys drift, and the values in the
+Adult census data, for three epochs in different row orders. Then, or with --speed alone, it times a
+feature with ten million keys, and reports how much the process's memory grows. Exits with 1 if a
+prediction is off by more than a point, or memory grows by more than 100 MB.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from sparsekit.datasets import adult
 MOST_ERROR, MOST_BYTES = 0.01, 100e6
 ROWS = {"zipf": (8192, 16384, 32768, 65536, 131072), "Adult": (500, 1000, 2000, 5000, 10000)}
 TTLS = {"zipf": (5, 20, 50, 100, 200), "Adult": (2, 5, 20, 50, 100)}
-# The feature that is timed: a zipf law whose popular keys drift, until there are enough keys.
+# The timed feature: zipf keys, with popular keys that drift until enough distinct keys were seen.
 IDS, EXPONENT, BATCH, BLOCK, DISTINCT = 10**8, 1.05, 4096, 1 << 20, 10**7
 
 
 def people() -> Iterator[torch.Tensor]:
-    """Yield the keys of 256 rows of the Adult data in each lookup."""
+    """Yield the keys of each lookup, from 256 rows of the Adult data."""
     everyone = adult()
     texts = [np.char.add(f"{name}=", values) for name, values in everyone.columns.items()]
     keys = sparsekit.hashing.xxh64(np.stack(texts, 1).ravel()).view(len(everyone), -1)
@@ -43,7 +43,7 @@ def people() -> Iterator[torch.Tensor]:
 
 
 def compare(name: str, lookups: list[torch.Tensor], sample: int) -> Feature:
-    """Print predictions beside what tables have hit, and return both."""
+    """Print predicted hit rates beside measured ones, and return both."""
     curve = CapacityCurve(rows=ROWS[name], ttls=TTLS[name], sample=sample)
     for keys in lookups:
         curve.add(keys)
@@ -63,7 +63,7 @@ def compare(name: str, lookups: list[torch.Tensor], sample: int) -> Feature:
 
 
 def stream() -> Iterator[np.ndarray]:
-    """Yield blocks of keys, without end."""
+    """Yield blocks of keys forever."""
     rng = np.random.default_rng(0)
     drift = 0
     while True:
@@ -73,7 +73,7 @@ def stream() -> Iterator[np.ndarray]:
 
 
 def time_it() -> bool:
-    """Print the speed and the memory of a feature with many keys; return whether it is small."""
+    """Print speed and memory for a feature with many keys; return whether memory is small."""
     warm = CapacityCurve(rows=[1000], sample=1000)
     for start in range(0, 2_000_000, 10_000):
         warm.add(torch.arange(start, start + 10_000))

@@ -2,9 +2,9 @@
 
 python benchmarks/systems/checkpoint.py [--gib 4] [--folder FOLDER]
 
-Exits with 1 if a requirement is not met. save must be at least 0.7 times as fast as cp and sync of
+Exits with 1 if a requirement is not met. save must be at least 0.7 times as fast as cp and sync on
 the same bytes, and faster than torch.save. save, load and reshard may use at most 256 MiB of memory
-besides the table. async_save may delay training by at most a tenth of the time of a save.
+besides the table. async_save may delay training by at most a tenth of the time that save takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sparsekit
 from sparsekit import checkpoint
 
 DIM = 64
-GOLDEN = -7046029254386353131  # keys are multiples of this number, to be spread over 64 bits
+GOLDEN = -7046029254386353131  # keys are multiples of this number, so that they spread over 64 bits
 MOST_EXTRA_MIB = 256
 LEAST_OF_CP = 0.7
 MOST_HELD_UP = 0.1
@@ -123,7 +123,7 @@ def _held_up(
     folder: Path,
     saves: int,
 ) -> list[float]:
-    """Return by how many seconds each async_save delays training, during the call and later."""
+    """Return how many seconds each async_save delays training, during the call and later."""
     lost = []
     keep = checkpoint.Checkpoints(folder / "async", keep=1)
     for step in range(saves):
@@ -145,7 +145,7 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _measured(function: Callable[[], object]) -> tuple[float, int]:
-    """Return the function's seconds, and by how many MiB its peak exceeds the memory before."""
+    """Return the call's seconds, and its peak memory in MiB above that before the call."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     seconds = _timed(function)

@@ -1,7 +1,7 @@
-"""Trains DLRM-DCNv2 of MLPerf's size on generated data; measures throughput only, unofficially.
+"""Trains an MLPerf-sized DLRM-DCNv2 on generated data; measures throughput only, unofficially.
 
-The model has dim 128, MLPerf's numbers of keys in the 26 bags (214 per sample) and its dense
-layers. It is trained with Adagrad. Tables have at most --rows rows; MLPerf's have up to 40 million.
+The model has dim 128, and MLPerf's bag sizes (26 bags, 214 keys per sample) and dense layers. It is
+trained with Adagrad. Tables have at most --rows rows; MLPerf's have up to 40 million.
 
 python -m benchmarks.systems.dlrm_mlperf
 """

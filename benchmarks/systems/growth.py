@@ -1,10 +1,10 @@
-"""Trains a table that grows beside one that was large from the start: times of steps, and memory.
+"""Compares a growing table with one that is large from the start: step times and memory.
 
     python -m benchmarks.systems.growth [--rows 10000000] [--dim 64] [--optimizer LazyAdam]
         [--out FOLDER]
 
-Each table is trained in a process of its own, and each step brings new keys alone, so that all of
-its keys need rows. Exits with 1 if the vectors differ. FOLDER gets a plot of the times of steps.
+Each table is trained in its own process, and each step has only new keys, so every key needs a row.
+Exits with 1 if the vectors differ. A plot of step times is written to FOLDER.
 """
 
 import argparse
@@ -21,19 +21,19 @@ import torch
 
 import sparsekit
 
-KEYS = 50_000  # new keys of a step
+KEYS = 50_000  # new keys per step
 FIRST_ROWS = 1_000
 LINE = "{:<10}{:>12}{:>12}{:>12}{:>10}{:>14}{:>14}{:>14}"
 
 
 def _memory(name: str) -> int:
-    """Return a size of this process from the system, in bytes: VmRSS now, VmHWM at most."""
+    """Return this process's memory in bytes: VmRSS (current) or VmHWM (peak)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:")) * 1024
 
 
 def train(grows: bool, rows: int, dim: int, optimizer_name: str) -> dict[str, Any]:
-    """Train a table with all keys, each in one step."""
+    """Train a table on all keys; each occurs in one step."""
     options: dict[str, Any] = {"on_full": "grow"} if grows else {}
     first = FIRST_ROWS if grows else rows
     layer = sparsekit.Embedding(first, dim, name="table", **options)

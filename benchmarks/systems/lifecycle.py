@@ -1,11 +1,11 @@
-"""Compares policies for full tables: quality of models, and hit rates beside a bucketed LRU.
+"""Compares policies for full tables: model quality, and hit rates against a bucketed LRU.
 
     python -m benchmarks.systems.lifecycle [--seeds 3]
 
 Trains a rating model on MovieLens-100K and a classifier on the Adult census data, with rows for
-half of the ids. Then it feeds a zipf stream whose popular keys drift to tables of 65,536 rows, and
-to a table that evicts within buckets of 128 rows, as HierarchicalKV does. Exits with 1 if LRU with
-sweeps down to 99% of the rows, or LFU, has a lower hit rate than the bucketed table.
+half of the ids. Then looks up a zipf stream whose popular keys drift in tables with 65,536 rows,
+and in a table that evicts within buckets of 128 rows, as HierarchicalKV does. Exits with 1 if LRU
+with sweeps down to 99% of the rows, or LFU, has a lower hit rate than the bucketed table.
 """
 
 import argparse
@@ -40,7 +40,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 TO_99 = "LRU, sweeps to 99%"
 BUCKETS, BUCKET_ROWS = 512, 128
-# The stream: ids by a zipf law, of which the popular ones change as the steps go on.
+# The stream: zipf ids whose popular ones change from step to step.
 IDS, EXPONENT, BATCH, STEPS = 1_000_000, 1.05, 4096, 400
 
 
@@ -52,7 +52,7 @@ class FirstCome:
         self._known: set[int] = set()
 
     def see(self, keys: torch.Tensor) -> None:
-        """Insert the keys of a batch that still fit, in their order."""
+        """Insert a batch's keys, in order, as long as there is room."""
         new = [key for key in dict.fromkeys(keys.tolist()) if key not in self._known]
         if new := new[: self._most - len(self._known)]:
             self._known.update(new)
@@ -61,7 +61,7 @@ class FirstCome:
 
 
 def limit(layers: Mapping[EmbeddingLayer, int], policy: str) -> dict[EmbeddingLayer, FirstCome]:
-    """Limit the rows of layers, which have been made with the options of a policy."""
+    """Limit the rows of layers that were created with a policy's options."""
     for layer, most in layers.items():
         if layer.life is not None and layer.life.max_rows is not None:
             layer.life.max_rows = most
@@ -79,7 +79,7 @@ def trained(
     rates: tuple[float, float],
     seed: int,
 ) -> None:
-    """Train a model with LazyAdam and Adam, whose rates fall to zero."""
+    """Train a model with LazyAdam and Adam; their learning rates fall to zero."""
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)
     optimizers = [
         sparsekit.optim.LazyAdam(sparse, lr=rates[0]),
@@ -95,7 +95,7 @@ def trained(
 
 
 def ratings(policy: str, seed: int) -> tuple[float, int]:
-    """Return the test RMSE of a rating model, and the rows that were dropped."""
+    """Return the test RMSE of a rating model, and the number of dropped rows."""
     train, test = movielens_100k().split_by_time(0.2)
     model = RatingModel(train, dim=16, history_size=4, seed=seed, **POLICIES[policy])
     ids = {"user": train.users, "item": train.items, "rated": train.items}
@@ -122,7 +122,7 @@ def ratings(policy: str, seed: int) -> tuple[float, int]:
 
 
 class People(torch.nn.Module):
-    """A classifier of rows of ids, of which all columns share a table."""
+    """Classifies rows of ids; all columns share one table."""
 
     def __init__(self, columns: int, rows: int, seed: int, **options: Any) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class People(torch.nn.Module):
 
 
 def people(policy: str, seed: int) -> tuple[float, int]:
-    """Return the test AUC of a classifier on the Adult data, and the rows that were dropped."""
+    """Return the test AUC of a classifier on the Adult data, and the number of dropped rows."""
     everyone = adult()
     texts = [np.char.add(f"{name}=", values) for name, values in everyone.columns.items()]
     keys = sparsekit.hashing.xxh64(np.stack(texts, 1).ravel()).view(len(everyone), -1)
@@ -182,14 +182,14 @@ def stream() -> Iterator[torch.Tensor]:
 
 
 class BucketedLRU:
-    """A table that drops the least recently used key of the bucket of a new key."""
+    """A table that makes room for a new key by dropping its bucket's least recently used key."""
 
     def __init__(self) -> None:
         self._keys = np.full((BUCKETS, BUCKET_ROWS), -1)
         self._clocks = np.full((BUCKETS, BUCKET_ROWS), -1)
 
     def look_up(self, keys: np.ndarray, now: int) -> int:
-        """Look up distinct keys, insert those that are absent, and return how many were there."""
+        """Look up distinct keys, insert absent ones, and return how many were present."""
         buckets = self._hashed(keys) % np.uint64(BUCKETS)
         rows, places = (self._keys[buckets] == keys[:, None]).nonzero()
         self._clocks[buckets[rows], places] = now
@@ -202,7 +202,7 @@ class BucketedLRU:
 
     @staticmethod
     def _hashed(keys: np.ndarray) -> np.ndarray:
-        """Return the finalizer of MurmurHash3, which HierarchicalKV uses."""
+        """Hash keys with MurmurHash3's finalizer, as HierarchicalKV does."""
         words = keys.astype(np.uint64)
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
             words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
@@ -210,7 +210,7 @@ class BucketedLRU:
 
 
 def hit_rates() -> dict[str, float]:
-    """Return the hit rate of each table in the second half of the stream, by distinct keys."""
+    """Return each table's hit rate in the second half of the stream, counting distinct keys."""
     rows = BUCKETS * BUCKET_ROWS
     bucketed = BucketedLRU()
     policies = {**POLICIES, TO_99: {"on_full": "evict", "low_watermark": 0.99}}

@@ -20,7 +20,7 @@ TABLES, STEPS, REPEATS, MOST = 26, 100, 7, 1.05
 
 
 def batches(rows: int) -> list[Batch]:
-    """Generate batches of this number of rows; all calls return the same batches."""
+    """Generate batches of `rows` rows; all calls return the same batches."""
     generator = torch.Generator().manual_seed(0)
     names = [f"C{i}" for i in range(TABLES)]
     made = []
@@ -51,7 +51,7 @@ def model_and_optimizers() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]
 
 
 def measure(rows: int) -> float:
-    """Time the trainer and the loop in turns; print and return the quotient of their times."""
+    """Time the trainer and the loop in turns; print and return the ratio of their times."""
     data = batches(rows)
     model, optimizers = model_and_optimizers()
     trainer = Trainer(model, losses, optimizers, stream=io.StringIO())

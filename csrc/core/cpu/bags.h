@@ -49,8 +49,8 @@ inline int64_t bag_grain(int64_t n, int64_t num_bags, int64_t dim) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));
 }
 
-// The entries of a table's bags as the input of a segment reduction: each entry contributes the
-// gradient of its bag.
+// The entries of a table's bags as input to a segment reduction: each entry contributes its bag's
+// gradient.
 template <class T, bool kScaled>
 struct BagGradients {
   static constexpr bool scaled = kScaled;

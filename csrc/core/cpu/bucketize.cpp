@@ -26,7 +26,7 @@ int64_t num_chunks(int64_t n) {
 
 // Sorts the keys by owner with a counting sort, in two passes over the keys. `next` [chunks,
 // world_size] first holds the number of keys that each owner has in a chunk. Later it holds the
-// position of the chunk's next key for that owner.
+// output position of the chunk's next key for that owner.
 template <bool kMapped, class Key>
 int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_owner,
                       int64_t* counts, int64_t* permutation, int64_t* next,

@@ -5,8 +5,8 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Number of columns that are advanced together. It is small, so that they stay in registers or in
-// the first-level cache.
+// Number of columns advanced together, small enough to stay in registers or in the first-level
+// cache.
 constexpr int64_t kBlock = 32;
 
 // Advances `width` columns of a row by `count` steps. The first `replayed` steps are computed one

@@ -25,7 +25,7 @@ struct Distinct {
 
 // A hash table of 32-bit entries. An empty entry is 0. Otherwise, the low bits hold a key's number
 // plus one, and the other bits hold a tag from the key's hash. The tag rules out most other keys
-// without a comparison of keys. A key is put into the first group with an empty entry, starting at
+// without a comparison of keys. A key goes into the first group with an empty entry, starting at
 // its home group. Its position in the group is unpredictable, so all entries of a group are
 // compared at once, without branches. The table grows with the number of distinct keys, so it stays
 // in a faster cache if keys repeat often.
@@ -52,9 +52,9 @@ class DistinctKeyMap {
     return entries;
   }
 
-  // Inserts the keys [begin, end) and calls visit(i, number) for each key, with kFirst set in
-  // `number` at first occurrences. visit may be called twice for a key, first with a wrong number;
-  // the last call has the right number. `Given` is `Key` or a narrower type.
+  // Inserts the keys [begin, end) and calls visit(i, number) for each key; `number` has kFirst set
+  // at first occurrences. visit may be called twice for a key, first with a wrong number; the last
+  // call has the right number. `Given` is `Key` or a narrower type.
   template <class Given, class Visit>
   void add(const Given* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
@@ -76,7 +76,7 @@ class DistinctKeyMap {
                });
   }
 
-  // Returns the index of the first entry that a range of keys uses, given the number of preceding
+  // Returns the index of the first entry used by a range of keys, given the number of preceding
   // ranges and the total number of keys in them. Each range gets at least as many entries as
   // entries_for() requires.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
@@ -151,13 +151,13 @@ class DistinctKeyMap {
     for (int k = 0; k < count; ++k) {
       const uint32_t* group = group_at(hashes[k]);
       const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
-      // Without a match, take the last entry. It is empty or belongs to another key.
+      // Without a match, take the last entry. It is either empty or another key's.
       numbers[k] = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
       prefetch(&distinct[numbers[k]]);
     }
   }
 
-  // Adds a block of keys. A branch on whether a key is new is often mispredicted. So all keys are
+  // Adds a block of keys. A branch on whether a key is new is often mispredicted, so all keys are
   // first looked up without branches, then the missing keys are inserted. While nearly all keys are
   // new, the branch is predicted well, and the lookup is skipped.
   template <class Given, class Visit>

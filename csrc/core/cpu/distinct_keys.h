@@ -1,4 +1,4 @@
-// Finds the distinct keys of each of many tables, in order of first occurrence.
+// Finds the distinct keys in each of many tables, in order of first occurrence.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace sparsekit::cpu {
 
-// Calls use(keys, begin, end), where `keys` are the keys of the source as int64_t or int32_t.
+// Calls use(keys, begin, end), where `keys` points to the source's keys, int64_t or int32_t.
 template <class Use>
 void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use) {
   if (source.wide_keys) {

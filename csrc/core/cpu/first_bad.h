@@ -1,4 +1,4 @@
-// Records the smallest position at which any thread has found an error.
+// Records the smallest position at which any thread found an error.
 #pragma once
 
 #include <atomic>

@@ -17,8 +17,8 @@ inline bool is_bad_bag(int64_t low, int64_t high, int64_t n, int64_t most) {
   return (high < low) | (high > n) | (length > static_cast<uint64_t>(most));
 }
 
-// Checks the offsets of the bags [begin, end). The loop has no branches and computes in the type of
-// the offsets, so that the compiler can vectorize it.
+// Checks the offsets of the bags [begin, end). The loop has no branches and computes in the
+// offsets' type, so that the compiler can vectorize it.
 template <class Offset>
 bool good_offsets(const Offset* offsets, int64_t begin, int64_t end, int64_t n, int64_t most) {
   using Length = std::make_unsigned_t<Offset>;

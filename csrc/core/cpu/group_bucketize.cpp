@@ -10,7 +10,7 @@ namespace sparsekit::cpu {
 namespace {
 
 // Sorts the keys [n] of a table by owner into sorted [n]. places [n] receives the position of each
-// key in `sorted`, or its place of fixed size if max_keys > 0. counts[r * stride] becomes the
+// key in `sorted` or, if max_keys > 0, in the fixed-size layout. counts[r * stride] becomes the
 // number of keys that rank r owns. Returns false if the owner of any key is not a valid rank; such
 // keys are assigned to rank 0.
 bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int64_t max_keys,

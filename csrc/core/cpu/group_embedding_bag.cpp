@@ -16,9 +16,9 @@ namespace {
 
 // ---- pooling ----
 
-// Maps an entry of a feature to its row; entry 0 is the feature's first one. The members are
-// copies, since the compiler must assume that a store to `out` may change anything that a pointer
-// refers to.
+// Maps an entry of a feature to its row; entry 0 is the feature's first. The members are copies,
+// since the compiler must assume that a store to `out` may change anything that a pointer refers
+// to.
 template <class T, class Index>
 struct EntryRows {
   const T* weight;
@@ -285,8 +285,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
   const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
   int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
-    // The first rows of each unit are not prefetched, so make only as many units per feature as are
-    // needed to balance the threads.
+    // The first rows of each unit are not prefetched, so make only as many units per feature as it
+    // takes to balance the threads.
     const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
     return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };

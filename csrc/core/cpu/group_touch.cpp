@@ -11,7 +11,7 @@ namespace {
 // Minimum number of entries per thread.
 constexpr int64_t kWorth = 8192;
 
-// Number of rows whose scores are asked for ahead of their use.
+// Distance in rows at which scores are prefetched.
 constexpr int64_t kAhead = 64;
 
 struct Entries {
@@ -23,7 +23,7 @@ struct Entries {
         num_distinct(found.counts[table.table]) {}
 };
 
-// Returns the number of words of workspace: a count for each distinct key.
+// Returns the workspace size in words: one count per distinct key.
 int64_t num_counts(const TouchedTable& table, const FoundRows& found) {
   return table.policy == ScorePolicy::kLfu ? Entries(table, found).num_distinct : 0;
 }
@@ -67,8 +67,8 @@ void count_touches(const FoundRows& found, int64_t num_distinct, int64_t begin, 
   }
 }
 
-// Writes the scores of a table. counts [num_distinct] is workspace. If not kShared, `parallel_for`
-// has one thread.
+// Writes the scores of a table. counts [num_distinct] is workspace. Without kShared, `parallel_for`
+// must use one thread.
 template <bool kShared>
 void touch_table(const TouchedTable& table, const FoundRows& found, uint64_t* counts,
                  const ParallelFor& parallel_for) {
@@ -92,7 +92,7 @@ void touch_table(const TouchedTable& table, const FoundRows& found, uint64_t* co
   });
 }
 
-// Returns the number of words of workspace of a thread that has small tables.
+// Returns the workspace size, in words, for a thread that handles small tables.
 int64_t num_counts_alone(const SharedJobs& jobs, const TouchedTable* tables, int64_t num_tables,
                          const FoundRows& found) {
   int64_t most = 0;

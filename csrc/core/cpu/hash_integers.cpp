@@ -2,7 +2,7 @@
 
 namespace sparsekit::cpu {
 
-// Minimum number of values per thread; for fewer, another thread costs more than it saves.
+// Minimum number of values per thread; with fewer, another thread costs more than it saves.
 constexpr int64_t kGrain = 16384;
 
 void hash_integers(const int64_t* values, int64_t n, bool is_unsigned, uint64_t seed,

@@ -13,7 +13,7 @@ constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 
 constexpr int64_t kRowsOfWord = 64;
-// Minimum number of rows per thread, and of buckets.
+// Minimum number of rows, or of buckets, per thread.
 constexpr int64_t kRows = 1 << 15;
 constexpr int64_t kBuckets = 2048;
 
@@ -67,9 +67,9 @@ struct Range {
   int64_t least, most;
 };
 
-// Writes the orders of all rows, and returns their range. Loops here and below run over all rows
-// without a branch, so that compilers vectorize them: a sweep of a small table reads every score
-// for a few hundred rows.
+// Writes the orders of all rows, and returns their range. The loops here and below visit all rows
+// without a branch, so that compilers vectorize them: a sweep of a small table reads every score to
+// drop a few hundred rows.
 Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& parallel_for) {
   constexpr Range kNone{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
   std::atomic<int64_t> least{kNone.least}, most{kNone.most};
@@ -98,15 +98,15 @@ Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& p
   return {least, most};
 }
 
-// Where the wanted rows end.
+// End of the wanted rows.
 struct Limit {
   int64_t order;       // the highest order
   int64_t tied;        // number of rows of this order; 0 if all of them are taken
   int64_t tied_taken;  // number of those that are taken
 };
 
-// Finds the limit by a radix selection. Each round counts the rows by one digit of their order, and
-// goes on with the rows that have the digit at which `count` is reached.
+// Finds the limit by a radix selection. Each round counts the rows by one digit of their order,
+// finds the digit that reaches `count`, and continues with the rows that have it.
 Limit find_limit(const ScoredRows& table, const Work& work, const Range& orders, int64_t num_pinned,
                  const ParallelFor& parallel_for) {
   if (table.size - num_pinned <= table.count) return {orders.most, 0, 0};

@@ -28,7 +28,7 @@ namespace sparsekit::cpu {
 
 constexpr int64_t kRun = 1024;
 
-// Minimum number of entries per segment for which splitting into two halves pays off.
+// Minimum number of entries per segment to make splitting into two halves worthwhile.
 constexpr int64_t kEntriesForHalves = 4;
 
 // Progress of a thread in a segment. The high bits hold the distance (in elements) from the first
@@ -75,8 +75,8 @@ struct Half {
   }
 };
 
-// Workspace of a reduction. If sums have the type of the output, the first half stores its sums in
-// the output itself.
+// Workspace of a reduction. If sums have the output's type, the first half stores them in the
+// output itself.
 template <class T>
 struct SegmentWorkspace {
   int64_t num_halves = 0, column_parts = 0, run_parts = 0;
@@ -134,7 +134,7 @@ inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t wi
   for (; j < width; ++j) sum[j] = before[j] + (kScaled ? scale * load(row[j]) : load(row[j]));
 }
 
-// A row to add, and the progress of its segment before the addition.
+// A row to add, and its segment's progress before the addition.
 template <class T>
 struct Addition {
   const T* row;

@@ -49,7 +49,7 @@ class SharedJobs {
   int64_t num_together() const { return together_; }
   int32_t job(int64_t place) const { return order_[place]; }
 
-  // Calls together(job) for the large jobs, then alone(job, thread) for the small jobs.
+  // Calls together(job) for large jobs, then alone(job, thread) for small jobs.
   template <class Together, class Alone>
   void run(const Together& together, const Alone& alone) const {
     for (int64_t place = 0; place < together_; ++place) together(order_[place]);

@@ -9,7 +9,7 @@
 
 namespace sparsekit::cpu {
 
-// Radix sort by digits of 11 bits, lowest digit first. Row indices have two or three such digits.
+// Radix sort by 11-bit digits, lowest digit first. Row indices have two or three such digits.
 class RowSort {
  public:
   RowSort(Arena& arena, int64_t n)

@@ -8,18 +8,18 @@
 namespace sparsekit::cpu {
 namespace {
 
-// unique() has two algorithms with the same result. By range: each thread numbers a range of the
-// keys, then looks up its distinct keys in the earlier ranges. By hash: keys are moved to parts by
-// their hash, then each part is numbered in the cache. No key is looked up twice, but there are
-// several more passes. With a million distinct keys, the hash table of a range does not fit in a
-// cache, and the cache misses cost more than these passes. So beyond kMostByRange, keys are
-// numbered by range only if they repeat often enough that most lookups hit the cache.
+// unique() has two algorithms with the same result. Range-based: each thread numbers a range of the
+// keys, then looks up its distinct keys in the earlier ranges. Hash-based: keys are partitioned by
+// hash, then each part is numbered in the cache. No key is looked up twice, but there are several
+// more passes. With a million distinct keys, a range's hash table does not fit in a cache, and
+// cache misses cost more than these passes. So beyond kMostByRange, the range-based algorithm is
+// used only if keys repeat often enough that most lookups hit the cache.
 constexpr int64_t kMostByRange = int64_t{1} << 21;
 constexpr int64_t kLargeSample = 16384;
 // Keys repeat often if at most this share of a large sample is distinct.
 constexpr double kOftenRepeated = 0.45;
-// Use at most this many threads by range if keys seldom repeat: with more, looking up distinct keys
-// in all earlier ranges dominates the work.
+// Maximum number of threads for the range-based algorithm if keys seldom repeat: with more, looking
+// up distinct keys in all earlier ranges dominates the work.
 constexpr int kMostRangesOfDistinct = 4;
 constexpr int64_t kLeastByHash = int64_t{1} << 17;
 constexpr int64_t kLeastSampled = int64_t{1} << 16;
@@ -47,7 +47,7 @@ bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) 
   return repeated * n <= kSample * kSample / 2;
 }
 
-// Returns true if the keys should be numbered by hash.
+// Returns true if the hash-based algorithm should be used.
 template <class Key>
 bool seldom_repeat(const Key* keys, int64_t n, int64_t seed, void* workspace) {
   return static_cast<double>(distinct_of_sample(keys, n, kLargeSample, seed, workspace)) >

@@ -17,7 +17,7 @@ constexpr int kMaxParts = 256;
 constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 
-// The algorithm by hash: partitions the keys, numbers the keys of each part, and turns these
+// The hash-based algorithm: partitions the keys, numbers the keys of each part, and turns these
 // numbers into ranks among all distinct keys. The partitioning is stable, so chunks processed in
 // order contain first occurrences in order.
 template <class Key, class Index>
@@ -59,7 +59,7 @@ class ByHash {
  private:
   int64_t begin_of(int64_t chunk) const { return n_ * chunk / chunks_; }
 
-  // Returns the first position of a chunk's keys within a part. If `chunk` is the number of chunks,
+  // Returns the position in a part where a chunk's keys begin. If `chunk` is the number of chunks,
   // returns the end of the part.
   uint32_t& start(int64_t chunk, int64_t part) { return start_[chunk * parts_ + part]; }
 

@@ -13,8 +13,8 @@ namespace sparsekit::cpu {
 constexpr int64_t kLeastRange = 8192;
 constexpr int kMaxRanges = 32;
 
-// The algorithm by range: each thread numbers a range of the keys. Then the ranges are processed in
-// order: threads divide the range's distinct keys and look them up in the earlier ranges, whose
+// The range-based algorithm: each thread numbers a range of the keys. Then the ranges are processed
+// in order: threads divide the range's distinct keys and look them up in the earlier ranges, whose
 // tables no longer change. Keys that are not found are new.
 template <class Key, class Index>
 class ByRange {

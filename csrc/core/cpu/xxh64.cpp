@@ -14,8 +14,8 @@ inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
 }
 
 // Processes all whole stripes of [p, end) and returns the four accumulators merged into one word.
-// Not inlined: it needs many registers, which callers would save and restore in vain for short
-// texts.
+// Not inlined: it needs many registers, which callers would save and restore needlessly for short
+// strings.
 [[gnu::noinline]] uint64_t hash_stripes(const uint8_t* p, const uint8_t* end, uint64_t seed) {
   uint64_t a = seed + kPrime1 + kPrime2;
   uint64_t b = seed + kPrime2;

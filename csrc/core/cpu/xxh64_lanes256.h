@@ -4,7 +4,7 @@
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 constexpr int kLanes = 4;
 
-// Loads two words of a text.
+// Loads two words of a string.
 template <bool kApart>
 SPARSEKIT_INLINE __m128i load_two(const WaitingText& text, size_t first, size_t second) {
   if (!kApart) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(text.data + first));
@@ -13,7 +13,7 @@ SPARSEKIT_INLINE __m128i load_two(const WaitingText& text, size_t first, size_t 
       _mm_loadh_pd(_mm_castsi128_pd(word), reinterpret_cast<const double*>(text.data + second)));
 }
 
-// Loads two words of text 0 and two words of text 2.
+// Loads two words of string 0 and two words of string 2.
 template <bool kApart>
 SPARSEKIT_INLINE __m256i load_four(const WaitingText* texts, size_t first, size_t second) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load_two<kApart>(texts[0], first, second)),

@@ -1,5 +1,5 @@
-// Computes XXH64 of texts of equal length, one text in each lane of a vector. Each engine includes
-// this file in its own namespace to get hash_together. Before it does so, it defines
+// Computes XXH64 of strings of equal length, one string per vector lane. Each engine includes this
+// file in its own namespace to get hash_together. Before it does so, it defines
 //   SPARSEKIT_TARGET, SPARSEKIT_INLINE  attributes of functions, and of inline functions
 //   Lanes, kLanes                       a vector of uint64_t, or uint64_t itself; number of lanes
 //   kSide                               number of vectors that go through each step side by
@@ -10,10 +10,10 @@
 //                                       loads the words at two offsets; unless kApart, second is
 //                                       first + 8
 //   lanes_of(words)                     returns a vector of kLanes words from memory
-//   store(lanes, texts, codes)          writes each lane to codes[place] of its text
+//   store(lanes, texts, codes)          writes each lane to codes[place] of its string
 
-// Makes the compiler reload the addresses of texts in each step. If they were kept, they would fill
-// all registers.
+// Makes the compiler reload the strings' addresses in each step. If kept, they would fill all
+// registers.
 SPARSEKIT_INLINE void forget_addresses() {
 #if defined(__GNUC__)
   __asm__ volatile("" ::: "memory");
@@ -37,7 +37,7 @@ SPARSEKIT_INLINE Lanes merge_lane(Lanes hash, Lanes accumulator) {
   return times(hash ^ absorb_word(all(0), accumulator), kPrime1) + kPrime4;
 }
 
-// Hashes the first 32 bytes of each text.
+// Hashes the first 32 bytes of each string.
 SPARSEKIT_INLINE Lanes hash_stripe(const Lanes* words, uint64_t seed) {
   const Lanes a = absorb_word(all(seed + kPrime1 + kPrime2), words[0]);
   const Lanes b = absorb_word(all(seed + kPrime2), words[1]);
@@ -66,9 +66,9 @@ SPARSEKIT_INLINE Lanes finish_lanes(Lanes hash) {
   return hash ^ hash >> 32;
 }
 
-// Loads the last `left` bytes of each text, where 1 <= left <= 15. If left >= 8, the first 8 of
+// Loads the last `left` bytes of each string, where 1 <= left <= 15. If left >= 8, the first 8 of
 // them go into *word. The remaining bytes go into the low bytes of *rest; they are read as part of
-// a word that ends where the text ends.
+// a word that ends where the string ends.
 SPARSEKIT_INLINE void load_end(const WaitingText* texts, size_t size, size_t left, Lanes* word,
                                Lanes* rest) {
   if (size < 8) {

@@ -8,7 +8,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Number of keys of a tile that each thread handles. The host runner gets few, so that small tests
+// Number of keys per tile that each thread handles. The host runner gets few, so that small tests
 // have several tiles.
 #ifdef __CUDACC__
 constexpr int kSteps = 8;
@@ -17,7 +17,7 @@ constexpr int kSteps = 2;
 #endif
 constexpr int kTile = kSteps * kSumThreads;
 
-// Blocks of scatter_kernel on a multiprocessor at a time, for which ptxas limits its registers.
+// Number of scatter_kernel blocks per multiprocessor at a time; ptxas limits registers to match.
 constexpr int kBlocksAtOnce = 4;
 
 struct Workspace {
@@ -32,20 +32,20 @@ struct Workspace {
   }
 };
 
-// The keys of a thread in a tile, and their owners. A tile's keys go by warps, then by steps, then
-// by lanes.
+// A thread's keys in a tile, and their owners. A tile's keys are ordered by warp, then step, then
+// lane.
 template <class Key>
 struct Keys {
   Key key[kSteps];
   int owner[kSteps];  // world_size beyond the last key
 
-  // Returns the thread's place in the tile in a step.
+  // Returns the position in the tile that the thread handles in a step.
   SPARSEKIT_DEVICE static int place(int step) {
     return (simt::thread() / simt::kWarp * kSteps + step) * simt::kWarp + simt::lane();
   }
 
-  // Reports the shard of a key whose owner is not a valid rank to *bad (see bucketize.h), and uses
-  // rank 0 instead.
+  // If a key's owner is not a valid rank, reports the key's shard in *bad (see bucketize.h), and
+  // uses rank 0.
   SPARSEKIT_DEVICE Keys(const Key* keys, int64_t n, const Owners& owners, int64_t* bad) {
     const auto world_size = static_cast<int>(owners.world_size);
     const int64_t first = simt::block() * kTile;
@@ -86,10 +86,10 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads)
   }
 }
 
-// Shared memory of scatter_kernel: the memory of prefix sums, then these arrays.
+// Shared memory of scatter_kernel: the part for prefix sums, then these arrays.
 template <class Key>
 struct ScatterBlock {
-  // Where a key comes from.
+  // Origin of a key.
   struct Source {
     uint16_t owner;
     uint16_t place;  // in the tile
@@ -97,7 +97,7 @@ struct ScatterBlock {
 
   int32_t* to;  // [world_size] distance from a key's place in the sorted tile to that in the output
   uint16_t* begins;  // [kSumWarps, world_size] place in the sorted tile of a warp's next key
-  // The sorted tile, in the memory of `begins`.
+  // The sorted tile, which reuses the memory of `begins`.
   Key* keys;        // [kTile]
   Source* sources;  // [kTile]
 
@@ -127,7 +127,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kBlocksAtOnce)
   const ScatterBlock<Key> block(world_size);
   const auto warp_begins = [=](int warp) { return block.begins + warp * world_size; };
 
-  // Count each warp's keys of each owner. A key's rank is the number of keys with the same owner
+  // Count each warp's keys for each owner. A key's rank is the number of keys with the same owner
   // before it in its warp.
   uint16_t* own = warp_begins(simt::thread() / simt::kWarp);
   for (int owner = simt::lane(); owner < world_size; owner += simt::kWarp) own[owner] = 0;
@@ -149,7 +149,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kBlocksAtOnce)
   }
   simt::barrier();
 
-  // Find where the owners of this thread begin: in the sorted tile and in the output.
+  // Find where this thread's owners begin: in the sorted tile and in the output.
   const int owners_each = (world_size + kSumThreads - 1) / kSumThreads;
   const int first_owner = simt::thread() * owners_each;
   const int end_owner =

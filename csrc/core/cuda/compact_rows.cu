@@ -19,7 +19,7 @@ SPARSEKIT_DEVICE int64_t count_below(const int64_t* gone, int64_t k, int64_t row
   return low;
 }
 
-// Numbers a row a thread, and checks a position in `gone`.
+// Each thread numbers one row and checks one position in `gone`.
 SPARSEKIT_KERNEL compact_rows_kernel(const int64_t* gone, int64_t k, int64_t size,
                                      int32_t* new_rows, int64_t* bad_row) {
   const int64_t left = size - k;
@@ -35,8 +35,7 @@ SPARSEKIT_KERNEL compact_rows_kernel(const int64_t* gone, int64_t k, int64_t siz
     if (below < k && gone[below] == row) {
       number = -1;
     } else if (row >= left) {
-      // The number of rows in [left, row) that stay. Numbers that are not ascending may be counted
-      // wrongly.
+      // The number of rows in [left, row) that stay. It may be wrong if `gone` is not ascending.
       const int64_t stay = row - left - (below - count_below(gone, k, left));
       number = stay < 0 || stay >= k ? -1 : gone[stay];
     }

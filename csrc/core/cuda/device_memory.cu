@@ -129,7 +129,7 @@ bool is_capturing(void*) {
 
 namespace {
 
-// Throws an error like that of a device whose stream is being captured.
+// Throws an error like CUDA's on a device whose stream is being captured.
 void refuse_capture(const char* what) {
   if (is_capturing(nullptr)) {
     throw std::runtime_error(std::string("simt: ") + what + " while a graph is captured");

@@ -1,6 +1,6 @@
-// Rooms: ranges of a device's addresses, of which the first bytes have memory. A tensor that grows
-// lies in one and keeps its address. Uses CUDA's virtual memory, which is part of the driver, and
-// hands tensors to Python by DLPack. sparsekit/device_rooms.py calls the functions at the end.
+// Rooms: ranges of device addresses with memory mapped only at the start. A growing tensor lies in
+// a room and keeps its address. Uses the CUDA driver's virtual memory functions, and hands tensors
+// to Python via DLPack. sparsekit/device_rooms.py calls the functions at the end.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -50,8 +50,8 @@ static_assert(CU_MEM_LOCATION_TYPE_DEVICE == 1 && CU_MEM_ALLOCATION_TYPE_PINNED 
 static_assert(CU_MEM_ACCESS_FLAGS_PROT_READWRITE == 3 && CU_MEM_HANDLE_TYPE_NONE == 0);
 #endif
 
-// Returns a function of the driver. The library is opened here rather than linked, so that
-// sparsekit also loads on a machine without a driver.
+// Returns a driver function. The library is opened here rather than linked, so that sparsekit also
+// loads on a machine without a driver.
 void* driver_function(const char* name) {
 #ifdef __CUDACC__
   static void* const library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
@@ -165,7 +165,7 @@ Address reserve(size_t bytes, int device) {
   return address;
 }
 
-// Maps new memory behind that of a room.
+// Maps new memory after a room's existing memory.
 void extend(Address address, Room& room, size_t size) {
   const Driver& call = driver();
   const Properties properties = properties_of(room.device);
@@ -206,8 +206,8 @@ void commit(Address address, size_t bytes, void* stream) {
   fill_bytes(reinterpret_cast<void*>(begin), 0, static_cast<int64_t>(size), stream);
 }
 
-// Frees a room. Waits for the device, since unmapping does not, and kernels may still use it.
-// Without that wait it leaks instead: when the process ends, the driver may already be gone.
+// Frees a room. Waits for the device, since unmapping does not, and kernels may still use it. If
+// the wait fails, leaks the room: when the process ends, the driver may already be gone.
 void free_room(Address address, const Room& room) {
   try {
     const OnDevice current(room.device);
@@ -222,7 +222,7 @@ void free_room(Address address, const Room& room) {
   }
 }
 
-// Counts one tensor less in a room, and frees the room with the last one.
+// Removes one tensor from a room's count, and frees the room if it was the last.
 void drop(Address address) {
   std::unique_lock<std::mutex> lock(mutex());
   const auto found = rooms().find(address);
@@ -233,7 +233,7 @@ void drop(Address address) {
   free_room(address, room);
 }
 
-// A tensor of bytes in the form of DLPack 0, which torch.from_dlpack() takes over.
+// A byte tensor in DLPack's unversioned format; torch.from_dlpack() takes ownership of it.
 struct DlTensor {
   void* data;
   int32_t device_type, device;
@@ -281,7 +281,7 @@ Managed* tensor_at(Address address, int64_t bytes) {
   return made;
 }
 
-// Returns a tensor of a new room, whose first bytes have memory.
+// Creates a room with memory for its first bytes, and returns a tensor in it.
 Managed* new_room(int64_t bytes, int64_t first, int device, void* stream) {
   const Address address = reserve(static_cast<size_t>(bytes), device);
   Managed* const tensor = tensor_at(address, bytes);
@@ -294,7 +294,7 @@ Managed* new_room(int64_t bytes, int64_t first, int device, void* stream) {
   return tensor;
 }
 
-// Calls a function; returns the message of its error, valid until the thread's next call, or null.
+// Calls a function; returns its error message, valid until the thread's next call, or null.
 template <class Call>
 const char* message_of(const Call& call) {
   thread_local std::string message;
@@ -312,30 +312,30 @@ const char* message_of(const Call& call) {
 
 #define SPARSEKIT_PUBLIC extern "C" __attribute__((visibility("default")))
 
-// Reserves addresses for `bytes` bytes on a device, and sets `tensor` to a DLManagedTensor of them.
-// The first bytes have memory, as from sparsekit_commit_room(). Returns the message of an error, or
-// null, as the next two functions do.
+// Reserves addresses for `bytes` bytes on a device, and sets `tensor` to their DLManagedTensor. The
+// first `first` bytes get memory, as from sparsekit_commit_room(). Like the next two functions,
+// returns an error message or null.
 SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, int device,
                                                 void* stream, void** tensor) {
   using namespace sparsekit::cuda;
   return message_of([&] { *tensor = new_room(bytes, first, device, stream); });
 }
 
-// Sets `tensor` to a DLManagedTensor of the first bytes of a room; both keep the room.
+// Sets `tensor` to a DLManagedTensor of a room's first bytes; it also keeps the room alive.
 SPARSEKIT_PUBLIC const char* sparsekit_room_tensor(unsigned long long address, int64_t bytes,
                                                    void** tensor) {
   using namespace sparsekit::cuda;
   return message_of([&] { *tensor = tensor_at(address, bytes); });
 }
 
-// Gives at least the first bytes of a room memory. New memory is zero in the order of the stream.
+// Maps memory for at least a room's first `bytes` bytes. New memory is zeroed in stream order.
 SPARSEKIT_PUBLIC const char* sparsekit_commit_room(unsigned long long address, int64_t bytes,
                                                    void* stream) {
   using namespace sparsekit::cuda;
   return message_of([&] { commit(address, static_cast<size_t>(bytes), stream); });
 }
 
-// Returns the number of bytes of a room that have memory; -1 if there is no room at this address.
+// Returns how many bytes of a room have memory, or -1 if there is no room at this address.
 SPARSEKIT_PUBLIC int64_t sparsekit_committed(unsigned long long address) {
   using namespace sparsekit::cuda;
   const std::lock_guard<std::mutex> lock(mutex());

@@ -88,7 +88,7 @@ SPARSEKIT_DEVICE BagSums<A> sum_bag(const A* weights, const A* dots, const Range
   return sums;
 }
 
-// Computes divisors[bag] of weighted bags. Each warp handles one bag.
+// Computes divisors[bag] for weighted bags. Each warp handles one bag.
 template <class A>
 SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                      A* divisors) {
@@ -101,8 +101,7 @@ SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combine
   }
 }
 
-// The entries of the segment sum over rows. The value of each entry is the scaled gradient of its
-// bag.
+// The entries of the segment sum over rows. An entry's value is its bag's scaled gradient.
 template <class A>
 struct BagEntries {
   int32_t* bag;  // [n] bag of each entry, or -1 if no bag has it; null if there are sample weights
@@ -110,7 +109,7 @@ struct BagEntries {
   A* divisors;           // [num_bags] divisors of weighted bags; null if no such bag is divided
 };
 
-// Prepares entries and checks offsets, with one thread for each entry, bag and offset.
+// Prepares entries and checks offsets, with one thread per entry, bag and offset.
 template <class A>
 SPARSEKIT_KERNEL bag_entries_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                     BagEntries<A> entries, int64_t* bad_offset) {
@@ -200,7 +199,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
 }
 
-// Computes the gradient from the dot products by the formula in cpu/embedding_bag.cpp. Each warp
+// Computes the gradient from the dot products, with the formula in cpu/embedding_bag.cpp. Each warp
 // handles one bag. With bad offsets, bags may overlap, so another warp may write the same
 // gradients: access them only with relaxed loads and stores.
 template <class A>

@@ -31,7 +31,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t num_slots(int64_t n) {
   return n + n * 2 / 3 + 1;
 }
 
-// Number of words of bits that each warp handles in a tile of rank_tile(). The host runner gets few
+// Number of bit words that each warp handles in a tile of rank_tile(). The host runner gets few
 // words, so that small tests have several tiles.
 #ifdef __CUDACC__
 constexpr int kMarkSteps = 8;
@@ -40,9 +40,8 @@ constexpr int kMarkSteps = 2;
 #endif
 constexpr int kMarkWords = kMarkSteps * kSumWarps;
 
-// Ranks the marked entries in ascending order. Stores a bit for each entry, and for each word of
-// bits the number of marked entries before the word. A launch ranks the entries with a block for
-// each tile.
+// Ranks the marked entries in ascending order. Stores a bit per entry and, for each word of bits,
+// the number of marked entries before it. One launch ranks all entries, with one block per tile.
 struct Ranks {
   uint32_t* bits;   // [words]
   int32_t* before;  // [words + 1]
@@ -62,7 +61,7 @@ struct Ranks {
   static int64_t num_words(int64_t n) { return (n + 31) / 32; }
   simt::Grid grid() const { return sum_grid(totals.tiles); }
 
-  // Returns the entry that a thread handles in a step, of kMarkSteps steps, of a tile.
+  // Returns the entry that a thread handles in a given tile and step < kMarkSteps.
   SPARSEKIT_DEVICE static int64_t entry(int64_t tile, int step) {
     const int64_t warp = tile * kSumWarps + simt::thread() / simt::kWarp;
     return (warp * kMarkSteps + step) * simt::kWarp + simt::lane();
@@ -101,8 +100,8 @@ struct FirstSeen {
       : slots(arena.take<Slot>(num_slots(n) + 1)),
         ranks(arena, n, Ranks::look_back(arena, n, kSumThreads)) {}
 
-  // The slot as a pair of words, which other threads may change. The second word has first and
-  // count.
+  // The slot as a pair of words that other threads may change. The second word holds `first` and
+  // `count`.
   SPARSEKIT_DEVICE simt::Pair* pair(uint32_t slot) const {
     return reinterpret_cast<simt::Pair*>(slots + slot);
   }
@@ -111,11 +110,11 @@ SPARSEKIT_DEVICE int64_t first_and_count(int32_t first, uint32_t count) {
   return static_cast<int64_t>(uint64_t{count} << 32 | static_cast<uint32_t>(first));
 }
 
-// Number of keys of a tile that each thread enters, all at a time.
+// Number of keys per tile that each thread enters, all at once.
 constexpr int kEnterSteps = 4;
 constexpr int kEnterTile = kEnterSteps * kSumThreads;
 
-// Blocks that enter keys on a multiprocessor at a time, for which ptxas limits their registers.
+// Number of key-entering blocks per multiprocessor at a time; ptxas limits registers to match.
 constexpr int kEnterBlocksAtOnce = 4;
 
 // Shared memory of a block that enters keys.
@@ -135,10 +134,11 @@ inline simt::Grid enter_grid(int64_t n) {
 }
 
 // Adds `count` keys, whose first position is `position`, to a slot that has their key. `first` is a
-// position that the slot has had. Returns true if the key has not been seen before `position`.
+// value that the slot's `first` has had. Returns true if the key has not been seen before
+// `position`.
 //
 // The bit of a position is flipped once when it becomes the first of its key and once more when a
-// smaller one takes its place, in whatever order the two are executed. The caller flips the bit of
+// smaller one takes its place, in whatever order the two flips happen. The caller flips the bit of
 // `position`.
 SPARSEKIT_DEVICE bool count_keys(const FirstSeen& seen, uint32_t slot, int32_t first,
                                  int32_t position, int32_t count) {
@@ -151,11 +151,11 @@ SPARSEKIT_DEVICE bool count_keys(const FirstSeen& seen, uint32_t slot, int32_t f
 }
 
 // Enters the keys at the positions of a tile. All threads of the block must call this function.
-// wants(i) returns whether position i has a key to be entered, key_at(i) returns it, and put(i,
-// slot) is called with its slot.
+// wants(i) returns true if position i has a key to enter, key_at(i) returns this key, and put(i,
+// slot) receives its slot.
 //
-// Equal keys of a tile are entered as one, so that a frequent key costs few atomics, of which the
-// device executes one at a time in each place.
+// Equal keys in a tile are entered as one, so that a frequent key costs few atomics: the device
+// executes atomics on the same address one at a time.
 template <class Wants, class KeyAt, class Put>
 SPARSEKIT_DEVICE void enter_tile(const FirstSeen& seen, int64_t capacity, int64_t seed,
                                  int64_t tile, const Wants& wants, const KeyAt& key_at,
@@ -175,7 +175,7 @@ SPARSEKIT_DEVICE void enter_tile(const FirstSeen& seen, int64_t capacity, int64_
   }
   simt::barrier();
 
-  // Find the place in `first` of each key, and its home slot.
+  // Find each key's place in `first`, and its home slot.
   uint32_t slot[kEnterSteps];
   int leader[kEnterSteps];
 #pragma unroll
@@ -201,7 +201,7 @@ SPARSEKIT_DEVICE void enter_tile(const FirstSeen& seen, int64_t capacity, int64_
   }
   simt::barrier();
 
-  // Enter the first of equal keys. In each round, all keys of a thread look at one slot.
+  // Enter the first of equal keys. In each round, a thread examines one slot for each of its keys.
   const auto position = [=](int step) { return static_cast<int32_t>(begin) + place(step); };
   const simt::Pair free_slot{{kNoKey, first_and_count(INT32_MAX, 0)}};
   simt::Pair found[kEnterSteps];
@@ -255,7 +255,7 @@ SPARSEKIT_DEVICE void enter_tile(const FirstSeen& seen, int64_t capacity, int64_
 // Clears the slots and bits that n keys need. This function and rank_first_seen are defined in
 // unique.cu.
 void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
-// Launches the kernel of the step `rank`.
+// Launches the kernel for the step `rank`.
 void rank_first_seen(const FirstSeen& seen, void* stream);
 
 }  // namespace sparsekit::cuda

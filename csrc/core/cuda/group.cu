@@ -67,8 +67,8 @@ SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* ba
   simt::atomic_min(bad_key, source.key_start + group.key_starts[f] + (e - group.entry[f]));
 }
 
-// Writes bags, checks offsets and checks keys, with one thread for each bag, each offset and, if
-// any table limits keys, each entry.
+// Writes bags, checks offsets and checks keys, with one thread per bag, per offset and, if any
+// table limits keys, per entry.
 SPARSEKIT_KERNEL group_bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
                                    int32_t* bags, GroupErrors errors) {
   int64_t i = simt::global_thread();
@@ -126,7 +126,7 @@ bool limits_keys(const GroupCall& call) {
   return false;
 }
 
-// Returns a vector with of(t) for each table t. It has capacity for one more element.
+// Returns a vector with of(t) for each table t, and capacity for one more element.
 template <class D, class Of>
 std::vector<D> for_tables(const GroupCall& call, const Of& of) {
   std::vector<D> all;

@@ -76,7 +76,7 @@ SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, i
   return begin;
 }
 
-// Counts the keys of each piece, with a thread for each piece in the order of tables.
+// Counts the keys in each piece, with one thread per piece, in the order of tables.
 SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* counts) {
   const int64_t tile = pieces.totals.take_tile();
   const int64_t i = tile * kSumThreads + simt::thread();
@@ -93,8 +93,8 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
   if (i <= pieces.count()) pieces.before[i] = before;
 }
 
-// Writes the keys to send, their positions, and the key counts, with one thread for each key and
-// each table.
+// Writes the keys to send, their positions, and the key counts, with one thread per key and per
+// table.
 SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to,
                                   int64_t* too_many_keys) {
   const int64_t i = simt::global_thread();
@@ -169,7 +169,7 @@ struct DeviceExchange {
   }
 };
 
-// Checks tables and writes rows, with one thread for each table and each entry.
+// Checks tables and writes rows, with one thread per table and per entry.
 SPARSEKIT_KERNEL exchange_rows_kernel(DeviceExchange call, int32_t* rows, ExchangeErrors errors) {
   const int64_t i = simt::global_thread();
   if (i < call.num_tables) {

@@ -86,14 +86,14 @@ struct FirstEntries {
   }
   // Returns the first entry of the key in this slot.
   SPARSEKIT_DEVICE int32_t entry(int32_t slot) const { return slots[static_cast<uint32_t>(slot)]; }
-  // Returns the index of a key among the distinct keys of its table. `first` is the first entry of
-  // the key, `begin` the first entry of the table.
+  // Returns a key's index among the distinct keys of its table. `first` is the key's first entry,
+  // `begin` the table's.
   SPARSEKIT_DEVICE int32_t number(int32_t first, int32_t begin) const {
     return ranks.rank(first) - ranks.rank(begin);
   }
 };
 
-// Returns a grid for the kernels that loop over entries, with one thread for each entry.
+// Returns a grid for kernels that loop over entries, with one thread per entry.
 inline simt::Grid grid_for_entries(const GroupCall& call) {
   return simt::strided_grid_for(call.entries, kGroupThreads);
 }
@@ -103,7 +103,7 @@ inline void find_first_entries(const GroupCall& call, const DeviceGroup& group, 
                                const FirstEntries& first, int32_t* slot_of, int64_t* words,
                                int64_t num_words, void* stream) {
   const simt::Grid grid = grid_for_entries(call);
-  // Clear the slots and, behind them, the words of the prefix sums.
+  // Clear the slots and the prefix sums' words after them.
   const auto bytes =
       reinterpret_cast<char*>(first.ranks.totals.end()) - reinterpret_cast<char*>(first.slots);
   simt::fill_bytes(first.slots, 0xFF, bytes, stream);

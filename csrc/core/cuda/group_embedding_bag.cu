@@ -1,5 +1,5 @@
-// Pools the bags of all features in the same launches. Each block handles one feature, which is
-// found from the block's index. Bags are pooled as in pool_bags.cuh.
+// Pools the bags of all features in the same launches. Each block handles one feature, determined
+// by the block's index. Bags are pooled as in pool_bags.cuh.
 #include "sparsekit/group_embedding_bag.h"
 
 #include <algorithm>
@@ -153,7 +153,7 @@ struct FeaturePooling {
     for (int l = 0; l < kWidth; l += kDrawColumns) {
       float values[kDrawColumns];
       initial_values(initializer, key, (element + l) / kDrawColumns, values);
-      // If an access is narrower than a draw, its columns may start anywhere within the draw.
+      // If an access is narrower than a draw, it may start at any column within the draw.
       const int first = kWidth < kDrawColumns ? static_cast<int>(element % kDrawColumns) : 0;
 #pragma unroll
       for (int k = 0; k < kWidth && k < kDrawColumns; ++k) {
@@ -174,7 +174,7 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   const int lane_in_tile = simt::thread() & ((1 << in.log2_lanes) - 1);
   const int64_t element = ((column << in.log2_lanes) + lane_in_tile) * kWidth;
   const bool long_too = long_bags.capacity > 0 && column == 0;
-  // Longer bags are work enough for a block, and a loop would cost them registers.
+  // Longer bags are enough work for a block, and a loop would need more registers.
   const int rounds = kShortBags ? group.rounds : 1;
   for (int round = 0; round < rounds; ++round) {
     const int64_t own_block = block / in.feature.columns * rounds + round;
@@ -289,8 +289,8 @@ std::vector<PoolFeature<T>> pool_features(const GroupPooling<T>& call) {
   return pooled;
 }
 
-// Divides the blocks of a launch among the features, and returns their number. Each tile pools
-// bags_of_tile bags in each round.
+// Divides the blocks of a launch among the features, and returns the number of blocks. Each tile
+// pools bags_of_tile bags in each round.
 template <class T>
 int64_t share_out_blocks(std::vector<PoolFeature<T>>& features, int64_t bags_of_tile,
                          int64_t rounds) {
@@ -367,8 +367,8 @@ void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t*
   const int64_t bags_of_tile = short_bags ? kBags : 1;
   auto pooled = pool_features(call);
   int64_t rounds = 1, blocks = share_out_blocks(pooled, bags_of_tile, rounds);
-  // If there are blocks enough to fill the device several times, give each of them more short bags,
-  // since a block first waits for the description of its feature.
+  // If there are enough blocks to fill the device several times, give each block more short bags,
+  // since a block must first wait for its feature's description.
   if (short_bags && blocks >= 4 * simt::kMostBlocks) {
     rounds = std::min(blocks / (2 * simt::kMostBlocks), kMostRounds);
     blocks = share_out_blocks(pooled, bags_of_tile, rounds);

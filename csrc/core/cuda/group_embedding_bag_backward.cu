@@ -124,7 +124,7 @@ struct BackwardWorkspace {
         order(arena, ordered_rows) {}
 };
 
-// Workspace for sums that are written to the memory of a SumRoom.
+// Workspace for sums that are written to a SumRoom's memory.
 template <class T>
 struct RoomWorkspace {
   char* descriptors;
@@ -243,7 +243,7 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
   return group;
 }
 
-// Returns the number of digits of the sort keys of up to num_rows rows.
+// Returns the number of digits in the sort keys of up to num_rows rows.
 template <class T>
 int digits_of_keys(const SumCall<T>& call, int64_t num_rows) {
   return digits_of(bits_of(num_rows + call.num_tables));
@@ -286,7 +286,7 @@ void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_r
         i == 0 ? Begins{work.entry, 1} : Begins{work.levels.level[i - 1].chunks, 2};
     const auto sum =
         i == 0 ? sum_tables_kernel<T, true, kAllRows> : sum_tables_kernel<T, false, kAllRows>;
-    // Each table has a block of its own for each column, however few its chunks are.
+    // Each table has its own block for each column, however few chunks it has.
     const int64_t threads = to.n / 2 * lanes + columns * kGroupThreads;
     simt::launch("group: sums", sum, simt::strided_grid_for(threads, kGroupThreads), stream, group,
                  from, begins, to);

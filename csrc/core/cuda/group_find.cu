@@ -67,8 +67,8 @@ SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ran
   missing.rank_tile(tile, marks);
 }
 
-// Decides whether the new keys fit, with one thread per table. The decision is made before any key
-// is inserted, so a refusal changes nothing.
+// Decides whether the new keys fit, with one thread per table. This is decided before any key is
+// inserted, so a refusal changes nothing.
 SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing,
                                     int64_t* counts, int64_t* status, int64_t* refused,
                                     ErrorReport errors) {
@@ -94,7 +94,7 @@ SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks m
   status[kStatusWords * t + 2] = *size;
 }
 
-// Inserts the missing keys. Each warp handles one word of `missing`, which has a bit for each of 32
+// Inserts the missing keys. Each warp handles one word of `missing`, with one bit for each of 32
 // entries. Each lane with a set bit inserts the key of its entry; then all lanes together write the
 // initial vectors of these keys.
 template <class T>

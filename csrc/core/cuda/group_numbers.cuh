@@ -19,7 +19,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, Update
   const auto entries_before = [&](int t) {
     return clamped(group.bags[group.first_bag(t)], group.entries);
   };
-  // Make start positions ascend even if bags are bad, so that tables do not share entries.
+  // Make start positions ascending even if bags are bad, so that tables do not share entries.
   sum_up(
       group.num_tables,
       [&](int t) {
@@ -103,7 +103,7 @@ SPARSEKIT_DEVICE void scale_bag(const SumGroup<T>& group, int64_t bag) {
                        divided(A{1}, divisor(static_cast<A>(count), count, combiner))};
 }
 
-// Returns the sort key and the value of entry i. Writes the scale of the entry if group.by_entry.
+// Returns the sort key and the value of entry i. Writes the entry's scale if group.by_entry is set.
 template <class T>
 SPARSEKIT_DEVICE Entry number_entry(const SumGroup<T>& group, int64_t i) {
   using A = Acc<T>;

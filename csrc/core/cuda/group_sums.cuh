@@ -39,8 +39,8 @@ struct SumTable {
   bool wide;
 };
 
-// Both `features` and `tables` have one extra element at the end, which marks the end of the last
-// element's ranges.
+// Both `features` and `tables` have one extra element at the end, which marks where the last
+// element's ranges end.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;
@@ -102,7 +102,7 @@ struct SumGroup {
   }
 };
 
-// A level of the reduction. It has a capacity of n entries, whose rows are `stride` elements apart.
+// A level of the reduction, with room for n entries, whose rows are `stride` elements apart.
 // Chunks, and the blocks that sum them, are numbered across all tables.
 template <class T>
 struct SumLevel : Level<T> {
@@ -270,7 +270,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     clear(next, no_row);
   }
   if (element > 0) return;
-  // Give slots without a sum a key, too, so that the entries of the next level are sorted.
+  // Give a key to slots without a sum, too, so that the next level's entries are sorted.
   to.keys[slot] = from.keys[first + begin];
   to.keys[slot + 1] = from.keys[first + end - 1];
   to.values[slot] = has_head ? static_cast<int32_t>(slot) : -1;

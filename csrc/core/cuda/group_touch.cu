@@ -1,4 +1,4 @@
-// Writes the scores of the rows that a lookup of many tables has touched.
+// Writes the scores of the rows touched by a lookup in many tables.
 #include "sparsekit/group_touch.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Touched {
 
   SPARSEKIT_DEVICE int64_t first_entry(int t) const { return found.bags[tables[t].first_bag]; }
 
-  // Returns the table to which entry e belongs if its table has scores.
+  // Returns the table of entry e if that table has scores.
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
     return last_up_to(e, num_tables, [this](int t) { return first_entry(t); });
   }
@@ -42,8 +42,8 @@ struct Touched {
   }
 };
 
-// Writes the scores of all distinct rows as of the advanced clocks: those of LRU, and those of LFU
-// without the new touches.
+// Writes the scores of all distinct rows at the advanced clocks: final scores for LRU, and scores
+// without the new touches for LFU.
 SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
   const FoundRows& found = touched.found;
   for (int64_t e = simt::global_thread(); e < found.entries; e += simt::global_threads()) {
@@ -60,8 +60,8 @@ SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
 }
 
 // Adds touches to the count of an LFU word. The result does not depend on the order of the
-// additions: if one of them overflows, its thread sets the count to the largest afterwards, and
-// whatever is added to that overflows again.
+// additions: if one of them overflows, its thread then sets the count to the maximum, and anything
+// added to that overflows again.
 SPARSEKIT_DEVICE void add_touches(int64_t* score, uint64_t touches) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the count is the second half");
   auto* count = reinterpret_cast<uint32_t*>(score) + 1;
@@ -83,7 +83,7 @@ SPARSEKIT_KERNEL advance_clocks_kernel(Touched touched) {
   advance_clocks(touched);
 }
 
-// Adds the touches of each entry to its row, under LFU.
+// Adds each entry's touches to its row, for LFU.
 SPARSEKIT_KERNEL add_touches_kernel(Touched touched) {
   advance_clocks(touched);
   const FoundRows& found = touched.found;
@@ -105,7 +105,7 @@ SPARSEKIT_KERNEL add_touches_kernel(Touched touched) {
       if (score != nullptr) add_touches(score, found.touches(e));
       continue;
     }
-    // One lane adds for all lanes with the same row.
+    // One lane adds the touches of all lanes with the same row.
     const uint32_t same = simt::warp_match(simt::to_number(score));
     if (score != nullptr && simt::lowest_bit(same) == simt::lane()) {
       add_touches(score, static_cast<uint64_t>(simt::count_bits(same)));

@@ -28,7 +28,7 @@ SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const i
   if (simt::thread() == 0 && *in_block > 0) simt::atomic_add(misses, int64_t{*in_block});
 }
 
-// Encodes the scratch slot of a missing key as a negative number, so that rows[i] can hold it.
+// Encodes a missing key's scratch slot as a negative number, so that rows[i] can hold it.
 SPARSEKIT_DEVICE int64_t coded(int64_t slot) {
   return -2 - slot;
 }
@@ -59,9 +59,9 @@ SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* si
   if (status[1] == 0) *size = after;
 }
 
-// Number of keys of a thread of insert_kernel, whose accesses overlap.
+// Number of keys per thread of insert_kernel; their accesses overlap.
 constexpr int kInsertSteps = 4;
-// Blocks on a multiprocessor at a time, for which ptxas limits their registers.
+// Number of blocks per multiprocessor at a time; ptxas limits registers to match.
 constexpr int kInsertBlocksAtOnce = 5;
 constexpr int kInsertThreads = 256;
 
@@ -78,8 +78,8 @@ SPARSEKIT_DEVICE uint32_t free_slots(const Bucket& bucket) {
   return mask;
 }
 
-// Does what insert_absent() does for each key that is pending. In each round, all keys of the
-// thread try one slot or move on to another bucket.
+// Does what insert_absent() does, for each pending key. In each round, each of the thread's keys
+// tries one slot or moves on to another bucket.
 SPARSEKIT_DEVICE bool insert_all_absent(Bucket* buckets, int64_t num_buckets, int64_t seed,
                                         const int64_t (&keys)[kInsertSteps],
                                         const int64_t (&rows)[kInsertSteps],
@@ -150,7 +150,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kInsertThreads, kInsertBlocksAtOnce)
     for (int j = 0; j < kInsertSteps; ++j) {
       is_first[j] = missing[j] && seen.ranks.is_marked(position(j));
     }
-    // The first position of a key is known without a look at its slot.
+    // The first position of a key is known without reading its slot.
 #pragma unroll
     for (int j = 0; j < kInsertSteps; ++j) {
       const bool has_come_before = missing[j] && !is_first[j];
@@ -204,8 +204,8 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
 }
 
 // Reports damage if a lookup of row i's key does not return row i. If any row has no key, or two
-// keys, this happens for some i. Looks nothing up in a table that is known to be damaged, since
-// wrong counts could make each search a long walk.
+// keys, this happens for some i. Skips lookups in a table that is known to be damaged, since wrong
+// counts could make every search very long.
 SPARSEKIT_KERNEL verify_kernel(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                                const int64_t* keys, int64_t size, int64_t* unsound) {
   const int64_t i = simt::global_thread();

@@ -10,7 +10,7 @@ constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kDigitsOfThread = kDigits / kSumThreads;
 
-// The bits of an order or a hash by which one round counts rows: [shift, end).
+// The bits [shift, end) of an order or a hash, by which one round counts rows.
 struct Digit {
   int shift, end;
 
@@ -25,14 +25,14 @@ struct Digit {
   }
 };
 
-// Where the rows that are taken end: at this order, and among its rows at this hash. Digits that
+// End of the rows to take: up to this order and, within this order, up to this hash. Digits that
 // are not yet known are zeros.
 struct Limit {
   uint64_t order, hash;
   int64_t missing;  // number of rows to take among those with the same digits; 0 if all are known
 };
 
-// Rows, with their orders as unsigned numbers that compare alike.
+// Rows, with their orders mapped to unsigned numbers that compare the same way.
 struct Candidates {
   ScoredRows table;
   uint32_t* pinned;  // a bit for each row
@@ -58,8 +58,8 @@ SPARSEKIT_KERNEL mark_pinned_kernel(Candidates rows) {
   }
 }
 
-// Counts the free rows by one digit of their order or, among those with the order of the limit, by
-// one digit of their hash. Only rows with the higher digits of the limit count.
+// Counts the free rows by one digit of their order or, among rows with the limit's order, by one
+// digit of their hash. Only rows whose higher digits equal the limit's are counted.
 template <bool kOfHash>
 SPARSEKIT_KERNEL count_digits_kernel(Candidates rows, Digit digit, int32_t* counts) {
   const Limit limit = *rows.limit;
@@ -84,7 +84,7 @@ SPARSEKIT_KERNEL count_digits_kernel(Candidates rows, Digit digit, int32_t* coun
   }
 }
 
-// Finds the digit at which enough rows are taken, and clears the counts. Runs in one block.
+// Finds the digit up to which enough rows are taken, and clears the counts. Runs in one block.
 template <bool kOfHash>
 SPARSEKIT_KERNEL choose_digit_kernel(Limit* limit, Digit digit, int32_t* counts) {
   Limit now = *limit;
@@ -117,7 +117,7 @@ SPARSEKIT_KERNEL choose_digit_kernel(Limit* limit, Digit digit, int32_t* counts)
   }
 }
 
-// Writes the keys of the free rows up to the limit of the order.
+// Writes the keys of the free rows up to the limit's order.
 SPARSEKIT_KERNEL read_keys_kernel(Candidates rows) {
   const ScoredRows& table = rows.table;
   const LfuClock clock = table.clock();

@@ -7,7 +7,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The rows of a tensor as words. `initial` has 16 bytes, which a row repeats.
+// The rows of a tensor as words. `initial` holds 16 bytes, repeated to fill a row.
 template <class Word>
 struct Words {
   Word* data;
@@ -26,7 +26,7 @@ struct Words {
   }
 };
 
-// Moves and overwrites rows, with one thread for each word of a row.
+// Moves and overwrites rows, with one thread per word of a row.
 template <class Word>
 SPARSEKIT_KERNEL move_rows_kernel(Words<Word> words, const int32_t* new_rows, int64_t left,
                                   int64_t n, int64_t* bad_row) {

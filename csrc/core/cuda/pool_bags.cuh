@@ -11,7 +11,7 @@
 
 namespace sparsekit::cuda {
 
-// Maximum number of entries of a bag that one tile pools. A longer bag is split into parts of this
+// Maximum number of a bag's entries that one tile pools. A longer bag is split into parts of this
 // size. Each part is pooled by its own tile, and the sums of the parts are then added in order,
 // kPart at a time.
 constexpr int64_t kPart = 256;
@@ -92,8 +92,8 @@ struct Entries {
   template <bool kShortBags, int kWidth, class In>
   SPARSEKIT_DEVICE void add(const In& in, int j, const RowPiece<T, kWidth>& piece,
                             Acc<T> (&sum)[kWidth], Acc<T>& total) const {
-    // The conditions on `in` are the same for all lanes, and save instructions where there are few
-    // entries for each bag. For longer bags, the registers that they cost matter more.
+    // The conditions on `in` are the same for all lanes, and save instructions if bags have few
+    // entries. For longer bags, their cost in registers matters more.
     if (!kShortBags || has_divisor(in.combiner)) total += in_total(weight[j], in.combiner);
     if (row[j] == -1) return;
     for (int l = 0; l < kWidth; ++l) {
@@ -138,7 +138,7 @@ SPARSEKIT_DEVICE void pool(const In& in, int64_t begin, int count, int64_t eleme
   add_entries<false>(in, begin, count, element, sum, total, [](int) {});
 }
 
-// Writes the pooled vector of a bag of `count` entries.
+// Writes the pooled vector for a bag of `count` entries.
 template <bool kShortBags, int kWidth, class In, class T>
 SPARSEKIT_DEVICE void write_bag(const In& in, int64_t bag, int64_t count, int64_t element,
                                 T (&sum)[kWidth], T total) {
@@ -299,7 +299,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   while (bag < last) finish_bag();
 }
 
-// Computes the sum of the part of bag `bag` that is in slot `slot`.
+// Computes the sum over the part of bag `bag` that is in slot `slot`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int64_t slot,
                                 int64_t bag, int64_t element) {
@@ -367,7 +367,7 @@ void clear_parts(const LongBags<T>& long_bags, void* stream) {
                    stream);
 }
 
-// Calls run(round) for each round that is needed for bags of up to n entries.
+// Calls run(round) for each round needed for bags of up to n entries.
 template <class Run>
 void for_each_round(int64_t n, const Run& run) {
   Round round{1, 0, false};

@@ -9,11 +9,11 @@
 
 namespace sparsekit::cuda {
 
-// Number of threads of a block that computes prefix sums.
+// Number of threads in a block that computes prefix sums.
 constexpr int kSumThreads = 256;
 constexpr int kSumWarps = kSumThreads / simt::kWarp;
 
-// The first part of the shared memory of such a block.
+// The first part of such a block's shared memory.
 struct SumBlock {
   int64_t of_warps[kSumWarps];
   int64_t for_all;  // a value that one thread passes to all threads
@@ -43,16 +43,16 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   return before;
 }
 
-// Running totals over the tiles of a launch, each of which belongs to one block. A block publishes
-// the sum of its tile, adds up what earlier tiles have published, back to a tile that has published
-// its total, and then publishes its own total. It takes the tile by a ticket. So the tiles that it
-// waits for belong to blocks that run already, in whatever order the device starts blocks.
+// Running totals over the tiles of a launch, one block per tile. A block publishes its tile's sum,
+// adds up the published sums of earlier tiles, back to one that has published its total, and then
+// publishes its own total. Blocks draw tickets for tiles, so the tiles that a block waits for
+// belong to blocks that are already running, whatever the order in which the device starts blocks.
 //
-// Value and state of a sum share a word, so relaxed accesses suffice. The state names the launch,
-// so that several launches in a row can use the same words, which are cleared once.
+// The value and state of a sum share a word, so relaxed accesses suffice. The state includes the
+// launch, so that several launches in a row can use the same words, which are cleared once.
 struct LookBack {
-  // The ticket, and the words of all sums: [1 + tiles * sums]. They are cleared to kCleared, each
-  // byte to 0xFF.
+  // [1 + tiles * sums] The ticket, and the words of all sums. Clearing sets words to kCleared,
+  // every byte 0xFF.
   int64_t* words;
   int64_t tiles;
   int32_t sums;  // number of sums of each tile
@@ -64,7 +64,7 @@ struct LookBack {
       : words(arena.take<int64_t>(1 + tiles * sums)), tiles(tiles), sums(sums) {}
 
   int64_t* end() const { return words + 1 + tiles * sums; }
-  // Returns the totals of the n-th launch after this one.
+  // Returns the totals for the n-th launch after this one.
   SPARSEKIT_HOST_DEVICE LookBack after(int n) const {
     LookBack later = *this;
     later.launch += n;
@@ -121,7 +121,7 @@ struct LookBack {
       const int64_t before = tile - 1 - simt::lane();
       const int64_t* own = word(before < 0 ? 0 : before, 0);
       int64_t seen = simt::load(own);
-      // Returns the bit of the lane that has the nearest total, or 0. Lanes beyond it do not count.
+      // Returns the bit of the lane with the nearest total, or 0. Lanes beyond it do not count.
       const auto nearest_total = [&] {
         const uint32_t totals = simt::warp_ballot(has_total(seen));
         return totals & (0u - totals);

@@ -109,8 +109,8 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
     sorted_keys[i] = keys[order[i]];
     sorted_values[i] = values[order[i]];
   }
-  // Count the operations and bytes of CUB's sort. It reads the keys once to count digits of 8 bits,
-  // and moves the pairs once for each digit. CUB 3.0 sorts up to 4864 pairs in one kernel. For more
+  // Count the operations and bytes of CUB's sort. It reads the keys once to count 8-bit digits, and
+  // moves the pairs once for each digit. CUB 3.0 sorts up to 4864 pairs in one kernel. For more
   // pairs, it clears memory twice, counts and sums the digits, and then clears memory and sorts
   // once for each digit.
   const int64_t digits = (bits + 7) / 8;

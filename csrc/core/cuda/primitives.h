@@ -1,4 +1,4 @@
-// Scan and sort. They use CUB on a device, and loops in the host runner.
+// Scan and sort, with CUB on a device, and with loops in the host runner.
 #pragma once
 
 #include <cstdint>

@@ -23,12 +23,12 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, 2)
   const int32_t* values_in = from.values + first;
   const auto count = static_cast<int>(n - first < kSortTile ? n - first : kSortTile);
   const int warp = simt::thread() / simt::kWarp;
-  // The tile's pairs go by warps, then by steps, then by lanes.
+  // The tile's pairs are ordered by warp, then step, then lane.
   const int mine = warp * kSortSteps * simt::kWarp + simt::lane();
   const auto place = [=](int step) { return mine + step * simt::kWarp; };
 
-  // Count the keys of each warp with each digit. A key's rank is the number of keys with the same
-  // digit before it in its warp.
+  // Count each warp's keys with each digit. A key's rank is the number of keys with the same digit
+  // before it in its warp.
   int32_t* own = block.begins[warp];
   for (int d = simt::lane(); d < kDigits; d += simt::kWarp) own[d] = 0;
   simt::warp_sync();
@@ -49,7 +49,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, 2)
   }
   simt::barrier();
 
-  // Find where the digit of this thread begins: in the tile and in the output.
+  // Find where this thread's digit begins: in the tile and in the output.
   const int own_digit = simt::thread();
   int32_t in_tile = 0;
   for (int w = 0; w < kSumWarps; ++w) in_tile += block.begins[w][own_digit];

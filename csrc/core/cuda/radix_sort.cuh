@@ -1,6 +1,6 @@
-// A stable radix sort of pairs by 8 bits of the key at a time. Each launch sorts by one digit: a
-// block ranks the pairs of its tile and finds by look-back where its pairs of each digit go. The
-// kernel that writes the keys also counts their digits, so these launches are all.
+// A stable radix sort of pairs, by 8 bits of the key at a time. Each launch sorts by one digit: a
+// block ranks the pairs in its tile and finds by look-back where its pairs with each digit go. The
+// kernel that writes the keys also counts their digits, so no other launches are needed.
 #pragma once
 
 #include "cuda/prefix_sum.cuh"
@@ -12,7 +12,7 @@ constexpr int kDigits = 1 << kDigitBits;
 static_assert(kDigits == kSumThreads, "a block has a thread for each digit");
 constexpr int kMostDigits = 32 / kDigitBits;  // of a key
 
-// Number of pairs of a tile that each thread handles. The host runner gets few, so that small tests
+// Number of pairs per tile that each thread handles. The host runner gets few, so that small tests
 // have several tiles.
 #ifdef __CUDACC__
 constexpr int kSortSteps = 16;
@@ -21,7 +21,7 @@ constexpr int kSortSteps = 2;
 #endif
 constexpr int kSortTile = kSortSteps * kSumThreads;
 
-// The pairs of a pass, before or after it.
+// The pairs before or after a pass.
 struct Pairs {
   uint32_t* keys;
   int32_t* values;
@@ -46,8 +46,8 @@ SPARSEKIT_DEVICE int digit_of(uint32_t key, int digit) {
   return static_cast<int>(key >> (digit * kDigitBits) & (kDigits - 1));
 }
 
-// Counts digits of keys in shared memory, [num_digits, kDigits], and then adds them to sort.counts.
-// All threads of the block must call begin() and end().
+// Counts digits of keys in shared memory, [num_digits, kDigits], then adds the counts to
+// sort.counts. All threads of the block must call begin() and end().
 struct DigitCounts {
   RadixSort sort;
   int num_digits;
@@ -77,18 +77,19 @@ struct DigitCounts {
   }
 };
 
-// Returns the number of digits of a key with `bits` bits.
+// Returns the number of digits in a key with `bits` bits.
 inline int digits_of(int bits) {
   return (bits + kDigitBits - 1) / kDigitBits;
 }
 
-// Returns where n pairs must be before sort_by_digits(..., spare, to, ...).
+// Returns where to put n pairs before sort_by_digits(..., spare, to, ...).
 inline Pairs unsorted_pairs(int num_digits, Pairs spare, Pairs to) {
   return num_digits % 2 == 0 ? to : spare;
 }
 
 // Sorts n pairs by the low num_digits digits of the key, and leaves them in `to`. The pairs are
-// moved between `to` and `spare`. sort.counts must have their digits, and sort.totals be cleared.
+// moved between `to` and `spare`. sort.counts must hold the counts of their digits, and sort.totals
+// must be cleared.
 void sort_by_digits(const RadixSort& sort, int num_digits, int64_t n, Pairs spare, Pairs to,
                     void* stream);
 

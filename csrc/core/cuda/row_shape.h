@@ -11,7 +11,7 @@
 namespace sparsekit::cuda {
 
 // A tile of 2^log2_lanes adjacent lanes (1 to 32) reads a row. Each lane reads `width` elements in
-// one access. Wider rows are split into `columns` slices, one per column of the grid.
+// one access. Wider rows are split into `columns` slices, one per grid column.
 struct RowShape {
   int width;
   int log2_lanes;
@@ -61,7 +61,7 @@ SPARSEKIT_DEVICE int64_t first_element(int width, int log2_lanes) {
   return ((static_cast<int64_t>(simt::column()) << log2_lanes) + lane_in_tile) * width;
 }
 
-// Number of rows that a tile loads before it uses the first one.
+// Number of rows that a tile loads before using the first one.
 constexpr int kInFlight = 4;
 
 // The kWidth elements of a row that one lane handles, in their storage type.

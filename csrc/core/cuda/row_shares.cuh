@@ -25,7 +25,7 @@ struct Share {
 
 // Maximum number of blocks of a launch, not counting one for each table and column. It is more than
 // any device runs at a time. With this limit, each block has enough rows to amortize the two powers
-// that it computes for the step. The host runner gets few blocks, so that small tests loop, too.
+// that it computes per step. The host runner gets few blocks, so that small tests loop, too.
 #ifdef __CUDACC__
 constexpr int64_t kMostUpdateBlocks = 2048;
 #else
@@ -46,8 +46,8 @@ struct BlockShares {
   }
 };
 
-// The tables of a launch whose numbers of rows are known only on the device. Both arrays are in
-// device memory.
+// The tables of a launch whose row counts are known only on the device. Both arrays are in device
+// memory.
 struct DeviceShares {
   const Share* shares;
   int64_t* first_blocks;  // [count + 1] number of blocks of all preceding tables

@@ -2,9 +2,9 @@
 // they differ only in each entry's row and in the scale of that row.
 //
 // There are two methods. In order: entries are sorted by segment, then each tile adds a fixed chunk
-// of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums. They are the
-// entries of the next level, and so on until one chunk is left. So all tiles of the device divide
-// the work of a frequent segment, and the order of additions depends only on the ids. By atomics:
+// of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums, which are the
+// entries of the next level, and so on until one chunk is left. So all tiles of the device share
+// the work on a frequent segment, and the order of additions depends only on the ids. With atomics:
 // one pass over the entries in the given order.
 #pragma once
 
@@ -219,7 +219,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
                      }
                    });
   if (element > 0) return;
-  // Give slots without a sum a key, too, so that the entries of the next level are sorted.
+  // Give a key to slots without a sum, too, so that the next level's entries are sorted.
   to.keys[2 * chunk] = from.keys[begin];
   to.keys[2 * chunk + 1] = from.keys[end - 1];
   to.values[2 * chunk] = has_head ? static_cast<int32_t>(2 * chunk) : -1;
@@ -271,7 +271,7 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
                in.num_segments, rows.dim, shape.log2_lanes, out);
 }
 
-// ---- by atomics ----
+// ---- with atomics ----
 
 // Adds entries to `out`, 32 entries per warp. Entries of the same segment are first brought
 // together and added in registers, so that a frequent segment costs one atomic addition per warp.
@@ -365,7 +365,7 @@ void reduce_by_atomics(const Segments& in, const Rows<float>& rows, const RowSha
                shape.log2_lanes, out);
 }
 
-// Returns true if adding by atomics should be faster. Sorting moves about 76 bytes per entry and
+// Returns true if adding with atomics should be faster. Sorting moves about 76 bytes per entry and
 // takes about ten launches. With atomics, rows that do not stay in the L2 cache are read and
 // written in memory for every entry. So atomics suit few entries, rows of up to 32 bytes, and
 // outputs of up to 32 MiB. All three limits are estimates, not yet measured.
@@ -376,7 +376,7 @@ inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
   return n <= kFewEntries || dim <= kSmallRow || num_segments * dim <= kCachedOutput;
 }
 
-// ---- by either method ----
+// ---- with either method ----
 
 // Sets out[s] to the sum of the scaled rows of segment s. A segment without entries gets zeros.
 template <class T>

@@ -142,8 +142,8 @@ template <class T>
 SPARSEKIT_DEVICE uint32_t warp_match(T value) {
   return __match_any_sync(~0u, value);
 }
-// Like warp_match(), for values below 2^bits; `bits` is the same in all lanes. Takes a vote for
-// each bit.
+// Like warp_match(), for values below 2^bits; `bits` is the same in all lanes. Takes one vote per
+// bit.
 SPARSEKIT_DEVICE uint32_t warp_match_bits(uint32_t value, int bits) {
   uint32_t same = ~0u;
   for (int bit = 0; bit < bits; ++bit) {
@@ -222,8 +222,8 @@ SPARSEKIT_DEVICE void store(T* address, T value) {
   }
 }
 
-// A pair of words that is 16-byte aligned. load() reads each word for itself: a pair may have a new
-// word and an old one.
+// A 16-byte aligned pair of words. load() reads each word separately, so it may return one new word
+// and one old word.
 using Pair = Vec<int64_t, 2>;
 SPARSEKIT_DEVICE Pair load(const Pair* address) {
   Pair pair;
@@ -233,12 +233,12 @@ SPARSEKIT_DEVICE Pair load(const Pair* address) {
   return pair;
 }
 
-// Replaces a pair by `own` if it is `free`, and returns the pair before: if this is `free`, the
-// pair has been claimed.
+// Replaces a pair with `own` if it equals `free`, and returns the previous pair; if that equals
+// `free`, the pair has been claimed.
 //
-// Before sm_90, which brought atomics of 16 bytes, only the first word is compared and replaced. To
-// claim the pair then returns {own.at[0], free.at[1]}, as if another thread had stored the first
-// word, and the caller brings the second one up to date as it does after another thread.
+// Before sm_90, which introduced 16-byte atomics, only the first word is compared and replaced. A
+// successful claim then returns {own.at[0], free.at[1]}, as if another thread had stored the first
+// word, and the caller updates the second word as it does after another thread's claim.
 SPARSEKIT_DEVICE Pair claim(Pair* address, const Pair& free, const Pair& own) {
   Pair seen = free;
 #if __CUDA_ARCH__ >= 900

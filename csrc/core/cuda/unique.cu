@@ -30,7 +30,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kEnterBlocksAtOnce)
   }
 }
 
-// Ranks the positions whose bits are set, with one thread for each word of bits.
+// Ranks the positions whose bits are set, with one thread per word of bits.
 SPARSEKIT_KERNEL rank_kernel(Ranks ranks) {
   const int64_t tile = ranks.totals.take_tile();
   const int64_t word = tile * kSumThreads + simt::thread();
@@ -39,7 +39,7 @@ SPARSEKIT_KERNEL rank_kernel(Ranks ranks) {
   if (word <= ranks.words) ranks.before[word] = before;
 }
 
-// Number of keys of a thread of emit_kernel, whose loads overlap.
+// Number of keys per thread of emit_kernel; their loads overlap.
 constexpr int kEmitSteps = 4;
 
 template <class Key>

@@ -8,10 +8,10 @@
 
 namespace sparsekit::cuda {
 
-// Returns the means over a row that a rule needs, or 0 for a negative row. They are the same on all
-// lanes of the row's tile. All lanes of the warp must call this function. kWidth depends on the
+// Returns the means over a row that a rule needs, or 0s for a negative row. They are the same on
+// all lanes of the row's tile. All lanes of the warp must call this function. kWidth depends on the
 // alignment of the gradients, but the means must not. So each lane always adds the elements that it
-// would have with wide accesses.
+// would read with wide accesses.
 template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
 SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
                                               const Gradient& gradient, const RowTable<T>& table,
@@ -71,8 +71,8 @@ struct Block {
 //   n                                the number of gradients;
 //   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
 //   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of gradient i;
-//   kOfLookup                        true if row -1 is that of a key that a lookup has refused and
-//                                    reported: such a row is left out without another report.
+//   kOfLookup                        true if row -1 belongs to a key that a lookup has refused and
+//                                    reported: such a row is skipped without another report.
 template <class Rule, class T, int kWidth, class Tables>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
