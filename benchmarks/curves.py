@@ -123,7 +123,7 @@ class _FullTable:
             self.bring()
 
     def bring(self) -> None:
-        """Look up new keys, each of which eventually displaces a row."""
+        """Look up new keys; each eventually displaces a row."""
         self._look_up(self._seen)
         self._seen += self.keys
 

@@ -19,7 +19,7 @@ for epoch in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         loss.backward()
-        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # norm over all ranks' rows
+        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # norm over the rows on all ranks
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"loss {loss.item():.4f}")

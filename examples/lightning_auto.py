@@ -10,7 +10,7 @@ import sparsekit
 
 
 class Module(lightning.LightningModule):
-    """A module that creates its model after the ranks are known."""
+    """A module that creates its model once the ranks are known."""
 
     def configure_model(self) -> None:  # __init__ runs before the ranks exist
         self.model = getattr(self, "model", None) or Clicks()

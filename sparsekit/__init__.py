@@ -40,9 +40,9 @@ def build_info() -> dict[str, object]:
     """Describe how this installation was built, and which engine it uses.
 
     Returns:
-        A dict with: the version; the compiler, the C++ standard and the build type; the version of
-        torch that it was built with, and the oldest version that it runs with; the Python version
-        of the binding module; whether there are CUDA kernels, and for which chips (``cuda_archs``,
+        A dict with: the version; the compiler, the C++ standard and the build type; the torch
+        version that it was built with, and the oldest one that it runs with; the Python version of
+        the binding module; whether there are CUDA kernels, and for which chips (``cuda_archs``,
         such as ``"sm_80,sm_90"``); the version of NCCL that the native exchange was built with
         (``nccl``, False if it was left out); and the instruction set of the CPU engine in use.
     """

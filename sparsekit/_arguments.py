@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def knows(self, option: str) -> bool:
-        """Return whether `option` is the name of an option or an abbreviation of one."""
+        """Return whether `option` is an option's name or an abbreviation of one."""
         return any(name.startswith(option) for name in self._names(True))
 
     def _names(self, options: bool) -> Iterator[str]:

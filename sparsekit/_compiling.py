@@ -73,7 +73,7 @@ def refuse_recording(name: str) -> None:
 
 
 def refuse_script(name: str) -> None:
-    """Raise NotImplementedError: torch.jit.script was called on the layer of this name."""
+    """Raise NotImplementedError: torch.jit.script was called on the layer with this name."""
     raise _not_supported(name, "torch.jit.script")
 
 

@@ -1,4 +1,4 @@
-"""Opens plain files, compressed files and pipes; detects the compression by the first bytes."""
+"""Opens plain files, compressed files and pipes; detects compression from the first bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPRESSED: dict[bytes, Any] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-# For each kind of file that is not text: its first bytes, and its name for error messages.
+# For each kind of non-text file: its first bytes, and its name in error messages.
 _NAMES = {
     b"PK\3\4": "a zip archive; unpack it",
     b"7z\xbc\xaf'\x1c": "a 7z archive; unpack it",
@@ -145,7 +145,7 @@ def open_content(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def lines_of(path: str | os.PathLike[str]) -> Iterator[str]:
-    r"""Yield the lines of a UTF-8 text, including their ends: ``"\n"``, ``"\r\n"`` or ``"\r"``.
+    r"""Yield the lines of UTF-8 text, including their ends: ``"\n"``, ``"\r\n"`` or ``"\r"``.
 
     Raises:
         OSError: the file cannot be read.

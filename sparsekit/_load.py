@@ -19,8 +19,8 @@ _OPS = "libsparsekit_torch.so"
 OPS_LIBRARY = _LIB / _OPS
 _CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
-# Instruction sets that each engine needs, by their names in Linux. The best engine is first.
-# CMakeLists.txt compiles the engines with the same sets.
+# Instruction sets that each engine needs, by their Linux names, best engine first. CMakeLists.txt
+# compiles the engines with the same sets.
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2"})
 ENGINES = {"avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": _AVX2}
 

@@ -1,4 +1,4 @@
-"""Calls functions without what subclasses of Tensor override, such as parameters."""
+"""Calls functions without the overrides of Tensor subclasses such as parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 def without_overrides(function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-    """Call a function while torch looks for no overrides of subclasses of Tensor.
+    """Call a function with the overrides of Tensor subclasses disabled.
 
-    Access to an attribute of a subclass is then three times as fast. Unlike the context manager
+    Accessing an attribute of a subclass is then three times as fast. Unlike the context manager
     `torch._C.DisableTorchFunctionSubclass`, this C function restores the setting even if an
     interrupt arrives at any moment.
     """

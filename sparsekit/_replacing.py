@@ -1,4 +1,4 @@
-"""Writes files that replace existing files only when they are complete."""
+"""Writes files that replace existing files only once they are complete."""
 
 from __future__ import annotations
 

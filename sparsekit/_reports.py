@@ -15,11 +15,11 @@ import torch
 
 from ._load import device_library
 
-# Types of devices on which errors are deferred: ops do not wait for them.
+# Device types with deferred errors: ops do not wait for them.
 DEFERRING_DEVICES = {"cuda"}
 
 # Maximum age of a report, in lookups. A lookup waits for reports of this age, so an error is raised
-# at most this number of lookups later.
+# at most this many lookups later.
 MOST_LOOKUPS = 8
 
 
@@ -47,7 +47,7 @@ Read = Callable[[torch.Tensor], None]
 
 
 class Reports:
-    """The reports of a device that the host has not read yet, oldest first."""
+    """A device's reports that the host has not read yet, oldest first."""
 
     def __init__(self) -> None:
         # Reports, each with the number of lookups that had begun when it was sent.
@@ -64,7 +64,7 @@ class Reports:
         """Begin a lookup: read reports that have arrived, and wait for those MOST_LOOKUPS old.
 
         Raises:
-            IndexError, RuntimeError, ValueError, TableFullError: the error of an earlier lookup.
+            IndexError, RuntimeError, ValueError, TableFullError: an error from an earlier lookup.
         """
         with self._lock:
             self._lookups += 1

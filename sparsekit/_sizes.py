@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(size: int) -> str:
-    """Return a size in the largest binary unit in which it is at least 1."""
+    """Return a size in the largest binary unit that makes it at least 1."""
     value, units = float(size), list(_UNITS)
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -15,10 +15,10 @@ def size_text(size: int) -> str:
 
 
 def size_of_text(text: str) -> int:
-    """Return the bytes that a text such as ``"2 GiB"``, ``"1.5GiB"`` or ``"4096"`` says.
+    """Return the number of bytes in a size such as ``"2 GiB"``, ``"1.5GiB"`` or ``"4096"``.
 
     Raises:
-        ValueError: the text says no size of at least one byte.
+        ValueError: the string is not a size of at least one byte.
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(B|KiB|MiB|GiB|TiB)?", text.strip())
     size = int(float(found[1]) * 1024 ** _UNITS.index(found[2] or "B")) if found else 0

@@ -1,4 +1,4 @@
-// Reads the texts of an Arrow array and the bitmap of its valid items.
+// Reads the strings of an Arrow array and the bitmap of its valid items.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace sparsekit {
 
-// Reports to `bad` that text i is outside of its array's memory, and returns an empty text. Not
+// Reports to `bad` that string i is outside its array's memory, and returns an empty string. Not
 // inlined, since the calling loops have no registers to spare.
 #if defined(__GNUC__)
 __attribute__((cold, noinline))
@@ -21,7 +21,7 @@ inline std::string_view outside(cpu::FirstBad* bad, int64_t i) {
   return {};
 }
 
-// The call operator of each type below returns text i of an array.
+// The call operator of each type below returns string i of an array.
 template <class Offset>
 struct OffsetTexts {
   using Size = std::make_unsigned_t<Offset>;  // unsigned, so that negative offsets become huge
@@ -45,9 +45,9 @@ struct FixedTexts {
   }
 };
 
-// Reads an array of views of 16 bytes. A view begins with the length of the text. A text of at most
-// 12 bytes comes next. For a longer text, its first four bytes, the index of a buffer and the
-// offset in this buffer come next.
+// Reads an array of 16-byte views. A view begins with the string's length. A string of at most 12
+// bytes follows. For a longer string, its first four bytes, the index of a buffer and the offset in
+// that buffer follow.
 struct ViewTexts {
   const char* views;
   const void* const* data;

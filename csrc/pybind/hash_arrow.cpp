@@ -85,7 +85,7 @@ bool is_known(const ArrowSchema& type) {
 }
 
 // Returns the reason why an array cannot be read, or null if it can be read. Does not check the
-// items. The interface gives the sizes of buffers only for views.
+// items. The interface gives buffer sizes only for views.
 const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   if (array.length < 0 || array.offset < 0 || array.offset > kMost / 16 - array.length - 1) {
@@ -120,7 +120,7 @@ const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
 
 constexpr int64_t kAllGood = -1;
 
-// Hashes texts. Returns the first item whose text is outside of the array's memory, or kAllGood.
+// Hashes strings. Returns the first item whose string is outside the array's memory, or kAllGood.
 template <class Offset>
 int64_t hash_offset_texts(const ArrowArray& array, const Work& work, int64_t* codes) {
   const Offset* offsets = buffer_of<Offset>(array, 1) + array.offset;
@@ -141,7 +141,7 @@ int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
   return bad.position();
 }
 
-// Hashes an array that has no dictionary. Returns the first item whose text is outside of the
+// Hashes an array that has no dictionary. Returns the first item whose string is outside the
 // array's memory, or kAllGood.
 int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
                          int64_t* codes) {
@@ -164,7 +164,7 @@ int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const W
   return kAllGood;
 }
 
-// The codes of a dictionary's entries. They are kept for all chunks that share the dictionary.
+// Codes for a dictionary's entries. They are kept for all chunks that share the dictionary.
 struct Entries {
   std::vector<const void*> buffers;
   int64_t offset = -1;
@@ -177,8 +177,8 @@ struct Entries {
   }
 };
 
-// Copies each item's code from `entries`, which has the codes of a dictionary's entries. Returns
-// the first item with an invalid index, or kAllGood.
+// Copies each item's code from `entries`, the codes for a dictionary's entries. Returns the first
+// item with an invalid index, or kAllGood.
 template <class Index>
 int64_t take(const Index* indices, const ArrowArray& array, const std::vector<int64_t>& entries,
              const Work& work, int64_t* codes) {

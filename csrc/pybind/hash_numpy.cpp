@@ -12,8 +12,8 @@
 namespace sparsekit {
 namespace {
 
-// Returns the length of a text without its trailing zeros, which are numpy's padding. With padding,
-// the text has `size` characters.
+// Returns the length of a string without its trailing zeros, which are numpy's padding. With
+// padding, the string has `size` characters.
 template <class Character>
 Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   constexpr Py_ssize_t kStep = 8 / sizeof(Character);
@@ -25,10 +25,10 @@ Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   return size;
 }
 
-// Hashes the UTF-8 encoding of a text. Returns false if a code point is not a character.
+// Hashes the UTF-8 encoding of a string. Returns false if a code point is not a character.
 bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_t seed,
                   int64_t* code) {
-  // Check for ASCII first: most texts are ASCII, and compilers vectorize this loop.
+  // Check for ASCII first: most strings are ASCII, and compilers vectorize this loop.
   uint32_t bits = 0;
   for (Py_ssize_t k = 0; k < length; ++k) {
     bits |= text[k];
@@ -43,7 +43,7 @@ bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_
   return true;
 }
 
-// Three functions of numpy's C API. The API is a table with fixed indices, so the build needs no
+// Three functions from numpy's C API. The API is a table with fixed indices, so the build needs no
 // numpy headers. numpy has had these functions since 2.0, which introduced StringDType.
 struct NumpyStrings {
   struct Text {

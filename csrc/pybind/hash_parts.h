@@ -1,5 +1,5 @@
 // Helpers for hashing Python objects, Arrow columns and numpy strings: the code of a single value,
-// the UTF-8 encoding of code points, and threads. The parser of text also uses these threads.
+// the UTF-8 encoding of code points, and threads. The text parser also uses these threads.
 #pragma once
 
 #include <Python.h>
@@ -52,8 +52,8 @@ class Chunks {
   std::atomic<int64_t> next_{0};
 };
 
-// Runs each part on a new thread, except the last part. The calling thread runs the last part, and
-// those parts for which no thread could be started.
+// Runs each part but the last on a new thread. The calling thread runs the last part, and any part
+// whose thread could not be started.
 inline void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body,
                            void* context) {
   std::vector<std::thread> others;

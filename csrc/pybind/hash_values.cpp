@@ -39,7 +39,7 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// Maximum number of characters of a non-ASCII text that is encoded on the stack.
+// Maximum number of characters in a non-ASCII string that is encoded on the stack.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {
@@ -78,7 +78,7 @@ class PlainItems {
   // Adds one item. Returns false if the item needs Python code or new objects.
   bool add(PyObject* item, Py_ssize_t place) {
     if (PyUnicode_Check(item)) {
-      // ASCII text is already valid UTF-8.
+      // ASCII is already valid UTF-8.
       if (!PyUnicode_IS_COMPACT_ASCII(item)) return add_encoded(item, place);
       hasher_.add(static_cast<const char*>(PyUnicode_DATA(item)),
                   static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place);
@@ -102,7 +102,7 @@ class PlainItems {
     return overflow == 0;
   }
 
-  // Hashes the added texts. Their memory must stay valid until this call returns.
+  // Hashes the added strings. Their memory must stay valid until this call returns.
   void flush() { hasher_.flush(); }
 
  private:
@@ -133,7 +133,7 @@ class PlainItems {
     if (end == nullptr) return false;
     const auto length = static_cast<size_t>(end - text);
     hasher_.add(text, length, place);
-    // A text of at least kTooLong bytes has been hashed immediately, so its memory can be reused.
+    // A string of at least kTooLong bytes has been hashed immediately, so its memory can be reused.
     if (length < kTooLong) num_encoded_ += length;
     return true;
   }

@@ -11,11 +11,11 @@
 
 namespace sparsekit {
 
-// Call the following functions with the GIL held and num_threads >= 1. On failure, they set a
-// Python error and return null or false.
+// Call the functions below with the GIL held and num_threads >= 1. On failure, they set a Python
+// error and return null or false.
 
 // Returns a new reference to a list or tuple with the items of a sequence. A list or tuple is
-// returned as it is.
+// returned as is.
 PyObject* sequence_items(PyObject* values);
 
 // Sets codes[i] to the code of items[i], for a list or tuple of str, bytes, int and None.
@@ -89,8 +89,8 @@ bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t
                       int num_threads, int64_t* codes);
 
 // Sets codes[i] to the code of the UTF-8 encoding of the `size` code points at texts + i * size,
-// without trailing zeros. If a text has no UTF-8 encoding, sets a ValueError that names the first
-// such text.
+// without trailing zeros. If a string has no UTF-8 encoding, sets a ValueError that names the first
+// one.
 bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                         int num_threads, int64_t* codes);
 

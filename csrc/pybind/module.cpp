@@ -1,7 +1,7 @@
-// Functions for Python that cannot be torch ops: hashing of values, parsing of text, communicators
-// over NCCL and shared memory, checks of many objects, and facts about the build. This file has
-// only the bindings, since pybind11 is slow to compile; the work is done in hash_values.cpp and
-// other files. For the same reason, arrays are passed as buffers, without pybind11/numpy.h.
+// Functions for Python that cannot be torch ops: hashing values, parsing text, communicating over
+// NCCL and shared memory, checking many objects, and describing the build. This file has only the
+// bindings, since pybind11 is slow to compile; the work is done in hash_values.cpp and other files.
+// For the same reason, arrays are passed as buffers, without pybind11/numpy.h.
 #include <cstdint>
 #include <stdexcept>
 

@@ -1,5 +1,5 @@
-// Upper bounds on the rows in use of tables on a device, which the host does not wait for. For
-// hundreds of tables, loops in Python would take as long as the rest of a lookup.
+// Upper bounds on the rows in use in tables on a device, computed without waiting for the device.
+// For hundreds of tables, loops in Python would take as long as the rest of a lookup.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ struct RowBound {
     return entries;
   }
 
-  // Returns the bound while a tensor has the table's size, without counting keys.
+  // Returns the bound if the given tensor has the table's size, without counting keys.
   double most_for(const py::object& of_size) const {
     const bool known = !lost && size.is(of_size) && version == version_of(of_size);
     return known ? most : std::numeric_limits<double>::infinity();
@@ -62,7 +62,7 @@ struct RowBound {
   }
 };
 
-// The bounds of the tables of a lookup that insert keys.
+// The bounds for those tables of a lookup that insert keys.
 class RowBounds {
  public:
   RowBounds(const py::list& bounds, std::vector<double> capacities, std::vector<size_t> numbers)

@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 //
 // Each rank sends a stream of messages to every other rank: one message per collective, in order. A
 // message is a word with the size of the data, followed by the data. So a rank counts bytes to find
-// the collective to which a byte belongs. Each call makes progress on all collectives that have
+// the collective that a byte belongs to. Each call makes progress on all collectives that have
 // begun: a rank that waits for the second collective also reads the bytes of the first one. So
 // there can be no deadlock.
 //
@@ -53,7 +53,7 @@ class Communicator {
   // completed.
   uint64_t completed() const { return first_.load(); }
 
-  // Returns the deadline of a wait that begins now, to pass to work_on().
+  // Returns the deadline for a wait that begins now, to pass to work_on().
   Clock::time_point deadline() const;
 
   // Leaves the exchange and sends the reason to the other ranks. Data that they have not yet

@@ -147,7 +147,7 @@ class Segment {
   RingWriter writer(int from, int to) const;
   RingReader reader(int from, int to) const;
 
-  // Returns the size of a ring in bytes. It is the largest power of two up to 1 MiB with which all
+  // Returns the size of a ring in bytes. It is the largest power of two, up to 1 MiB, that lets all
   // rings together take at most 64 MiB, but at least 4 KiB.
   static uint64_t ring_bytes(int world_size);
   // Returns the size of the shared file in bytes.

@@ -1,5 +1,5 @@
-// Tells whether the objects of many tables are as they were in an earlier step. A loop in Python
-// over hundreds of tables would take longer than the ops.
+// Checks whether the objects of many tables are unchanged since an earlier step. A Python loop over
+// hundreds of tables would take longer than the ops.
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// DLPack's structs for access to a tensor that Python owns, in the part that is used here:
+// DLPack's structs for accessing a tensor owned by Python, as far as they are used here:
 // https://dmlc.github.io/dlpack/latest/c_api.html
 struct DLTensor {
   void* data;
@@ -33,7 +33,7 @@ struct DLPackExchangeAPI {
 Py_ssize_t size_of(const py::list& list) {
   return PyList_GET_SIZE(list.ptr());
 }
-// Returns a borrowed reference. To keep it valid is up to a caller that runs Python code.
+// Returns a borrowed reference. A caller that runs Python code must keep it valid.
 PyObject* item(const py::list& list, Py_ssize_t i) {
   return PyList_GET_ITEM(list.ptr(), i);
 }
@@ -73,7 +73,8 @@ bool dict_is(const py::dict& dict, const py::list& keys, const py::list& values)
   return true;
 }
 
-// Goes from dict to dict, since to reach a dict takes longer than to look up a key in it.
+// Goes through the dicts one by one, since reaching a dict takes longer than looking up a key in
+// it.
 bool each_dict_has(const py::list& dicts, const py::list& keys, const py::list& values) {
   const Py_ssize_t count = size_of(keys);
   if (size_of(dicts) * count != size_of(values)) return false;
@@ -130,7 +131,7 @@ void count_up(const py::list& objects, const py::str& name) {
   }
 }
 
-// Where tensors are in memory, and their layout there.
+// Addresses and layouts of tensors.
 class TensorPlaces {
  public:
   explicit TensorPlaces(const py::list& tensors) {
@@ -159,7 +160,7 @@ class TensorPlaces {
   // Address, offset, device, dtype, number of dimensions, sizes and strides.
   using Place = std::array<uint64_t, 5 + 2 * kDims>;
 
-  // Returns false with a Python error if torch cannot tell.
+  // Returns false, and sets a Python error, if torch cannot tell.
   static bool read(const py::object& tensor, Place& place) {
     DLTensor of;
     if (api()->borrow(tensor.ptr(), &of) != 0) return false;

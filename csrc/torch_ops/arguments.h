@@ -60,8 +60,8 @@ struct Span {
   }
 };
 
-// Facts about a tensor, for an op that asks for each of them more than once: each question is a
-// call into torch. Valid as long as the tensor.
+// Cached facts about a tensor, for an op that needs each of them more than once, since every query
+// is a call into torch. Valid as long as the tensor.
 class View {
  public:
   // `is_kept` is true for a tensor of a KeptList.
@@ -88,7 +88,7 @@ class View {
   const Span& span() const { return span_; }
   int64_t numel() const { return numel_; }
   int64_t dim() const { return dim_; }
-  // These are only for tensors of up to two dimensions.
+  // Only for tensors with up to two dimensions.
   int64_t size(int64_t d) const { return sizes_[d]; }
   int64_t stride(int64_t d) const { return strides_[d]; }
   ScalarType scalar_type() const { return dtype_; }
@@ -110,7 +110,7 @@ class View {
   torch::stable::Device device_;
 };
 
-// Overloads by which templates take both tensors and views of them.
+// Overloads that let templates take both tensors and views of them.
 inline const Tensor& tensor_of(const Tensor& tensor) {
   return tensor;
 }
@@ -150,19 +150,19 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return item.position < 0 ? text : text << '[' << item.position << ']';
 }
 
-// Limit on the number of elements of each argument and result. It exceeds any memory, but keeps the
-// numbers that are computed from sizes (of bytes, elements or threads) far from overflow.
+// Limit on the number of elements of each argument and result. It exceeds any memory, but keeps
+// numbers computed from sizes (in bytes, elements or threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
 // Limit on the number of entries, tables and features, whose indices have 32 bits.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
-// Pass these for arguments whose dtype or shape the op checks itself, since it allows several.
+// Pass these for arguments whose dtype or shape the op itself checks, since it allows several.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
-// Sets of kept tensors that are known not to overlap one another, with the memory of each set. To
-// find that out for hundreds of tables takes as long as to look them up.
+// Sets of kept tensors known not to overlap one another, with each set's memory. Checking this for
+// hundreds of tables takes as long as looking up keys in them.
 class KnownApart {
  public:
   struct Range {
@@ -241,7 +241,7 @@ class Arguments {
     throw std::out_of_range(message(where(), parts...));
   }
 
-  // Throws an IndexError which says that rows[position] is `row`, beyond the last row of `table`.
+  // Throws an IndexError saying that rows[position] is `row`, beyond the last row of `table`.
   [[noreturn]] void row_error(int64_t position, int64_t row, const char* table,
                               int64_t num_rows) const {
     index_error("rows[", position, "] is ", row, ", but ", table, " has ", num_rows, " rows");
@@ -284,8 +284,8 @@ class Arguments {
                                 ScalarType dtype = kAnyDtype, int64_t dim = kAnyDim) {
     return add(name, tensor, dtype, dim, true);
   }
-  // Returns the distance in elements from one row of a matrix, or of a vector, to the next one.
-  // Each row must be contiguous, and rows must not overlap.
+  // Returns the distance, in elements, between the starts of consecutive rows of a matrix or
+  // vector. Each row must be contiguous, and rows must not overlap.
   template <class AnyTensor>
   int64_t row_stride(const Item& name, const AnyTensor& tensor) const {
     const int64_t width = tensor.dim() > 1 ? tensor.size(1) : 1;
@@ -323,9 +323,9 @@ class Arguments {
   // Returns the argument that determines the device, or `other` if there is no argument yet.
   const Tensor& first_or(const Tensor& other) const { return first_ == nullptr ? other : *first_; }
 
-  // Throws an error if an argument that is written to overlaps another argument. `kept` are the ids
-  // of all lists among the arguments that may be kept (Views::id()); without them each call
-  // compares all arguments.
+  // Throws an error if an argument that is written to overlaps another argument. `kept` has the ids
+  // (Views::id()) of all argument lists that may be kept; without it, each call compares all
+  // arguments.
   void check_apart(const std::vector<uint64_t>& kept = {}) const {
     if (named_.size() > kFew) {
       if (known_apart(kept)) return;
@@ -402,8 +402,8 @@ class Arguments {
     check(n <= kMostNumbered, name, " has ", n, " elements; at most 2^31 - 1 are supported");
   }
 
-  // Checks that a grid can handle a row of `dim` elements. A grid has up to 65535 slices of at
-  // least 32 elements.
+  // Checks that a grid can handle rows of `dim` elements. A grid has up to 65535 slices of at least
+  // 32 elements.
   void check_row_size(const Item& name, int64_t dim) const {
     constexpr int64_t kMost = 65535 * 32;
     check(!kOnDevice || dim <= kMost, "rows of ", name, " may have at most ", kMost,
@@ -515,8 +515,8 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Returns true if an earlier call has found that the arguments in the kept lists do not overlap,
-  // and neither do the others overlap them or one another.
+  // Returns true if an earlier call found no overlap among the arguments in kept lists, and the
+  // other arguments overlap neither them nor one another.
   bool known_apart(const std::vector<uint64_t>& kept) const {
     if (kept.empty()) return false;
     const KnownApart::Memory memory = KnownApart::find(key_of(kept));
@@ -551,8 +551,8 @@ class Arguments {
   }
 
   // Returns true if any argument that is written to overlaps another argument. Visits the arguments
-  // in the order of their start addresses, and compares each with those earlier ones that extend
-  // beyond its start.
+  // in order of their start addresses, and compares each with the earlier ones that extend beyond
+  // its start.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

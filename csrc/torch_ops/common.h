@@ -1,5 +1,5 @@
-// Functions shared by all ops: memory of tensors, texts of errors, and torch's thread pool. This
-// code uses only torch's stable ABI, never ATen or c10.
+// Functions shared by all ops: tensor memory, error messages, and torch's thread pool. This code
+// uses only torch's stable ABI, never ATen or c10.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -125,7 +125,7 @@ struct TypeTag {
   using type = T;
 };
 
-// The ScalarType of the type in which core accumulates rows of type T.
+// The ScalarType that core uses to accumulate rows of type T.
 template <class T>
 constexpr ScalarType kAccumulateType =
     std::is_same_v<Acc<T>, double> ? ScalarType::Double : ScalarType::Float;

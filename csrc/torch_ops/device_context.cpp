@@ -38,7 +38,7 @@ constexpr ErrorInfo kErrors[] = {
 #undef SPARSEKIT_INFO
 };
 
-// Returns the message of the first error in these words, or an empty string.
+// Returns the message for the first error in these words, or an empty string.
 std::string message_of(const int64_t* words) {
   for (int64_t kind = 0; kind < kNumErrors; ++kind) {
     if (words[kind] == cuda::kNoPosition) continue;
@@ -165,7 +165,7 @@ int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
   cuda::read_back(&piece, 1, stream_);
   const int64_t position = positions[static_cast<int64_t>(error)];
   if (position == cuda::kNoPosition) return -1;
-  // The position is not from this call: another stream of the device must have reported an error.
+  // The position is not from this call: another stream on the device must have reported an error.
   if (position >= limit) raise_left_over(positions);
   cuda::fill_bytes(error_word(error), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
@@ -187,10 +187,10 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   }
 }
 
-// Each stream has its own copies. A copy is made before the first kernel that reads it. After it is
-// dropped, its memory is reused only after the last such kernel. The order of the stream ensures
-// both without a wait. A graph is captured on a different stream from the step before it, but runs
-// after that step. It keeps the copies that it uses.
+// Each stream has its own copies. A copy is made before the first kernel that reads it. Once
+// dropped, its memory is reused only after the last such kernel. Stream order ensures both without
+// a wait. A graph is captured on a different stream from the previous step's, but runs after that
+// step. It keeps the copies that it uses.
 Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   struct Copy {
     int32_t device;
@@ -245,7 +245,7 @@ void DeviceContext::read(const int64_t* device, int64_t count, int64_t* host) co
   raise_left_over(positions);
 }
 
-// Throws the error that an earlier call has reported, if there is one.
+// Throws the error reported by an earlier call, if there is one.
 void DeviceContext::raise_left_over(const int64_t* positions) const {
   const std::string found = message_of(positions);
   if (found.empty()) return;
@@ -266,13 +266,13 @@ extern "C" __attribute__((visibility("default"))) int sparsekit_checks_on() {
   return sparsekit::ops::checks_on;
 }
 
-// Returns the number of error words. The `report` of an op begins with these words.
+// Returns the number of error words. An op's `report` begins with these words.
 extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_errors() {
   return sparsekit::ops::kNumErrors;
 }
 
-// Returns the message of the first error in the words of a report, or null if there is no error.
-// The string is valid until the next call on this thread.
+// Returns the message for the first error in a report's words, or null if there is no error. The
+// string is valid until the next call on this thread.
 extern "C" __attribute__((visibility("default"))) const char* sparsekit_reported_error(
     const int64_t* words) {
   thread_local std::string found;

@@ -96,7 +96,7 @@ class DeviceContext {
 
 constexpr bool kOnDevice = true;
 
-// Makes the device and stream of a call current during its lifetime. Workspace comes from torch's
+// Makes a call's device and stream current during its lifetime. Workspace comes from torch's
 // allocator, which ties memory to the current stream. So an op may free its workspace as soon as
 // its kernels are launched.
 //
@@ -112,8 +112,8 @@ class DeviceContext {
 
   void* stream() const { return stream_; }
   int64_t* error_word(DeviceError error) const;
-  // Returns the position below `limit` that a kernel of this call has reported, or -1 if there is
-  // none. Always returns -1 with checks off and while a graph is captured.
+  // Returns the position below `limit` reported by a kernel of this call, or -1 if there is none.
+  // Always returns -1 with checks off and while a graph is captured.
   int64_t error_position(DeviceError error, int64_t limit) const;
   // Returns the kNumErrors error words.
   int64_t* error_words() const { return error_words_; }
@@ -124,8 +124,7 @@ class DeviceContext {
   // launched, and do not write to it. A recent copy of the same bytes on this stream is reused, so
   // bytes that do not change from step to step are copied only once.
   Tensor cached_copy(const void* bytes, int64_t count) const;
-  // Copies `count` words to the host, and throws the error that an earlier call has reported, if
-  // there is one.
+  // Copies `count` words to the host, and throws the error reported by an earlier call, if any.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
  private:

@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// Checked arguments that forward and backward have in common. Owns the memory of `bags`.
+// Checked arguments shared by forward and backward. Owns the memory of `bags`.
 struct BagArguments {
   const Arguments& given;
   Tensor rows;
@@ -59,8 +59,8 @@ struct BagArguments {
     if (bad >= 0) given.row_error(bad, context.value(rows, bad), "weight", num_rows);
   }
 
-  // With checks on, throws the errors that the device has found. Reads both error words before it
-  // throws, so that no error is left for a later call.
+  // With checks on, throws the errors found by the device. Reads both error words before throwing,
+  // so that no error is left for a later call.
   void check_found(int64_t num_rows, const DeviceContext& context) const {
     const int64_t bad_offset = context.error_position(DeviceError::kBagOffset, offsets.numel());
     const int64_t bad_row = context.error_position(DeviceError::kBagRow, rows.numel());

@@ -60,7 +60,7 @@ struct Placement {
   int64_t tensor, begin, stride;
 };
 
-// Returns the initializer of each table without its seed, which stays in the memory of the engine's
+// Returns the initializer of each table without its seed, which stays in memory on the engine's
 // device.
 inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
                                                 const Views& seeds, size_t num_tables) {
@@ -129,7 +129,7 @@ class GroupFeatures {
   const Arguments& given_;
 };
 
-// Features and the sources of keys to which they refer.
+// Features and the sources of keys that they refer to.
 class GroupInput : public GroupFeatures {
  public:
   std::vector<Source> sources;
@@ -190,7 +190,7 @@ class GroupInput : public GroupFeatures {
     }
   }
 
-  // With checks on, throws the error that cuda::begin_group has found, if there is one.
+  // With checks on, throws the error found by cuda::begin_group, if there is one.
   void raise_found(const DeviceContext& context) const {
     std::vector<int64_t> first_offset, key_start;
     int64_t offset = 0, key = 0;
@@ -293,7 +293,7 @@ class GroupInput : public GroupFeatures {
     return context.value(torch::stable::to(one, ScalarType::Long), 0);
   }
 
-  std::vector<Tensor> keys_, offsets_;  // own the memory to which the sources point
+  std::vector<Tensor> keys_, offsets_;  // own the memory that the sources point to
   std::vector<int32_t> by_source_;      // indices of features, by source, then by first bag
 };
 

@@ -1,4 +1,4 @@
-// Arguments common to pooling on many tables and its backward.
+// Arguments shared by pooling on many tables and its backward.
 #pragma once
 
 #include "group.h"
@@ -47,8 +47,7 @@ struct GivenEntries {
   const std::optional<Tensor>& key_starts;
 };
 
-// Checked arguments that forward and backward have in common. Owns the memory to which features
-// point.
+// Checked arguments shared by forward and backward. Owns the memory that features point to.
 class GroupArguments {
  public:
   GroupFeatures group;
@@ -176,8 +175,7 @@ class GroupArguments {
   const int32_t* rows_data() const { return rows_data_; }
   int64_t count_of(size_t t) const { return counts_data_ != nullptr ? counts_data_[t] : 0; }
 
-  // With checks on, throws the error that the device has found in `index` or `rows`, if there is
-  // one.
+  // With checks on, throws the error that the device found in `index` or `rows`, if any.
   void check_found(const DeviceContext& context) const {
     const int64_t bad_index = context.error_position(DeviceError::kGroupIndex, entries);
     const int64_t bad_row = context.error_position(DeviceError::kBagRow, entries);
@@ -201,8 +199,7 @@ class GroupArguments {
     return packed(tensor);
   }
 
-  // Checks tensors that have an element for each key, one tensor per source, and appends them to
-  // `list`.
+  // Checks tensors with one element per key, one tensor per source, and appends them to `list`.
   void add_of_sources(Arguments& given, const char* name, const Tensors& tensors,
                       Tensors& list) const {
     if (tensors.empty()) return;
@@ -289,7 +286,7 @@ class GroupArguments {
     const Feature &first = group.features[begin], &last = group.features[end - 1];
     return {first.first_entry, last.first_entry + last.n - first.first_entry};
   }
-  // On the CPU: returns the index of the table to which an entry belongs.
+  // On the CPU: returns the index of the table that an entry belongs to.
   int64_t table_of(int64_t entry) const {
     size_t f = 0;
     while (entry >= group.features[f].first_entry + group.features[f].n) ++f;

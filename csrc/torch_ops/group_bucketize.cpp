@@ -32,8 +32,8 @@ std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
   return tables;
 }
 
-// Gives the keys of each table places of a fixed size, if `max_keys` is not empty. Returns the
-// number of places for the keys of one rank.
+// Gives each table a fixed number of places for its keys, if `max_keys` is not empty. Returns the
+// number of places for one rank's keys.
 int64_t fix_places(Arguments& given, const std::vector<int64_t>& max_keys, int64_t world_size,
                    std::vector<RoutedTable>& tables) {
   if (max_keys.empty()) return 0;

@@ -149,7 +149,7 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
   given.check(!grads.empty() || dims.empty(), "grads must not be empty");
   const ScalarType dtype = grads.empty() ? kAnyDtype : dtype_of(grads[0]);
   given.written("out", out, dtype);
-  // On a device, do not wait for the counts: the position of a sum does not depend on the number of
+  // On a device, do not wait for the counts: a sum's position does not depend on the number of
   // rows.
   const Gradients gradients(given, grads, dtype, dims,
                             {index, rows, counts, bags, features, sample_weights, key_starts}, 1,

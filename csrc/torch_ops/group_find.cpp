@@ -61,15 +61,15 @@ cuda::GroupCall device_call(const GroupTables& group, const NewRows* new_rows) {
 }
 
 // Checks the argument `report`, which the host reads later, without a wait. It begins with the
-// error words of the device. The CPU engine has no error words and ignores this argument.
+// device's error words. The CPU engine has no error words and ignores this argument.
 void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t num_words) {
   if (!report.has_value()) return;
   given.written("report", *report, ScalarType::Long, 1);
   given.check_size("report", *report, 0, kNumErrors + num_words);
 }
 
-// Returns the destination of the error words. Without a report, as in a graph whose replays send
-// none, the words stay on the device.
+// Returns the destination of the error words. Without a report, as in a graph with replays that
+// send none, the words stay on the device.
 cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
   if (!report.has_value()) return {};
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};

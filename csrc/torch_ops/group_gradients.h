@@ -11,7 +11,7 @@
 
 namespace sparsekit::ops {
 
-// Checked inputs, from which the gradients of all tables are computed.
+// Checked inputs for computing the gradients of all tables.
 class Gradients {
  public:
   Tensors grads;  // gradients of outputs
@@ -121,8 +121,8 @@ class Gradients {
     }
   }
 
-  // On a device: writes the gradient of each row to `room`. With checks on, throws the error that
-  // the device finds, if there is one.
+  // On a device: writes the gradient of each row to `room`. With checks on, throws the error found
+  // by the device, if there is one.
   template <class T>
   void sum_at(const std::vector<SummedTable<T>>& tables, const SumRoom<T>& room) const {
     const cuda::GroupSums<T> sums = on_device(tables);
@@ -139,7 +139,7 @@ class Gradients {
   }
 
   // On a device: makes an optimizer's step without reading back the number of rows. With checks on,
-  // throws the error that the device finds, if there is one.
+  // throws the error found by the device, if there is one.
   template <class Rule, class T>
   void update_on_device(const std::vector<FeatureBags<T>>& features,
                         const std::vector<SteppedTable<T>>& tables, const Rule& rule,

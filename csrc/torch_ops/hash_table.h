@@ -38,10 +38,10 @@ inline void check_size_value(const Arguments& given, const Item& name, int64_t s
 }
 
 // A lock to hold while buckets are changed. Raises an error if another thread holds it. The locked
-// tables are identified by address, in a list outside of the tables. So a lock covers all views of
-// a table and is not saved with the table. A forked child process starts with an empty list, since
-// it has only the forking thread. On a device, the lock is held only during the launches; the order
-// of the stream does the rest.
+// tables are identified by address, in a list outside the tables. So a lock covers all views of a
+// table and is not saved with the table. A forked child process starts with an empty list, since it
+// has only the forking thread. On a device, the lock is held only during the launches; stream order
+// does the rest.
 class Exclusive {
  public:
   Exclusive(const Arguments& given, const Tensor& buckets) : spans_{Span(buckets)} {

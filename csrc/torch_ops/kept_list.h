@@ -1,6 +1,6 @@
-// Lists of tensors that Python passes again and again. To convert hundreds of tensors, and to ask
-// torch about each of them, takes longer than the ops that take them. So the op `kept_list`
-// converts them once and returns a tensor that may be passed as the only item in place of the list.
+// Lists of tensors that Python passes again and again. Converting hundreds of tensors, and querying
+// torch about each, takes longer than the ops themselves. So the op `kept_list` converts them once
+// and returns a tensor that can be passed, as the only item, in place of the list.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace sparsekit::ops {
 
-// Valid as long as the tensors.
+// The views are valid as long as the tensors.
 inline std::vector<View> views_of(const Tensors& tensors, bool are_kept) {
   std::vector<View> views;
   views.reserve(tensors.size());
@@ -33,22 +33,23 @@ class KeptList {
                                     ScalarType::Long, &KeptList::free);
   }
 
-  // Returns the list that the only item of a list stands for, or null.
+  // Returns the list represented by a list's only item, or null.
   static KeptList* of(const Tensors& given) {
     if (given.size() != 1 || given[0].dim() != kDim) return nullptr;
     const Tensor& item = given[0];
     if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return nullptr;
     if (!item.is_contiguous() || item.numel() != kWords) return nullptr;
     const int64_t* words = int64_data(item);
-    // A copy of the words, at another address, does not keep the tensors alive, and is no list.
+    // A copy of the words, at another address, does not keep the tensors alive, so it is not a
+    // list.
     if (!std::equal(kMark, kMark + kMarkWords, words) || words[kMarkWords] != address(words)) {
       return nullptr;
     }
     return reinterpret_cast<KeptList*>(const_cast<int64_t*>(words));
   }
 
-  // The tensors as they were at some time. Aliases keep their memory, so no other memory can have
-  // the same address.
+  // A snapshot of the tensors. Aliases keep their memory alive, so no other memory can get the same
+  // address.
   struct Facts {
     Tensors aliases;
     std::vector<View> views;
@@ -63,9 +64,9 @@ class KeptList {
     }
   };
 
-  // Returns the tensors as they are now. A tensor that has got other memory is found by its
-  // address. One that has got another shape in the same memory is still taken as it was, as by an
-  // op that has begun before.
+  // Returns the current tensors. A tensor whose memory has changed is recognized by its address. A
+  // tensor with a new shape in the same memory keeps its old facts, as in an op that began before
+  // the change.
   std::shared_ptr<const Facts> current() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -90,7 +91,7 @@ class KeptList {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(words));
   }
   static void free(void* words) {
-    // Memory that is used again must not look like a list; a plain write would be optimized away.
+    // Reused memory must not look like a list; a plain write would be optimized away.
     *static_cast<volatile int64_t*>(words) = 0;
     delete static_cast<KeptList*>(words);
   }
@@ -107,7 +108,7 @@ class KeptList {
   std::shared_ptr<const Facts> facts_;
 };
 
-// Facts about the tensors of a list, or of the list that its only item stands for. Valid as long as
+// Facts about the tensors of a list, or of the list represented by its only item. Valid as long as
 // the list.
 class Views {
  public:
@@ -125,10 +126,10 @@ class Views {
   const View* begin() const { return views().data(); }
   const View* end() const { return begin() + size(); }
 
-  // Identifies the tensors of a list that is kept; 0 for other lists.
+  // Identifies the tensors of a kept list; 0 for other lists.
   uint64_t id() const { return kept_ ? kept_->id : 0; }
 
-  // Lets another tensor take the place of tensor i.
+  // Replaces tensor i with another tensor.
   void replace(size_t i, const Tensor& tensor) {
     if (const auto kept = std::exchange(kept_, nullptr)) {
       for (const View& view : kept->views) own_.emplace_back(view.tensor());

@@ -15,11 +15,11 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Limit on the bytes of a request, larger than the memory that a process can address.
+// Limit on the bytes per request, larger than the memory that a process can address.
 constexpr size_t kMostBytes = size_t{1} << 47;
 
-// An idle block is returned to the system after this many requests that did not use it. The number
-// covers several steps of a training loop, in which sizes repeat.
+// An idle block is returned to the system after this many requests that did not use it. This covers
+// several steps of a training loop, where sizes repeat.
 constexpr uint64_t kPatience = 128;
 
 // Number of idle bytes that the pool may always keep.
@@ -180,8 +180,8 @@ class Pool {
   std::unordered_map<void*, size_t> sizes_;  // size of each block in use, by address
 };
 
-// The pool is never destroyed, since tensors may outlive all other objects. It is made at load
-// time: made at first use, it could be half-made in a forked child.
+// The pool is never destroyed, since tensors may outlive all other objects. It is created at load
+// time: if created at first use, it could be incomplete in a forked child.
 Pool& the_pool = []() -> Pool& {
   pthread_atfork([] { the_pool.lock(); }, [] { the_pool.unlock(); }, [] { the_pool.unlock(); });
   return *new Pool;

@@ -1,5 +1,5 @@
-// Arguments of optimizer ops: a weight, its states, the name and settings of a rule, and the tables
-// that one step updates.
+// Arguments of optimizer ops: a weight, its states, a rule's name and settings, and the tables
+// updated in one step.
 #pragma once
 
 #include <limits>
@@ -15,7 +15,7 @@ namespace sparsekit::ops {
 
 // Checks and returns the weight, states and row steps of a table. All of them are written to.
 // States must be [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or
-// [num_rows]. There may be gaps between rows, but for those of row_step.
+// [num_rows]. There may be gaps between rows, except in row_step.
 template <class T>
 RowTable<T> row_table(Arguments& given, const View& weight, const View* states, size_t num_states,
                       const View* row_step, bool row_wise) {
@@ -47,7 +47,8 @@ RowTable<T> row_table(Arguments& given, const View& weight, const View* states, 
   return table;
 }
 
-// Checks the tensor `lr` and returns its address as a rate. Without a tensor, returns `number`.
+// Checks the tensor `lr` and returns its address as a learning rate. Without a tensor, returns
+// `number`.
 inline Rate rate_of(Arguments& given, const std::optional<Tensor>& lr, double number) {
   if (!lr.has_value()) return number;
   given.check_one("lr", given.read("lr", *lr));
@@ -58,9 +59,9 @@ inline Rate rate_of(Arguments& given, const std::optional<Tensor>& lr, double nu
   return Rate(data<double>(*lr));
 }
 
-// Calls body(rule) with the rule of this name. Comments below list the settings of each rule. If
-// several structs have the same name, the number of states selects one of them. A tensor `lr`
-// replaces the first setting.
+// Calls body(rule) with the rule of this name. Comments below list each rule's settings. If several
+// structs have the same name, the number of states selects one. A tensor `lr` replaces the first
+// setting.
 template <class Body>
 void dispatch_rule(Arguments& given, const std::string& name, const std::vector<double>& settings,
                    const std::optional<Tensor>& lr, size_t states, Body&& body) {
@@ -174,8 +175,8 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
   });
 }
 
-// On a device: returns the invalid row that a call for several tables has reported. With checks
-// off, returns no row.
+// On a device: returns the invalid row reported by a call for several tables. With checks off,
+// returns no row.
 inline BadRow found_bad_row(const DeviceContext& context, size_t num_tables) {
   const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);
   const int64_t found = context.error_position(DeviceError::kUpdateRow, limit);

@@ -32,7 +32,7 @@ struct Padded {
   Tensor counts;
 };
 
-// Finds distinct keys. Writes their number to *num_unique, in the memory of the engine's device.
+// Finds distinct keys. Writes their number to *num_unique, in memory on the engine's device.
 Padded unique_of(const DeviceContext& context, Tensor keys, std::optional<Tensor> num_keys,
                  int64_t* num_unique, const char* op) {
   Arguments given(op);

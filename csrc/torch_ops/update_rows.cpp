@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The lists of tensors of a call; `rows` may be empty.
+// The tensor lists of a call; `rows` may be empty.
 struct Lists : TableLists {
   Tensors& rows;
   Tensors& grads;

@@ -1,4 +1,4 @@
-"""Predicts the hit rates of a table at several sizes, from one pass over its keys."""
+"""Predicts a table's hit rates at several sizes, from one pass over its keys."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .policy import Policy
 from .sample import KeySample, distinct
 
 POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "lfu"))
-# Most sizes of a policy, of those that double.
+# Maximum number of automatically chosen sizes per policy; each is double the previous one.
 _SIZES = 5
-# Rows of the smallest miniature: one with few rows says little of a large table.
+# Rows of the smallest miniature: with fewer rows, it says little about a large table.
 _LEAST_ROWS = 512
-# Keys to look at together: the least, the inverse of the part of all keys so far, and the most.
+# Keys to process together: the minimum, the divisor of the number of keys so far, the maximum.
 _LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 17
-# Keys that wait at first, and what a lookup costs on top of its keys, in keys.
+# Keys that wait before the first pass, and the overhead of a lookup, expressed in keys.
 _FIRST, _LOOKUP = 1 << 20, 64
 
 
 class Point(NamedTuple):
-    """A prediction.
+    """A predicted hit rate.
 
     Attributes:
         policy: the table's policy.
-        rows: rows of the table over all ranks: its budget, ``max_rows``; with a ttl, the most in
+        rows: the table's rows over all ranks: its budget, ``max_rows``; with a ttl, the most in
             use.
         hit_rate: fraction of the keys that have a row before their lookup. A key counts once for
             each lookup, as in `Telemetry`.
@@ -45,16 +45,17 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Predictions for the table of one feature.
+    """Predictions for one feature's table.
 
     Attributes:
         lookups: number of lookups.
-        keys: number of keys, those of each lookup counted once.
+        keys: number of keys, counting repeats in a lookup once.
         distinct: estimated number of distinct keys.
-        most_at_once: most distinct keys of a lookup, whose rows a table must have at the same time.
-        rate: fraction of the keys from which all is estimated; 1 if it is exact.
-        points: predictions, by policy, ascending rows. The last of a policy without a ttl is of a
-            table that never sweeps.
+        most_at_once: most distinct keys in one lookup; a table must have rows for all of them at
+            once.
+        rate: fraction of the keys used for the estimates; 1 if they are exact.
+        points: predictions, by policy, in ascending order of rows. For a policy without a ttl, the
+            last is for a table that never sweeps.
     """
 
     lookups: int
@@ -66,23 +67,23 @@ class Curve(NamedTuple):
 
 
 class CapacityCurve:
-    """Predicts hit rates of a table of any size from a sample of the keys of its lookups.
+    """Predicts hit rates for tables of any size from a sample of the keys in their lookups.
 
-    Memory is fixed, whatever the number of keys. As long as there are at most `sample` distinct
-    keys, predictions are exact: those of a single table that makes its lookups in training. With
-    more, the keys are sampled by hash, and a miniature of each table is simulated; see `KeySample`
-    and `Miniature` for the sources. Misses of the sample are divided by all keys, which are
-    counted, since keys that come in every lookup hardly miss and are hardly in the sample: the
-    correction SHARDS-adj of FAST 2015, section 3.2.
+    Memory is fixed, whatever the number of keys. Up to `sample` distinct keys, predictions are
+    exact for a single table whose lookups are all in training. With more, the keys are sampled by
+    hash, and a miniature of each table is simulated; see `KeySample` and `Miniature` for the
+    sources. The sample's misses are divided by an exact count of all keys, since keys in every
+    lookup hardly miss and are unlikely to be sampled: the SHARDS-adj correction from FAST 2015,
+    section 3.2.
 
     Args:
-        policies: policies to predict, with a score each.
-        rows: sizes of the tables in rows; None for up to five that double, below the number of
-            distinct keys.
-        ttls: values of ttl in lookups; None for all powers of two below the number of lookups;
-            empty for none.
-        low_watermark: as of the tables.
-        sample: most keys in the sample.
+        policies: policies to predict; each must have a score.
+        rows: table sizes in rows; None for up to five powers of two, below the number of distinct
+            keys.
+        ttls: ttl values in lookups; None for all powers of two below the number of lookups; empty
+            for none.
+        low_watermark: the tables' low watermark.
+        sample: maximum number of keys in the sample.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range.
@@ -120,14 +121,14 @@ class CapacityCurve:
             Miniature(policy, math.inf, low_watermark, sample) for policy in dict.fromkeys(policies)
         ]
         self._limited: list[list[Miniature]] = [[] for _ in self._unlimited]
-        self._largest = [0] * len(self._unlimited)  # of the tables that have been full
+        self._largest = [0] * len(self._unlimited)  # of the tables that have filled up
         self._expiry = Expiry(self._ttls)
         self._waiting: list[torch.Tensor] = []
         self._waiting_size = 0
         self._lookups = self._keys = self._occurrences = self._most_at_once = 0
 
     def add(self, keys: torch.Tensor) -> None:
-        """Add the keys of one lookup of the table in training, repeats included.
+        """Add the keys of one training lookup, including repeats.
 
         Args:
             keys: int64 ``[n]``, on any device. They are copied.
@@ -148,7 +149,7 @@ class CapacityCurve:
         """Return the predictions for the lookups so far."""
         self._run()
         points = []
-        # Correct for the keys of which the sample has, by chance, too many or too few.
+        # Correct for a sample that has, by chance, too many or too few keys.
         keys = self._keys * self._sample.found / max(1.0, self._sample.distinct())
         for unlimited, limited in zip(self._unlimited, self._limited, strict=True):
             misses = dict.fromkeys(self._rows or (), unlimited.misses)
@@ -166,16 +167,16 @@ class CapacityCurve:
         return Curve(self._lookups, self._keys, distinct, self._most_at_once, rate, tuple(points))
 
     def _rows_of(self, unlimited: Miniature) -> int:
-        """Return rows with which a table never sweeps."""
+        """Return a number of rows large enough that a table never sweeps."""
         rows, sample = unlimited.held / self._sample.scale, self._sample
-        if sample.rate < 1:  # by four standard errors more than the estimate
+        if sample.rate < 1:  # add four standard errors to the estimate
             rows += 4 * math.sqrt(unlimited.held) / sample.scale
             rows = min(rows, 1.01 * sample.distinct())
         return max(1, math.ceil(rows))
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Take the keys that wait into account."""
+        """Process the waiting keys."""
         waiting, self._waiting, self._waiting_size = self._waiting, [], 0
         pieces: list[list[torch.Tensor]] = [[]]
         size = 0
@@ -186,7 +187,7 @@ class CapacityCurve:
                 pieces.append([])
                 size = 0
         if self._lookups == 0:
-            # Find the rate first: few keys would be left of what is simulated at a higher one.
+            # Find the rate first: few of the keys simulated at a higher rate would remain.
             for piece in filter(None, pieces):
                 keys = torch.cat(piece)
                 self._make_room(keys[self._sample.chosen(keys)], reserve=True)
@@ -233,8 +234,8 @@ class CapacityCurve:
         self._expiry.run(lookups, sample)
 
     def _add_tables(self, i: int, held: int) -> None:
-        """Add the tables that are about to be full for the first time, and drop the smallest."""
-        # Up to now they have been like the one that is never full.
+        """Add the tables that are about to fill up for the first time, and drop the smallest."""
+        # So far, they have behaved like the table that never fills up.
         limited, sample = self._limited[i], self._sample
         sizes = [2**power for power in range(62)] if self._rows is None else self._rows
         for rows in sizes:
@@ -249,7 +250,7 @@ class CapacityCurve:
 def _of_sample(
     sample: KeySample, keys: torch.Tensor, places: torch.Tensor, times: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of keys that are in the sample, and how often they come."""
+    """Return the positions of sampled keys, and how often these keys occur."""
     here = sample.chosen(keys[places])
     return places[here], times[here]
 

@@ -14,19 +14,19 @@ from ..tables.life import DEFAULT_BUDGET
 from .curve import Curve
 from .policy import Policy
 
-# Rows of the table whose memory is divided by them.
+# Number of rows in the table whose memory is measured to get the bytes per row.
 _ROWS = 1 << 16
 
 
 class Allotment(NamedTuple):
-    """Rows that a table gets.
+    """Rows allotted to a table.
 
     Attributes:
-        policy: the policy with the highest predicted hit rate at these rows.
+        policy: the policy with the highest predicted hit rate for this many rows.
         max_rows: budget of rows over all ranks.
-        rows_per_rank: number of rows to make each rank's part with; ``max_rows`` is by default
-            nine tenths of them, since ranks get uneven shares.
-        bytes: memory of all ranks.
+        rows_per_rank: number of rows to create on each rank; ``max_rows`` is by default nine tenths
+            of their total, since ranks get uneven shares.
+        bytes: memory on all ranks.
         hit_rate: predicted hit rate.
     """
 
@@ -40,9 +40,9 @@ class Allotment(NamedTuple):
 def bytes_per_row(
     dim: int, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 ) -> float:
-    """Return the bytes of a row: vector, optimizer states, score and index; see `memory_report`.
+    """Return the bytes per row: vector, optimizer states, score and index; see `memory_report`.
 
-    Counts of keys that wait for admission come on top.
+    Memory for counting keys that wait for admission is not included.
 
     Args:
         dim: elements of a float32 vector.
@@ -54,12 +54,12 @@ def bytes_per_row(
         if optimizer is not None:
             layer(torch.zeros(1, dtype=torch.int64, device="cpu")).sum().backward()
             made = optimizer(list(layer.parameters()))
-            made.step()  # the report finds its states as long as it exists
+            made.step()  # memory_report finds the optimizer's states while the optimizer exists
     return memory_report(layer).total.reserved / _ROWS
 
 
 def size_of(max_rows: int, row_bytes: float, ranks: int = 1) -> tuple[int, int]:
-    """Return the rows of each rank for a budget of rows, and their bytes on all ranks."""
+    """Return the rows per rank for a budget of rows, and their bytes on all ranks."""
     each = math.ceil(max_rows / DEFAULT_BUDGET / ranks)
     return each, round(each * ranks * row_bytes)
 
@@ -70,21 +70,21 @@ def divide(
     row_bytes: Mapping[str, float],
     ranks: int = 1,
 ) -> dict[str, Allotment]:
-    """Divide memory among tables, so that the predicted hits of all together are the most.
+    """Divide memory among tables to maximize the total number of predicted hits.
 
-    Every table first gets rows for its largest lookup. The rest goes to where a byte brings the
-    most hits, along the concave hull of each table's predictions, which is the optimum where they
-    are concave: Fox, "Discrete Optimization via Marginal Analysis", Management Science 13, 1966.
-    Between two predictions hit rates are interpolated.
+    Every table first gets rows for its largest lookup. The rest goes where each byte brings the
+    most hits, along the concave hull of each table's predictions. This is optimal where the
+    predictions are concave: Fox, "Discrete Optimization via Marginal Analysis", Management Science
+    13, 1966. Between two predictions, hit rates are interpolated.
 
     Args:
-        budget: bytes of all tables on all ranks.
+        budget: bytes for all tables on all ranks.
         curves: predictions by table.
-        row_bytes: bytes of a row by table; see `bytes_per_row`.
+        row_bytes: bytes per row, by table; see `bytes_per_row`.
         ranks: number of ranks.
 
     Returns:
-        What each table gets, in the order of curves.
+        The allotment of each table, in the order of curves.
 
     Raises:
         ValueError: the budget is too small for the largest lookups.
@@ -106,7 +106,7 @@ def divide(
         cost = row_bytes[name]
         more = size_of(after, cost, ranks)[1] - size_of(rows[name], cost, ranks)[1]
         if more > free:
-            # Whole rows on every rank, counted from the bytes that the table may have.
+            # Whole rows on every rank that fit into the bytes available to this table.
             most = size_of(rows[name], cost, ranks)[1] + free
             fit = int(int(most / cost / ranks) * ranks * DEFAULT_BUDGET)
             rows[name] = max(rows[name], fit)
@@ -121,7 +121,7 @@ def divide(
 
 
 def _best(curve: Curve, rows: int) -> tuple[Policy, float]:
-    """Return the policy with the highest hit rate at a number of rows, and the hit rate."""
+    """Return the policy with the highest hit rate at a number of rows, and its hit rate."""
     found: dict[Policy, list[tuple[int, float]]] = {}
     for policy, size, hit_rate in curve.points:
         if policy.ttl is None:
@@ -139,13 +139,13 @@ def _between(points: list[tuple[int, float]], rows: int) -> float:
 
 
 def _sizes(curve: Curve, least: int) -> list[tuple[int, float]]:
-    """Return the predicted sizes above the least, ascending, with the best hit rate of each."""
+    """Return the predicted sizes above `least`, ascending, with the best hit rate for each."""
     sizes = {rows for policy, rows, _ in curve.points if policy.ttl is None and rows > least}
     return [(rows, _best(curve, rows)[1]) for rows in sorted(sizes)]
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the vertices of the concave hull from above, as long as it rises."""
+    """Return the vertices of the upper concave hull, as far as it rises."""
     hull: list[tuple[int, float]] = []
     for x, y in points:
         while len(hull) > 1:

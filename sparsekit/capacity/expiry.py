@@ -1,4 +1,4 @@
-"""Predicts hit rates and rows of tables whose rows expire."""
+"""Predicts hit rates and row counts of tables whose rows expire."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from ..tables.life import SWEEPS_PER_TTL
 from .sample import KeySample, Lookups
 
-# Powers of two that stand for all values of ttl, if none are asked for.
+# Number of powers of two that are simulated if no ttl values are given.
 _POWERS = 40
 
 
 class Expiry:
-    """Counts the keys that come back too late, for several values of ttl in one pass.
+    """Counts the keys that return too late, for several ttl values in one pass.
 
-    A key has a row if the sweep of the latest period before its lookup has left it, which only the
-    time since its last lookup decides.
+    A key has a row if the last sweep before its lookup kept it, which depends only on the time
+    since its previous lookup.
 
     Args:
-        ttls: values of ttl, ascending; None for all powers of two.
+        ttls: ttl values, ascending; None for all powers of two.
 
     Attributes:
-        rows: estimate of the most rows in use at the end of a period, ``[len(ttls)]``, from the
-            ends of the runs of lookups.
+        rows: estimated maximum of rows in use at the end of a period, ``[len(ttls)]``, sampled at
+            the end of each `run`.
     """
 
     def __init__(self, ttls: Sequence[int] | None) -> None:
@@ -34,7 +34,7 @@ class Expiry:
         self._misses, self.rows = np.zeros((2, len(self._ttls)))
 
     def run(self, lookups: Lookups, sample: KeySample) -> None:
-        """Look keys up; the sample is that after these lookups."""
+        """Look up keys; `sample` must already include these lookups."""
         if len(lookups.slots) == 0:
             return
         known, clock = lookups.previous > 0, int(lookups.clock[-1])
@@ -48,7 +48,7 @@ class Expiry:
             self.rows[i] = max(self.rows[i], alive / sample.scale)
 
     def points(self, clock: int) -> list[tuple[int, float, float]]:
-        """Return each ttl, its rows and its misses; without powers of two above the clock."""
+        """Return each ttl with its rows and misses; omit default powers of two above the clock."""
         shown = len(self._ttls)
         if self._all:
             shown = int(np.searchsorted(self._ttls, clock))

@@ -1,4 +1,4 @@
-"""Predicts hit rates from the lookups of layers while they train."""
+"""Predicts hit rates from the lookups that layers make in training."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from .curve import CapacityCurve, Curve
 
 
 class LayerCurves:
-    """Adds the keys of each lookup in training to a curve for each table of a model.
+    """Adds the keys of each training lookup to a curve for each table of a model.
 
-    Tables may be of any kind with a hash table, also those that grow. A lookup takes longer by what
-    `CapacityCurve.add` takes; on CUDA it waits for the device, which has the keys.
+    Any layer with a hash table works, including tables that grow. Each lookup also takes the time
+    of `CapacityCurve.add`; on CUDA, it waits for the device, since the keys are there.
 
     Args:
         model: a model that contains sparsekit layers, on a single rank.
-        options: keywords of `CapacityCurve`.
+        options: keyword arguments for `CapacityCurve`.
 
     Raises:
-        TypeError, ValueError: an option is wrong; or the model has no tables, or one that is being
-            watched already.
-        NotImplementedError: there are several ranks, each of which sees only the keys of its own
-            samples.
+        TypeError, ValueError: an option is wrong, the model has no tables, or one of its tables is
+            already being watched.
+        NotImplementedError: there are several ranks, so each sees only the keys in its own samples.
 
     Example:
         >>> with LayerCurves(model) as curves:
@@ -57,11 +56,11 @@ class LayerCurves:
             watched[table] = partial(_add, self._curves[table.name])
 
     def read(self) -> dict[str, Curve]:
-        """Return the predictions for the lookups so far, by the layer's name."""
+        """Return the predictions for the lookups so far, by layer name."""
         return {name: curve.read() for name, curve in self._curves.items()}
 
     def close(self) -> None:
-        """Stop watching; `read` goes on to work."""
+        """Stop watching; `read` continues to work."""
         for table in self._tables:
             watched.pop(table, None)
         self._tables = []

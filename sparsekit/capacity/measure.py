@@ -11,11 +11,11 @@ from .curve import Curve, Point
 
 
 class Measure:
-    """A table for each prediction of a curve, which make the same lookups.
+    """One table per prediction of a curve, all making the same lookups.
 
     Args:
         curve: the predictions.
-        low_watermark: as of the predicted tables.
+        low_watermark: low watermark of the predicted tables.
     """
 
     def __init__(self, curve: Curve, low_watermark: float = 0.95) -> None:
@@ -25,7 +25,7 @@ class Measure:
         ]
 
     def add(self, keys: torch.Tensor) -> None:
-        """Look up int64 keys ``[n]``, those of one lookup, in all tables."""
+        """Look up one lookup's int64 keys ``[n]`` in all tables."""
         with torch.no_grad():
             for layer in self._layers:
                 layer(keys)
@@ -50,7 +50,7 @@ def _table(point: Point, most_at_once: int, low_watermark: float, name: str) -> 
     options = point.policy.options()
     rows = None
     if point.policy.ttl is None:
-        # Rows in use go over the budget until the lookup that inserts them has swept.
+        # Rows in use exceed the budget until the lookup that inserted them has swept.
         rows = point.rows + most_at_once
         options |= {"max_rows": point.rows, "low_watermark": low_watermark}
     return Embedding(rows, 1, name=name, device="cpu", **options)

@@ -1,4 +1,4 @@
-"""Simulates a table that evicts, at the scale of a sample of its keys."""
+"""Simulates a table that evicts, scaled down to a sample of its keys."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 from .policy import Policy
 from .sample import KeySample, Lookups
 
-# Number of entries to look at together before a sweep is found.
+# Minimum number of entries to process together.
 _ENTRIES = 64
-# Score of a row that must stay.
+# Score of a row that must be kept.
 _STAYS = np.iinfo(np.int64).max
 
 
 class Miniature:
-    """A table of a sample of the keys, with rows in proportion.
+    """A table for a sample of the keys, with proportionally fewer rows.
 
-    What a sample of the keys does to a table of proportionally fewer rows is what all keys do to
-    the table: Waldspurger, Saemundsson, Ahmad and Park, "Cache Modeling and Optimization using
+    A sample of the keys affects a table with proportionally fewer rows just as all keys affect the
+    full table: Waldspurger, Saemundsson, Ahmad and Park, "Cache Modeling and Optimization using
     Miniature Simulations", USENIX ATC 2017. A lookup that would bring the table over its budget
-    first sweeps down to the low watermark, as the layers do.
+    first sweeps down to the low watermark, as layers do.
 
-    Between two sweeps nothing has to be written: a key has a row if it has come often enough since
-    it lost its last one.
+    Between two sweeps, nothing has to be written: a key has a row if it has occurred often enough
+    since it lost its last row.
 
     Args:
         policy: a policy with a score.
-        rows: rows of the table, not of the miniature; infinity never sweeps.
-        low_watermark: fraction of the rows that a sweep leaves.
-        most: largest number of keys in the sample.
+        rows: rows of the full table, not of the miniature; with infinity, it never sweeps.
+        low_watermark: fraction of the rows that a sweep keeps.
+        most: maximum number of keys in the sample.
 
     Attributes:
         misses: estimated number of keys without a row, over all lookups.
@@ -42,8 +42,8 @@ class Miniature:
         self._halve_every = policy.halve_every
         self._low_watermark = low_watermark
         self._period = 0  # number of halvings of counts so far
-        # How often keys had come when they lost their rows, and what to subtract from how often
-        # they have come to get their counts.
+        # Occurrences of keys when they lost their rows, and what to subtract from a key's
+        # occurrences to get its LFU count.
         self._since = np.zeros(most, np.int64)
         self._uncounted = np.zeros(most if policy.score == "lfu" else 0, np.int64)
         self._held = np.zeros(0, np.int64)  # slots of the keys that have rows
@@ -54,7 +54,7 @@ class Miniature:
         return len(self._held)
 
     def limited(self, rows: int) -> Miniature:
-        """Return a copy with a number of rows."""
+        """Return a copy with the given number of rows."""
         made = copy.deepcopy(self)
         made.rows = rows
         return made
@@ -75,7 +75,7 @@ class Miniature:
         self._held = numbers[numbers >= 0]
 
     def run(self, lookups: Lookups, sample: KeySample) -> None:
-        """Look keys up.
+        """Look up keys.
 
         Args:
             lookups: the lookups.
@@ -90,7 +90,7 @@ class Miniature:
             absent, inserted = self._find(lookups, begin, end)
             in_use = len(self._held) + np.cumsum(inserted)
             swept = -1
-            if in_use[-1] > budget:  # go on to the end of the lookup that does not fit
+            if in_use[-1] > budget:  # continue to the end of the lookup that exceeds the budget
                 swept = begin + int(np.argmax(in_use > budget))
                 end = int(lookups.end[swept])
             here = slice(begin, end)
@@ -110,7 +110,7 @@ class Miniature:
         self.misses += misses / sample.rate
 
     def _end(self, lookups: Lookups, begin: int, width: int) -> int:
-        """Return where to stop looking: at the end of a lookup, before counts are halved."""
+        """Return where to stop: at the end of a lookup, and before counts are halved."""
         end = int(lookups.end[min(begin + width, len(lookups.slots)) - 1])
         if every := self._halve_every:
             halved = (int(lookups.clock[begin]) // every + 1) * every
@@ -125,7 +125,7 @@ class Miniature:
         return absent, absent & (come + lookups.times[here] >= self.policy.admission)
 
     def _age(self, clock: int, total: np.ndarray) -> None:
-        """Halve the counts of keys with rows, if it is time to."""
+        """Halve the counts of keys with rows, if it is time."""
         every = self._halve_every
         if every == 0 or clock // every == self._period:
             return
@@ -143,7 +143,7 @@ class Miniature:
         last: np.ndarray,
         ties: np.ndarray,
     ) -> None:
-        """Drop the rows with the lowest scores, but not those of this lookup."""
+        """Drop the rows with the lowest scores, except those used in this lookup."""
         left = max(0, min(round(self._low_watermark * budget), int(budget) - new))
         held = self._held
         scores = last[held]

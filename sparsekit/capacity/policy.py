@@ -12,13 +12,13 @@ from ..tables.scores import LFU, LRU
 
 @dataclass(frozen=True)
 class Policy:
-    """A table's options that decide which keys have rows.
+    """Table options that decide which keys have rows.
 
     Args:
-        score: ``"lru"`` or ``"lfu"``, for a table with ``on_full="evict"``; None for a table that
-            only ``ttl`` empties.
-        admission: a key gets a row once it has come this often, as with ``MinCount``.
-        ttl: lookups after which a row without one expires; None for never.
+        score: ``"lru"`` or ``"lfu"``, for a table with ``on_full="evict"``; None for a table whose
+            rows are dropped only by ``ttl``.
+        admission: occurrences before a key gets a row, as with ``MinCount``.
+        ttl: a row expires after this many lookups without its key; None for never.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range, or score and ttl
@@ -45,11 +45,11 @@ class Policy:
 
     @property
     def halve_every(self) -> int:
-        """Lookups after which counts are halved; 0 for never."""
+        """Number of lookups between halvings of counts; 0 for never."""
         return (LFU() if self.score == "lfu" else LRU()).halve_every
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a table, except for its rows."""
+        """Return a table's options, except for its rows."""
         if self.score is None:
             return {"ttl": self.ttl}
         admission = {"admission": MinCount(self.admission)} if self.admission > 1 else {}

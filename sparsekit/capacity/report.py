@@ -1,4 +1,4 @@
-"""Shows predictions as text, as JSON and as a plot."""
+"""Shows predictions as text, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..train.plots import pyplot
 from .curve import Curve, Point
 from .divide import Allotment, size_of
 
-# Most features in a plot: those with the most keys.
+# Maximum number of features in a plot; those with the most keys are shown.
 _MOST_PLOTS = 9
-# How a plot shows what real tables hit.
+# Style of the measured hit rates in a plot.
 _CIRCLES = {"linestyle": "", "marker": "o", "markerfacecolor": "none", "markersize": 9}
 
 
 class Feature(NamedTuple):
-    """Predictions for a feature, and what a row of its table costs.
+    """Predictions for a feature, and the memory of a row in its table.
 
     Attributes:
         curve: the predictions.
-        row_bytes: bytes of a row.
+        row_bytes: bytes per row.
         measured: hit rate of a real table for each point; None if nothing was measured.
     """
 
@@ -32,7 +32,7 @@ class Feature(NamedTuple):
 
 
 def as_text(name: str, feature: Feature, ranks: int = 1) -> str:
-    """Return the predictions for a feature as a table of text."""
+    """Return a feature's predictions as a text table."""
     curve, measured = feature.curve, feature.measured
     how = "exact" if curve.rate == 1 else f"from 1 in {round(1 / curve.rate):,} of the keys"
     title = (
@@ -54,7 +54,7 @@ def as_text(name: str, feature: Feature, ranks: int = 1) -> str:
 
 
 def allotted_as_text(allotted: Mapping[str, Allotment], features: Mapping[str, Feature]) -> str:
-    """Return how memory is divided among tables as a table of text."""
+    """Return how memory is divided among tables, as a text table."""
     lines = [["table", "policy", "max_rows", "rows a rank", "memory", "hit rate"]]
     for name, each in allotted.items():
         lines.append(
@@ -67,14 +67,14 @@ def allotted_as_text(allotted: Mapping[str, Allotment], features: Mapping[str, F
 
 
 def total_hit_rate(allotted: Mapping[str, Allotment], features: Mapping[str, Feature]) -> float:
-    """Return the predicted hit rate of the keys of all tables together."""
+    """Return the predicted hit rate over the keys of all tables."""
     keys = {name: features[name].curve.keys for name in allotted}
     hits = sum(each.hit_rate * keys[name] for name, each in allotted.items())
     return hits / max(1, sum(keys.values()))
 
 
 def as_json(features: Mapping[str, Feature], ranks: int = 1) -> dict[str, Any]:
-    """Return the predictions for all features as values for JSON."""
+    """Return the predictions for all features as JSON values."""
     found: dict[str, Any] = {}
     for name, (curve, row_bytes, measured) in features.items():
         points = []
@@ -90,7 +90,7 @@ def as_json(features: Mapping[str, Feature], ranks: int = 1) -> dict[str, Any]:
 
 
 def allotted_as_json(allotted: Mapping[str, Allotment]) -> dict[str, Any]:
-    """Return how memory is divided among tables as values for JSON."""
+    """Return how memory is divided among tables as JSON values."""
     found = {}
     for name, each in allotted.items():
         policy = {"score": each.policy.score, "admission": each.policy.admission}
@@ -104,12 +104,12 @@ def plot(
     out: str | os.PathLike[str],
     allotted: Mapping[str, Allotment] | None = None,
 ) -> None:
-    """Plot the hit rates of the features with the most keys over the rows of their tables.
+    """Plot hit rates against table rows, for the features with the most keys.
 
     Args:
         features: predictions by feature.
         out: path of the PNG file.
-        allotted: what each table gets of a budget, to mark it.
+        allotted: each table's allotment from a budget, to be marked.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -155,12 +155,12 @@ def _plot_feature(axes: Any, feature: Feature) -> None:
 
 
 def _called(point: Point) -> str:
-    """Return the words for a point's policy."""
+    """Return the name of a point's policy."""
     return str(point.policy) if point.policy.ttl is None else f"ttl {point.policy.ttl:,}"
 
 
 def _aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return lines of cells as text; the first columns are aligned to the left."""
+    """Return rows of cells as aligned text; the first `left` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""Chooses keys by a hash, and records the lookups that have them."""
+"""Samples keys by hash, and records the lookups that contain them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .. import ops
 from ..tables.hash_table import HashTable
 from ..tables.key_hash import mixed
 
-# Makes the hash by which keys are chosen independent of the one that orders equal scores.
+# Makes the sampling hash independent of the hash that orders equal scores.
 _SALT = 0x5851F42D4C957F2D
 _SIGN = -(2**63)
-# Places of the marks by which distinct keys are counted.
+# Number of slots in the bitmap used to estimate the number of distinct keys.
 _PLACES = 1 << 22
 
 
 class Lookups(NamedTuple):
-    """Chosen keys of consecutive lookups: an entry for each distinct key of each lookup.
+    """Sampled keys of consecutive lookups, with one entry per distinct key per lookup.
 
     Attributes:
-        slots: number of the entry's key among the chosen keys, int64 ``[n]``.
+        slots: index of the entry's key among the sampled keys, int64 ``[n]``.
         clock: number of the lookup, from 1, int64 ``[n]``, ascending.
-        times: how often the lookup has the key, int64 ``[n]``.
-        before: how often earlier lookups have had the key, int64 ``[n]``.
-        previous: the last earlier lookup that has had the key, or 0, int64 ``[n]``.
+        times: occurrences of the key in the lookup, int64 ``[n]``.
+        before: occurrences of the key in earlier lookups, int64 ``[n]``.
+        previous: number of the key's previous lookup, or 0, int64 ``[n]``.
         first: index of the first entry of the entry's lookup, int64 ``[n]``.
-        end: index behind the last entry of the entry's lookup, int64 ``[n]``.
+        end: index after the last entry of the entry's lookup, int64 ``[n]``.
     """
 
     slots: np.ndarray
@@ -42,23 +42,23 @@ class Lookups(NamedTuple):
 
 
 class KeySample:
-    """Keys whose hash is below a limit, which is halved whenever they become too many.
+    """Samples the keys whose hash is below a limit, halving the limit when there are too many.
 
-    The keys are chosen by hash and not by occurrence, so that of a chosen key every lookup is seen;
-    a fixed number of them bounds the memory: SHARDS, by Waldspurger, Park, Garthwaite and Ahmad,
+    Keys are chosen by hash rather than by occurrence, so every lookup of a chosen key is seen, and
+    at most a fixed number are kept, which bounds memory: Waldspurger, Park, Garthwaite and Ahmad,
     "Efficient MRC Construction with SHARDS", FAST 2015, section 3.
 
     Args:
-        most: largest number of keys to keep.
+        most: maximum number of keys to keep.
 
     Attributes:
-        rate: fraction of the hashes that is kept, a power of two in (0, 1].
-        scale: fraction of the distinct keys so far that is kept, which differs from the rate by
-            chance.
-        found: estimated number of distinct keys: new keys, divided by the rate at their time.
-        total: how often each kept key has come, int64 ``[most]``.
-        last: the last lookup that had it, int64 ``[most]``.
-        ties: order of keys with equal scores in a table, int64 ``[most]``, below 2^31.
+        rate: fraction of the hashes that are kept, a power of two in (0, 1].
+        scale: fraction of the distinct keys so far that are kept; by chance, it differs from the
+            rate.
+        found: estimated number of distinct keys: each new key counts 1 / rate at the time.
+        total: occurrences of each kept key, int64 ``[most]``.
+        last: number of each kept key's last lookup, int64 ``[most]``.
+        ties: order of the kept keys if their scores are equal, int64 ``[most]``, below 2^31.
     """
 
     def __init__(self, most: int) -> None:
@@ -73,14 +73,14 @@ class KeySample:
         return len(self._index)
 
     def mark(self, keys: torch.Tensor) -> None:
-        """Count int64 keys ``[n]`` among the distinct keys, whether they are chosen or not."""
+        """Count int64 keys ``[n]``, chosen or not, among the distinct keys."""
         self._marks[(mixed(keys) & (_PLACES - 1)).numpy()] = True
 
     def distinct(self) -> float:
-        """Return the number of distinct keys that have been marked; estimated below a rate of 1.
+        """Return the number of distinct keys so far; estimated if the rate is below 1.
 
-        Linear counting: Whang, Vander-Zanden and Taylor, "A Linear-Time Probabilistic Counting
-        Algorithm for Database Applications", ACM TODS 15, 1990. Its standard error is 0.06% for ten
+        Uses linear counting: Whang, Vander-Zanden and Taylor, "A Linear-Time Probabilistic Counting
+        Algorithm for Database Applications", ACM TODS 15, 1990. The standard error is 0.06% for ten
         million keys.
         """
         if self.rate == 1:
@@ -92,18 +92,18 @@ class KeySample:
         """Return a mask of the int64 keys ``[n]`` whose hash is below the limit."""
         if self.rate == 1:
             return torch.ones_like(keys, dtype=torch.bool)
-        # Flipping the sign orders the words as unsigned numbers.
+        # Flipping the sign bit makes signed comparison order the words as unsigned numbers.
         return (mixed(keys ^ _SALT) ^ _SIGN) < int(self.rate * 2**64) + _SIGN
 
     def make_room(self, keys: torch.Tensor) -> np.ndarray | None:
         """Lower the rate until there is room for more keys.
 
         Args:
-            keys: int64 ``[n]``, distinct keys that are chosen.
+            keys: int64 ``[n]``, distinct chosen keys.
 
         Returns:
-            The slots that stay, int64 ``[k]``, ascending: slot ``kept[i]`` becomes slot ``i``. None
-            if all stay.
+            The slots that are kept, int64 ``[k]``, ascending: slot ``kept[i]`` becomes slot ``i``.
+            None if all are kept.
         """
         keys = keys[self._index.find(keys) < 0]
         known = kept = self._index.keys()
@@ -121,7 +121,7 @@ class KeySample:
         return slots
 
     def insert(self, keys: torch.Tensor) -> np.ndarray:
-        """Insert chosen keys for which there is room, and return their slots, int64 ``[n]``."""
+        """Insert chosen keys (there must be room), and return their slots, int64 ``[n]``."""
         known = len(self)
         slots = self._index.find_or_insert(keys).numpy()
         if known < len(self):
@@ -130,15 +130,15 @@ class KeySample:
         return slots
 
     def see(self, keys: torch.Tensor, clock: np.ndarray, times: np.ndarray) -> Lookups:
-        """Insert keys for which there is room, and return their lookups.
+        """Insert keys (there must be room), and return their lookups.
 
         Args:
-            keys: int64 ``[n]``, chosen keys; distinct in each lookup, in the order of lookups.
+            keys: int64 ``[n]``, chosen keys in order of lookups; distinct within each lookup.
             clock: number of each key's lookup, int64 ``[n]``.
-            times: how often the lookup has the key, int64 ``[n]``.
+            times: occurrences of each key in its lookup, int64 ``[n]``.
         """
         slots = self.insert(keys)
-        # Sums and predecessors within these lookups: by key, then in the order of lookups.
+        # Occurrences before, and previous lookups, within this call: sort by key, then by lookup.
         order = np.argsort(slots, kind="stable")
         ordered, amounts, clocks = slots[order], times[order], clock[order]
         sums = np.cumsum(amounts) - amounts
@@ -161,8 +161,8 @@ class KeySample:
         )
 
     def advance(self, lookups: Lookups) -> None:
-        """Record that lookups have been, after `see`."""
-        # The last entry of a key stays.
+        """Add lookups to `total` and `last`; call this after `see`."""
+        # Each key's last entry wins.
         self.total[lookups.slots] = lookups.before + lookups.times
         self.last[lookups.slots] = lookups.clock
 
@@ -173,15 +173,15 @@ def distinct(
     """Find the distinct keys of each lookup.
 
     Args:
-        keys: int64 ``[n]``, in the order of lookups.
+        keys: int64 ``[n]``, in order of lookups.
         clock: number of each key's lookup, int64 ``[n]``.
 
     Returns:
-        The position at which each distinct key of a lookup first comes, int64 ``[u]``, ascending;
-        how often the lookup has it, int64 ``[u]``; and how many there are up to and with each
-        position, int64 ``[n]``.
+        The first position of each distinct key in a lookup, int64 ``[u]``, ascending; the key's
+        occurrences in that lookup, int64 ``[u]``; and the number of distinct keys up to and
+        including each position, int64 ``[n]``.
     """
-    # Equal words of different keys would be counted as one, which 64 bits make improbable.
+    # Different keys with equal words would be counted as one; with 64 bits, that is improbable.
     words = mixed(keys) ^ mixed(clock ^ _SALT)
     _, numbers, times = ops.unique(words)
     so_far = np.maximum.accumulate(numbers.numpy())  # numbers are in order of first occurrence

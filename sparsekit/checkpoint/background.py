@@ -21,7 +21,7 @@ from .save import CheckpointWriter
 from .snapshot import Optimizers, Stateful
 from .task import Task
 
-# Interval in seconds at which rank 0 checks whether the other ranks have written their files.
+# Interval in seconds between rank 0's checks for files that the other ranks have yet to write.
 _LOOK = 0.02
 # Niceness of the writing thread: on a busy core, it gets about a tenth of the CPU time.
 _NICE = 10
@@ -48,7 +48,7 @@ class Background:
         """Copy the tables and start writing; a collective.
 
         Raises:
-            CheckpointError: the draft cannot be created, or there is no memory for the copy.
+            CheckpointError: the draft cannot be created, or memory does not suffice for the copy.
         """
         writing = self._writing
         try:
@@ -68,7 +68,7 @@ class Background:
         return self._task.cancel()
 
     def done(self) -> bool:
-        """Return whether this rank has finished or failed to write its part; not a collective."""
+        """Return whether this rank has finished, or failed, writing its part; not a collective."""
         return self._task.done()
 
     def wait(self) -> Path:
@@ -78,7 +78,7 @@ class Background:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: some rank could not write it; older checkpoints are unchanged.
+            CheckpointError: a rank could not write the checkpoint; older checkpoints are unchanged.
         """
         self._task.wait()
         writing = self._writing
@@ -94,7 +94,7 @@ class Background:
             self.waited = True
             raise
         finally:
-            writing.end()  # rank 0 removes the draft after all ranks have finished, if one failed
+            writing.end()  # if a rank failed, rank 0 removes the draft once all ranks are done
         self.waited = True
         writing.tell()
         return target

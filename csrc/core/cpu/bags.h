@@ -73,7 +73,7 @@ struct BagGradients {
   }
 
  private:
-  // Visits the entries [begin, end), all of which belong to this feature.
+  // Visits the entries [begin, end), which all belong to this feature.
   template <class F>
   void visit_feature(const FeatureBags<T>& bags, int64_t begin, int64_t end, const F& f) const {
     const EntryNumbers bounds = bags.bags;

@@ -98,7 +98,7 @@ const char* find_byte(const char* p, const char* end, char wanted) {
   return p;
 }
 
-// Returns a mask in which bit i is set if p[i] == wanted, for i in [0, 64).
+// Returns a mask with bit i set if p[i] == wanted, for i in [0, 64).
 uint64_t find_in_64(const char* p, char wanted) {
   uint64_t mask = 0;
 #ifdef __SSE2__
@@ -114,7 +114,7 @@ uint64_t find_in_64(const char* p, char wanted) {
   return mask;
 }
 
-// Returns a mask in which bit i is set if bits [0, i] contain an odd number of ones.
+// Returns a mask with bit i set if bits [0, i] contain an odd number of ones.
 uint64_t parity_up_to(uint64_t bits) {
   for (int shift = 1; shift < 64; shift *= 2) bits ^= bits << shift;
   return bits;

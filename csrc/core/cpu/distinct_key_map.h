@@ -266,7 +266,7 @@ class DistinctKeyMap {
   uint64_t last_group_ = 0;
   uint32_t number_bits_ = 0;
   uint32_t size_ = 0;
-  uint32_t room_ = 0;  // number of distinct keys at which the table grows
+  uint32_t room_ = 0;  // number of distinct keys that makes the table grow
   bool mostly_new_ = true;
 };
 

@@ -1,4 +1,4 @@
-// Records the smallest position at which any thread found an error.
+// Records the smallest position of an error found by any thread.
 #pragma once
 
 #include <atomic>

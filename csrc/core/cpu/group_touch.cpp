@@ -11,7 +11,7 @@ namespace {
 // Minimum number of entries per thread.
 constexpr int64_t kWorth = 8192;
 
-// Distance in rows at which scores are prefetched.
+// Prefetch distance for scores, in rows.
 constexpr int64_t kAhead = 64;
 
 struct Entries {

@@ -86,8 +86,8 @@ class ByHash {
     }
   }
 
-  // Calls visit(i, part, place) for the keys [begin, end); `place` is the position to which key i
-  // is moved.
+  // Calls visit(i, part, place) for the keys [begin, end); `place` is the position that key i is
+  // moved to.
   template <class Visit>
   void walk(int64_t begin, int64_t end, uint32_t* next, Visit&& visit) const {
     const uint8_t* part_of = part_of_;

@@ -94,7 +94,7 @@ struct Ranks {
 
 struct FirstSeen {
   Slot* slots;  // [num_slots(n) + 1]
-  Ranks ranks;  // ranks of the positions at which a key occurs first
+  Ranks ranks;  // ranks of the positions of first occurrences
 
   FirstSeen(Arena& arena, int64_t n)
       : slots(arena.take<Slot>(num_slots(n) + 1)),

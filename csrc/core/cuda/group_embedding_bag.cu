@@ -62,7 +62,7 @@ struct PoolGroup {
   }
 };
 
-// Maximum number of rounds in which a block pools bags.
+// Maximum number of pooling rounds per block.
 constexpr int64_t kMostRounds = 8;
 
 // Row index that stands for an initial vector.

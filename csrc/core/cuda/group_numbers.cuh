@@ -1,5 +1,5 @@
 // Prepares sums of many tables: finds where the entries, rows and chunks of each table begin, the
-// row to which each entry is added, and the order of the rows.
+// row that each entry is added to, and the order of the rows.
 #pragma once
 
 #include "cuda/group_sums.cuh"

@@ -56,8 +56,8 @@ struct SumGroup {
   int32_t* entry;
   int64_t* row;
   int64_t* element;
-  // [all rows] the element of `out` at which the sum of each row begins, or -1 if the sum does not
-  // fit; null if sums are in row order.
+  // [all rows] the element of `out` where each row's sum begins, or -1 if the sum does not fit;
+  // null if sums are in row order.
   int64_t* at;
   // Scaled gradients, indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;

@@ -10,7 +10,7 @@ constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kDigitsOfThread = kDigits / kSumThreads;
 
-// The bits [shift, end) of an order or a hash, by which one round counts rows.
+// Bits [shift, end) of an order or a hash: the digit for one round of counting rows.
 struct Digit {
   int shift, end;
 
@@ -84,7 +84,7 @@ SPARSEKIT_KERNEL count_digits_kernel(Candidates rows, Digit digit, int32_t* coun
   }
 }
 
-// Finds the digit up to which enough rows are taken, and clears the counts. Runs in one block.
+// Finds the digit where enough rows are taken, and clears the counts. Runs in one block.
 template <bool kOfHash>
 SPARSEKIT_KERNEL choose_digit_kernel(Limit* limit, Digit digit, int32_t* counts) {
   Limit now = *limit;

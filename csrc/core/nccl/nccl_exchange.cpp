@@ -90,7 +90,7 @@ void expect(ncclResult_t result, const char* function) {
   throw std::runtime_error(message);
 }
 
-// Throws if the communicator has failed in the background, for example because of the network. This
+// Throws if the communicator has failed in the background, for example due to the network. This
 // check is cheap: it reads a few words.
 void expect_no_error(ncclComm_t communicator, const char* function) {
   ncclResult_t state = ncclSuccess;

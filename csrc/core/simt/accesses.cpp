@@ -52,7 +52,8 @@ void __tsan_write_range(void* at, size_t bytes) {
 }
 
 // With -fsanitize=thread, atomics also become function calls. host.h counts atomics, so these
-// functions only perform them. They are sequentially consistent, whatever order was requested.
+// functions only perform them. They are sequentially consistent, whatever memory order was
+// requested.
 #define SPARSEKIT_ATOMICS(bits)                                                                    \
   using Word##bits = uint##bits##_t;                                                               \
   Word##bits __tsan_atomic##bits##_load(const volatile Word##bits* at, int) {                      \

@@ -40,12 +40,12 @@ namespace sparsekit::simt::host {
 #if defined(__x86_64__)
 class Context {
  public:
-  // Prepares the context: the first switch to it calls entry(), which must not return.
+  // Prepares the context so that the first switch to it calls entry(), which must not return.
   void begin(char* stack, size_t size, void (*entry)()) {
     auto top = reinterpret_cast<uintptr_t>(stack + size) & ~uintptr_t{15};
     auto* words = reinterpret_cast<uintptr_t*>(top);
-    // Store six registers, the address at which to continue, and a null return address, which is 8
-    // bytes below a multiple of 16.
+    // Store six registers, the address to continue at, and a null return address, which is 8 bytes
+    // below a multiple of 16.
     for (int i = 1; i <= 8; ++i) words[-i] = 0;
     words[-2] = reinterpret_cast<uintptr_t>(entry);
     pointer_ = words - 8;

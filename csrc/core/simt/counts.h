@@ -1,5 +1,5 @@
-// Counts the accesses of kernels to device memory, and lists the requests of a thread to the
-// device. Tests read these counts and lists through the functions at the end of counts.cpp.
+// Counts kernels' accesses to device memory, and lists a thread's requests to the device. Tests
+// read these counts and lists through the functions at the end of counts.cpp.
 #pragma once
 
 #include <bitset>

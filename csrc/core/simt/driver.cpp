@@ -13,11 +13,11 @@ namespace {
 
 constexpr size_t kUnit = size_t{1} << 16;
 constexpr int kInvalid = 1, kOutOfMemory = 2;  // as in CUresult
-// New memory has these bytes, since a device's is not zero.
+// New memory is filled with these bytes, since a device's is not zeroed either.
 constexpr int kGarbage = 0x5B;
 
 std::mutex mutex;
-// Sizes of memory by its handle, and of ranges and mappings by their addresses.
+// Memory sizes by handle, and sizes of ranges and mappings by address.
 std::map<uint64_t, size_t> handles, ranges, mappings;
 uint64_t last_handle = 0;
 int64_t limit = INT64_MAX, in_use = 0;
@@ -100,7 +100,7 @@ int release(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = handles.find(handle);
   if (found == handles.end()) return kInvalid;
-  // A size of 0 means that the memory is mapped, and counts until it is unmapped.
+  // A size of 0 means that the memory is mapped, and stays in use until it is unmapped.
   in_use -= static_cast<int64_t>(found->second);
   handles.erase(found);
   return 0;
@@ -174,7 +174,7 @@ void* driver_function(const char* name) {
 
 }  // namespace sparsekit::simt::host
 
-// Limits the memory of the stand-in's device in bytes; returns the bytes in use.
+// Limits the stand-in device's memory to a number of bytes; returns the bytes in use.
 extern "C" __attribute__((visibility("default"))) int64_t
 sparsekit_simt_limit_memory(int64_t bytes) {
   const std::lock_guard<std::mutex> lock(sparsekit::simt::host::mutex);
@@ -182,7 +182,7 @@ sparsekit_simt_limit_memory(int64_t bytes) {
   return sparsekit::simt::host::in_use;
 }
 
-// Returns the number of ranges of addresses in use.
+// Returns the number of address ranges in use.
 extern "C" __attribute__((visibility("default"))) int64_t sparsekit_simt_num_rooms() {
   const std::lock_guard<std::mutex> lock(sparsekit::simt::host::mutex);
   return static_cast<int64_t>(sparsekit::simt::host::ranges.size());

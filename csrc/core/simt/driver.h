@@ -1,10 +1,10 @@
-// Stands in for CUDA's driver: the functions for virtual memory, of which cuda/device_room.cu makes
-// rooms. Addresses without memory cannot be accessed, so a kernel that does so ends the process.
+// Stands in for the CUDA driver: the virtual memory functions that cuda/device_room.cu uses for
+// rooms. A kernel that accesses addresses without memory ends the process.
 #pragma once
 
 namespace sparsekit::simt::host {
 
-// Returns the stand-in for a function of the driver, or null.
+// Returns the stand-in for a driver function, or null.
 void* driver_function(const char* name);
 
 }  // namespace sparsekit::simt::host

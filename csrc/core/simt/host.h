@@ -2,7 +2,7 @@
 // threads run as fibers. Two OS threads divide the warps of a block, and two blocks run at a time,
 // so blocks and warps really are concurrent. Each OS thread switches between its fibers in random
 // order, at every collective and barrier, and sometimes at atomics. So a missing barrier, or a
-// claim that is not atomic, causes a wrong result. ThreadSanitizer, which is informed of every
+// claim that is not atomic, causes a wrong result. ThreadSanitizer, which is told about every
 // fiber, reports it as a race. Only cuda/simt.cuh includes this file.
 #pragma once
 
@@ -33,29 +33,29 @@ struct Position {
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
 enum class Access { kRead, kWrite, kAtomic };
-// Kind of a request from the host to the device: a kernel, a memset, a library call (which may
-// launch any number of kernels), or a copy to the host (which waits).
+// Kind of request from the host to the device: a kernel, a memset, a library call (which may launch
+// any number of kernels), or a copy to the host (which waits).
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
-// In randomly chosen calls, lets other fibers of this OS thread run.
+// Lets other fibers of this OS thread run, in randomly chosen calls.
 void maybe_switch();
-// Lets other fibers of this OS thread run, and other OS threads.
+// Lets other fibers of this OS thread and other OS threads run.
 void wait_a_little();
-// saw() counts a thread's access to device memory. note() records a request of the host, the bytes
-// that it moves, and the number of operations that it puts on the stream. Both do nothing unless
-// the launching thread is counting (counts.h).
+// saw() counts a thread's access to device memory. note() records a request from the host, the
+// bytes that it moves, and the number of operations that it puts on the stream. Both do nothing
+// unless the launching thread is counting (counts.h).
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written, int64_t operations = 1);
 // Returns true if the calling thread only plans calls. Its launches are checked and recorded, but
-// do not run. Its outputs and workspace have addresses without memory, so a call may have any size.
+// do not run. Its outputs and workspace have addresses but no memory, so a call may have any size.
 bool only_plans();
-// Returns an address for `bytes` bytes if the call is only planned, when no memory backs it, or
-// recorded (recording.h), when memory does. Otherwise returns null.
+// Returns an address for `bytes` bytes: without memory if the call is only planned, backed by
+// memory if it is recorded (recording.h). Otherwise returns null.
 void* address_without_memory(int64_t bytes);
 bool lacks_memory(const void* address);
 void wait_for_block();
-// Waits for all lanes of the warp, then fills `values` with the value of each lane.
+// Waits for all lanes of the warp, then fills `values` with every lane's value.
 void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
 // Runs body(context) once per thread of the grid. Throws std::runtime_error if a kernel breaks the
 // rules of simt.cuh.

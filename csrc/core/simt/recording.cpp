@@ -27,7 +27,7 @@ void record(std::function<void()> request) {
 }
 
 void* recorded_memory(int64_t bytes) {
-  // Align like an allocator of device memory, and give empty tensors an address too.
+  // Align like a device memory allocator, and give empty tensors an address too.
   constexpr size_t kAlignment = 512;
   const size_t room = static_cast<size_t>(bytes) + kAlignment;
   recording->memory.push_back(std::unique_ptr<char[]>(new char[room]));
@@ -56,8 +56,8 @@ extern "C" SPARSEKIT_VISIBLE int64_t sparsekit_simt_recorded(const void* of) {
   return static_cast<int64_t>(recording->requests.size());
 }
 
-// Executes requests [begin, end) of a recording. Returns null, or the text of an error, which is
-// valid until the thread's next call.
+// Executes requests [begin, end) of a recording. Returns null, or an error message that is valid
+// until the thread's next call.
 extern "C" SPARSEKIT_VISIBLE const char* sparsekit_simt_replay(const void* of, int64_t begin,
                                                                int64_t end) {
   thread_local std::string error;

@@ -1,5 +1,5 @@
-// Records the requests of a thread to the device instead of executing them, and executes them later
-// any number of times, as a CUDA graph does. Tests use the functions at the end of recording.cpp
+// Records a thread's requests to the device instead of executing them, to execute them later any
+// number of times, as a CUDA graph does. Tests use the functions at the end of recording.cpp
 // (tests/graphs.py).
 #pragma once
 

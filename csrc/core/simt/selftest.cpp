@@ -1,5 +1,5 @@
-// Checks that the runner finds errors, by means of small correct and incorrect kernels.
-// tests/test_simt_runner.py runs this program. Each line of output is the name of a case and its
+// Checks that the runner finds errors, using small correct and incorrect kernels.
+// tests/test_simt_runner.py runs this program. Each output line has the name of a case and its
 // result.
 #include <cstdio>
 #include <stdexcept>

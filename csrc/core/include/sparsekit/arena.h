@@ -1,4 +1,4 @@
-// Divides the caller's single block of workspace into parts.
+// Divides a single block of workspace, provided by the caller, into parts.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ class BasicArena {
 
   int64_t bytes() const { return bytes_; }
 
-  // Returns the size in bytes of the workspace that the type Parts needs. The constructor of Parts
-  // takes an arena and `sizes`.
+  // Returns the workspace size in bytes for the type Parts, whose constructor takes an arena and
+  // `sizes`.
   template <class Parts, class... Sizes>
   static int64_t bytes_of(const Sizes&... sizes) {
     BasicArena arena;

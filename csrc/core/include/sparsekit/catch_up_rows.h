@@ -1,7 +1,7 @@
 // Replays the steps that rows have missed, for optimizers that move every row in each step.
 //
 // Under exact Adam, or SGD with momentum, a row moves even without a gradient. The move depends
-// only on the row and on two numbers of the step, so it can be postponed until the row is read.
+// only on the row and on two numbers for the step, so it can be postponed until the row is read.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Numbers the rows that stay when others go, so that the last rows fill the places that become
-// free.
+// Renumbers rows after some are removed, so that the last rows move into the freed places.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +9,11 @@ namespace sparsekit {
 
 namespace cpu {
 
-// Writes new_rows[size]: -1 for a row that goes, and otherwise the row's new number, below size -
-// k. Rows below size - k that stay keep their numbers; the others get, in order, the numbers below
-// size - k of rows that go. gone[k] must be in [0, size), in ascending order without repeats.
-// Returns -1, or the first position in `gone` that is not; new_rows is then unspecified.
+// Writes new_rows [size]: each kept row's new number, which is below size - k, or -1 for a removed
+// row. Kept rows below size - k keep their numbers; the others get, in order, the numbers of
+// removed rows below size - k. gone [k], the removed rows, must be in [0, size), in ascending order
+// without repeats. Returns -1, or the first position in `gone` that violates this; new_rows is then
+// unspecified.
 int64_t compact_rows(const int64_t* gone, int64_t k, int64_t size, int32_t* new_rows,
                      const ParallelFor& parallel_for);
 

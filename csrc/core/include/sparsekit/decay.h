@@ -1,4 +1,4 @@
-// Sums and powers of the factor by which a state decays in a step without a gradient.
+// Sums and powers of a state's decay factor in a step without a gradient.
 #pragma once
 
 #include <cmath>

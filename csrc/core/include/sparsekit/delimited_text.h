@@ -21,8 +21,8 @@ struct Field {
   float missing = 0;
   bool required = false;
 
-  // For the kinds that hold keys: the field is split at `separator`, and each text becomes a key.
-  // If `separator` is 0, the whole field is one key. Empty texts are skipped. An empty field gives
+  // For the kinds that hold keys: the field is split at `separator`, and each piece becomes a key.
+  // If `separator` is 0, the whole field is one key. Empty pieces are skipped. An empty field gives
   // `missing_key` if has_missing_key is set, and no key otherwise.
   char separator = 0;
   bool has_missing_key = false;
@@ -60,8 +60,8 @@ FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimit
                       bool skip_blank, bool complete);
 
 // Returns the position after the newline that ends the line containing `begin`, or -1 if the text
-// ends first. On entry, `place` is the state at `begin`; on return, it is the state at the end of
-// the text. The byte before `begin` must be readable, unless the line begins at 0.
+// ends first. On entry, `place` is the state at `begin`; on return, the state at the end of the
+// text. The byte before `begin` must be readable, unless the line begins at 0.
 int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                   Place& place);
 
@@ -89,8 +89,7 @@ struct ParsedKeys {
   // In row i, field f has offsets[f * rows + i + 1] - offsets[f * rows + i] keys. The number f
   // counts only the fields that hold keys.
   std::vector<int64_t> offsets;
-  // The concatenation of the parts holds all keys, field by field, and row by row within each
-  // field.
+  // All keys, in these parts one after another: field by field, and row by row within each field.
   std::vector<std::vector<int64_t>> parts;
 };
 

@@ -8,8 +8,8 @@
 namespace sparsekit {
 
 // A number of entries. If `exact` is null, it is `most`; otherwise it is the smaller of `most` and
-// *exact, which is in device memory and read when the kernel runs. This lets an op consume the
-// result of another op without a round trip to the host.
+// *exact, which is in device memory and is read when the kernel runs. This lets an op consume
+// another op's result without a round trip to the host.
 struct DeviceCount {
   int64_t most;
   const int64_t* exact = nullptr;

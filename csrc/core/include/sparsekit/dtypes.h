@@ -13,7 +13,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The type in which arithmetic on rows of type T is done.
+// The type used for arithmetic on rows of type T.
 template <class T>
 struct Accumulate {
   using type = T;

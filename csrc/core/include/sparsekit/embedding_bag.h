@@ -24,7 +24,7 @@ struct Bags {
 
 namespace cpu {
 
-// Returns the first index at which `offsets` violates the requirements of Bags, or -1 if none does.
+// Returns the first index where `offsets` violates the requirements of Bags, or -1 if none does.
 int64_t check_offsets(const Bags& bags, const ParallelFor& parallel_for);
 
 // Pools rows of weight [num_rows, dim] into out [num_bags, dim]; sample_weights [n] may be null.

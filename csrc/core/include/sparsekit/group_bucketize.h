@@ -1,5 +1,5 @@
-// Groups the distinct keys of many tables by the rank that owns them, and locates the vectors of
-// these keys in the messages that the ranks send back.
+// Groups the distinct keys of many tables by the rank that owns them, and locates these keys'
+// vectors in the messages that the ranks send back.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace sparsekit {
 
-// One of the tables of a group_bucketize call, with the owners of its keys.
+// One table of a group_bucketize call, with the owners of its keys.
 struct RoutedTable : AskedTable {
   Owners owners;
-  // With places of fixed size (see RoutedKeys), the number of places for the table's keys for one
-  // rank, and the index of the first of them among the places for that rank.
+  // With a fixed number of places (see RoutedKeys), the table's places per rank, and the index of
+  // the first one among the rank's places.
   int64_t max_keys = 0, first_place = 0;
 };
 
@@ -27,21 +27,22 @@ struct RoutedKeys {
   // is the position of the table's key j in sending order: the table's keys for rank 0, then for
   // rank 1, and so on.
   int32_t* places;
-  // If positive, places have a fixed size: `keys` is [world_size, rank_places], the keys of a table
-  // begin at its first_place, the rest of its max_keys places are undefined, and `places` counts
-  // max_keys for each lower rank. Keys beyond max_keys are not written.
+  // If positive, each table has a fixed number of places per rank: `keys` is [world_size,
+  // rank_places], a table's keys begin at its first_place, its unused places up to max_keys are
+  // undefined, and `places` counts max_keys for each lower rank. Keys beyond max_keys are not
+  // written.
   int64_t rank_places = 0;
 };
 
-// Errors in the input of group_bucketize, each the index of a table, or -1.
+// Errors in the input of group_bucketize; each is the index of a table, or -1.
 struct RouteErrors {
   int64_t bad_owners;     // the map assigns a key of this table to an invalid rank
   int64_t too_many_keys;  // a rank owns more than max_keys of this table's keys
 };
 
-// Locates the vectors that one rank has sent for a table, in rows of the buffer that received them.
-// `end` is the number of the table's keys for this rank and all lower ranks. In sending order, the
-// vector of key j begins at row `begin` + (j - `end` of the previous rank) * step.
+// Locates the vectors that one rank sent for a table, in rows of the receive buffer. `end` is the
+// number of the table's keys for this rank and all lower ranks. In sending order, the vector of key
+// j begins at row `begin` + (j - `end` of the previous rank) * step.
 struct ComeVectors {
   int64_t begin, end;
 };
@@ -54,15 +55,15 @@ int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_t
                                         int64_t entries, int32_t* order,
                                         const ParallelFor& parallel_for);
 
-// Groups the distinct keys, or all keys if `distinct` is false. The keys that a table has for a
-// rank are in order of first occurrence. `seed` is passed to unique(). Keys that the map assigns to
-// an invalid rank are grouped with the keys of rank 0.
+// Groups the distinct keys, or all keys if `distinct` is false. A table's keys for a rank are in
+// order of first occurrence. `seed` is passed to unique(). Keys that the map assigns to an invalid
+// rank are grouped with the keys of rank 0.
 RouteErrors group_bucketize(const RoutedTable* tables, int64_t num_tables, const Source* sources,
                             const Feature* features, int64_t world_size, bool distinct,
                             int64_t seed, const RoutedKeys& to, int32_t* order, void* workspace,
                             const ParallelFor& parallel_for);
 
-// Sets rows[first_entry + j] to the row at which the vector of the table's key j begins. numbers
+// Sets rows[first_entry + j] to the row where the vector of the table's key j begins. numbers
 // [tables] is the number of keys of each table. come [tables, world_size] locates the received
 // vectors. steps [tables] is the number of rows per vector.
 void exchange_rows(const RoutedTable* tables, int64_t num_tables, const int64_t* numbers,
@@ -77,7 +78,7 @@ namespace cuda {
 // Returns the size in bytes of the workspace. Pass the workspace to begin_group first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
-// The words of RouteErrors in device memory. Each becomes the smallest index of such a table.
+// The words of RouteErrors in device memory. Each becomes the smallest index of a bad table.
 struct RouteErrorWords {
   int64_t* bad_owners;
   int64_t* too_many_keys;

@@ -54,8 +54,8 @@ struct FeatureBags {
   }
 };
 
-// The gradient of each table begins at a multiple of this many elements, so that vector loads can
-// read it.
+// Each table's gradient begins at a multiple of this many elements, so that vector loads can read
+// it.
 constexpr int64_t kPartElements = 16;
 
 // Arguments for computing the gradient of one table.
@@ -105,7 +105,7 @@ int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
 
 // Pools the bags of all features. index[e] is the row of entry e or, if its table has a list
 // `rows`, a position in the list. `bags` and `index` must have the same integer type. Returns -1,
-// or an entry whose row or position is out of range; the output is then undefined.
+// or an entry with a row or position out of range; the output is then undefined.
 template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
                             int64_t num_features, EntryNumbers index, void* workspace,
@@ -120,10 +120,10 @@ int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* table
                                                      const ParallelFor& parallel_for,
                                                      bool has_taker = false);
 
-// Computes the gradient of each table, as embedding_bag_backward would from the table's entries,
-// and divides it by `divisor`. index[e] is the index of entry e's row among the num_rows rows of
-// its table's gradient; entries with a negative index are skipped. Returns -1, or the first entry
-// with an index >= num_rows.
+// Computes each table's gradient, as embedding_bag_backward would from the table's entries, and
+// divides it by `divisor`. index[e] is the index of entry e's row among the num_rows rows of its
+// table's gradient; entries with a negative index are skipped. Returns -1, or the first entry with
+// an index >= num_rows.
 //
 // If there is a taker, gradients are passed to the taker, in the order of `rows`; grad and
 // sorted_rows are not used. In this case, bad entries are found before the first call of the taker.
@@ -188,8 +188,8 @@ int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums
 // Like group_embedding_bag_backward, but writes the sums for sums.rows to `room`. Does not read the
 // field `grad` of sums.tables. Each table's num_rows is only an upper bound. A table has at most as
 // many rows as entries, even if `counts` is larger. Sums that do not fit in `room` are dropped;
-// *bad_row then becomes the position of such a sum's row among the rows of all tables. The host
-// does not wait for the number of rows.
+// *bad_row then becomes the position of the row of one such sum among the rows of all tables. The
+// host does not wait for the number of rows.
 template <class T>
 void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
                                      int64_t* bad_index, int64_t* bad_row, void* workspace,
@@ -198,13 +198,13 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
 template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 
-// Makes the optimizer step that update_rows would make with the gradients of
-// group_embedding_bag_backward, but does not write these gradients to memory: it stores only the
-// sums of rows whose sorted entries span several chunks. Does not read the field `grad` of
-// sums.tables. Each table's num_rows is only an upper bound. A table has at most as many rows as
-// entries, even if `counts` is larger. Positions in *bad_row are counted among the distinct rows of
-// a table. before_changes() is called after the launches that check `index` and before anything is
-// changed; it may throw. The host does not wait for the number of rows.
+// Makes the optimizer step that update_rows would make with the gradients from
+// group_embedding_bag_backward, but does not write these gradients to memory: stores sums only for
+// rows whose sorted entries span several chunks. Does not read the field `grad` of sums.tables.
+// Each table's num_rows is only an upper bound. A table has at most as many rows as entries, even
+// if `counts` is larger. Positions in *bad_row are counted among the distinct rows of a table.
+// before_changes() is called after the launches that check `index` and before anything is changed;
+// it may throw. The host does not wait for the number of rows.
 template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,

@@ -1,4 +1,4 @@
-// Notes in a table's scores which rows a lookup has touched, so that the least valuable rows can be
+// Records in a table's scores which rows a lookup touched, so that the least valuable rows can be
 // found later.
 #pragma once
 
@@ -15,9 +15,9 @@ enum class ScorePolicy : int64_t {
   kLfu,  // a score is a word of LfuClock
 };
 
-// A point in time at which LFU words are read and written. A word has in its upper half how often
-// the row was touched, and in its lower half the clock at the last touch. Counts are halved
-// whenever the clock reaches a multiple of halve_every; never, if that is 0.
+// A point in time for reading and writing LFU words. A word's upper half counts how often the row
+// was touched, and its lower half is the clock at the last touch. Counts are halved whenever the
+// clock reaches a multiple of halve_every, or never if that is 0.
 class LfuClock {
  public:
   static constexpr uint64_t kMostTouches = 0xFFFFFFFF;
@@ -31,11 +31,11 @@ class LfuClock {
     last_halving_ = halvings_ * halve_every_;
   }
 
-  // Returns the count of a word as it is now.
+  // Returns a word's current count.
   SPARSEKIT_HOST_DEVICE uint64_t age(int64_t word) const {
     const uint64_t count = static_cast<uint64_t>(word) >> 32;
     const auto then = static_cast<uint32_t>(word);
-    // Most rows of a lookup were touched a short time ago, so this spares most divisions.
+    // Most rows in a lookup were touched recently, so this avoids most divisions.
     if (then >= last_halving_) return count;
     const uint32_t missed = halvings_ - then / halve_every_;
     return missed < 32 ? count >> missed : 0;
@@ -73,10 +73,10 @@ struct FoundRows {
   const int32_t* rows;    // [entries]
   const int64_t* counts;  // [tables of the lookup]
   const int32_t* bags;    // [bags of all features + 1]
-  // [entries] the number of touches for which each entry stands, or null if each is one touch.
+  // [entries] the number of touches that each entry stands for; null if each is one touch.
   const int64_t* occurrences;
 
-  // Numbers of touches below 0 count as 0, and those above the largest count as the largest.
+  // Clamps numbers of touches to [0, kMostTouches].
   SPARSEKIT_HOST_DEVICE uint64_t touches(int64_t e) const {
     if (occurrences == nullptr) return 1;
     if (occurrences[e] < 0) return 0;
@@ -94,16 +94,16 @@ int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tabl
                                     const ParallelFor& parallel_for);
 
 // Advances the clocks, and writes the score of each distinct row. Skips rows outside [0, capacity),
-// and entries whose index is not that of a distinct key. Preconditions: check_bags reports no
-// error, and the counts of distinct keys do not exceed the numbers of entries.
+// and entries whose index is not a distinct key's. Preconditions: check_bags reports no error, and
+// the counts of distinct keys do not exceed the numbers of entries.
 void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows& found,
                  int32_t* order, void* workspace, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// Like the CPU version, but without preconditions: bags and counts are clamped to the entries that
-// there are. `tables` and `on_device` are the same tables, in host and in device memory, in the
-// order of their bags. Makes one launch, or two if any table has LFU or ticks.
+// Like the CPU version, but without preconditions: bags and counts are clamped to the actual
+// entries. `tables` and `on_device` are the same tables in host and device memory, in the order of
+// their bags. Makes one launch, or two if any table has LFU or ticks.
 namespace cuda {
 
 void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,

@@ -20,7 +20,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
   return tens | (twos - 10 * tens) << 8;
 }
 
-// Counts the zero bytes at the low end of a word, at most 7.
+// Counts the zero bytes at the low end of a word, up to 7.
 SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
   int count = 0;
   if ((word & 0xFFFFFFFFu) == 0) count += 4, word >>= 32;

@@ -20,9 +20,8 @@ struct Bucket {
   // here.
   int32_t spilled;
 
-  // Returns true if a search that reaches this bucket must go on to the next one. The bucket may
-  // have free slots, since the removal of one of its keys leaves those that have passed it where
-  // they are.
+  // Returns true if a search that reaches this bucket must continue in the next one. The bucket may
+  // have free slots: removing one of its keys does not move back the keys that have passed it.
   SPARSEKIT_HOST_DEVICE bool passed() const { return spilled > 0; }
 };
 static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
@@ -63,15 +62,15 @@ namespace cpu {
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for);
 
 // Sets rows[i] to the row of keys[i], or to -1 if the key is absent. Key and Row are int32_t or
-// int64_t. `seed` must be the seed with which the keys were inserted.
+// int64_t. `seed` must be the seed used to insert the keys.
 template <class Key, class Row>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                      int64_t n, Row* rows, const ParallelFor& parallel_for);
 
 // Like hash_table_find, but inserts absent keys with the rows *size, *size + 1, ... in order of
 // first occurrence, and increases *size. Returns 0 on success. If the rows would exceed `capacity`,
-// no key is inserted, and the table and *size stay unchanged, byte for byte. Then rows[i] of absent
-// keys is -1, and the call returns the number of absent entries of `keys`, including repeats.
+// no key is inserted, and the table and *size stay unchanged, byte for byte. Then rows[i] is -1 for
+// absent keys, and the call returns the number of absent entries in `keys`, including repeats.
 // Returns -1 if the table is damaged, for example by a bad file: no slot is free although *size is
 // below `capacity`. Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
 template <class Key>
@@ -85,16 +84,16 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
-// Inserts the keys of buckets whose rows are below `rows`, with these rows, into another table
-// `to`, which has none of these keys. `from` may be a part of a table's buckets. Returns false if
-// `to` has no free slot. Buckets come in the order of hashes, so both tables are accessed from one
-// end to the other. Precondition: both tables have the same seed.
+// Inserts the keys in buckets `from` whose rows are below `rows`, with these rows, into another
+// table `to`, which has none of these keys. `from` may be part of a table's buckets. Returns false
+// if `to` has no free slot. Buckets are in hash order, so both tables are accessed from one end to
+// the other. Precondition: both tables have the same seed.
 bool hash_table_copy(const Bucket* from, int64_t num_from, int64_t seed, int64_t rows, Bucket* to,
                      int64_t num_to);
 
 // Gives the key of each row r in [0, n) the row new_rows[r], or removes the key if that is -1. The
 // caller sets the table's size. Returns -1, or the first position in new_rows of a value outside
-// [-1, n); nothing has then changed. Rows beyond n, which only a damaged table has, stay.
+// [-1, n); then nothing has been changed. Rows beyond n, which only a damaged table has, stay.
 int64_t hash_table_renumber(Bucket* buckets, int64_t num_buckets, int64_t seed,
                             const int32_t* new_rows, int64_t n, const ParallelFor& parallel_for);
 

@@ -1,4 +1,4 @@
-// Computes the values that init_rows writes, by the same code on the CPU and on devices.
+// Computes the values that init_rows writes, with the same code on the CPU and on devices.
 #pragma once
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 namespace sparsekit {
 
 // A learning rate: a number, or the address of a number that is read when a step is computed. With
-// an address in device memory, replays of a CUDA graph follow a learning rate that changes.
+// an address in device memory, CUDA graph replays follow a changing learning rate.
 class Rate {
  public:
   SPARSEKIT_HOST_DEVICE Rate(double value) : value_(value) {}

@@ -10,8 +10,8 @@
 
 namespace sparsekit {
 
-// The rows [0, size) of a table, of which `count` rows are wanted. Rows are compared by order, and
-// rows of the same order by the hash of their key as an unsigned number.
+// The rows [0, size) of a table; `count` of them are wanted. Rows are compared by order, and rows
+// of equal order by their key's hash as an unsigned number.
 struct ScoredRows {
   const int64_t* scores;  // [size]
   int64_t size;
@@ -24,14 +24,14 @@ struct ScoredRows {
   int64_t count;
 
   SPARSEKIT_HOST_DEVICE LfuClock clock() const { return LfuClock(now, halve_every); }
-  // Returns the order of a row. `clock` is clock(), so that a loop makes it only once.
+  // Returns the order of a row. `clock` is clock(), passed in so that a loop creates it only once.
   SPARSEKIT_HOST_DEVICE int64_t order(const LfuClock& clock, int64_t row) const {
     const int64_t score = scores[row];
     return policy == ScorePolicy::kLfu ? static_cast<int64_t>(clock.age(score)) : score;
   }
 };
 
-// The rows that were found, in ascending order of row: [min(count, size)] each.
+// The rows found, in ascending order of row: [min(count, size)] each.
 struct LowestRows {
   int64_t* rows;
   int64_t* orders;
@@ -42,16 +42,17 @@ namespace cpu {
 
 int64_t lowest_rows_workspace_bytes(int64_t size);
 
-// Writes the `count` lowest rows that are not pinned, or all if there are fewer, and returns their
-// number. A row that has no key in a damaged table gets key 0. Precondition: size < 2^31.
+// Writes the `count` lowest rows that are not pinned, or all such rows if there are fewer, and
+// returns how many there are. In a damaged table, a row without a key gets key 0. Precondition:
+// size < 2^31.
 int64_t lowest_rows(const ScoredRows& table, const LowestRows& found, void* workspace,
                     const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
 // Like the CPU version, but *num_found becomes the number of rows. All pointers are to device
-// memory, and the host does not wait. In a damaged table, in which keys occur more than once, other
-// rows of the same order may be found.
+// memory, and the host does not wait. In a damaged table with repeated keys, other rows of the same
+// order may be found.
 namespace cuda {
 
 int64_t lowest_rows_workspace_bytes(int64_t size);

@@ -1,4 +1,4 @@
-// Moves the last rows of tensors into free places before them, and gives the rows they leave their
+// Moves the last rows of tensors into free places before them, and resets the rows they leave to
 // initial values.
 #pragma once
 
@@ -12,15 +12,15 @@ namespace sparsekit {
 struct MovedTensor {
   char* data;
   int64_t row_bytes, stride_bytes;
-  // The initial value of an element, repeated as often as it fits.
+  // An element's initial value, repeated to fill the array.
   alignas(16) char initial[16];
 };
 
 namespace cpu {
 
 // Copies each row r in [left, n) to row new_rows[r], unless that is -1, and then writes the initial
-// value to row r. Returns -1, or the first r whose new row is outside [-1, left); nothing has then
-// changed. Each place must be the new row of one row only.
+// value to row r. Returns -1, or the first r whose new row is outside [-1, left); then nothing has
+// been changed. No two rows may have the same new row.
 int64_t move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t* new_rows,
                   int64_t left, int64_t n, const ParallelFor& parallel_for);
 

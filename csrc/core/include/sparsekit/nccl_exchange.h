@@ -31,8 +31,8 @@ UniqueId unique_id();
 // abandon.
 ncclComm* connect(int rank, int world_size, const UniqueId& id);
 
-// Throws if the communicator has failed since the last call, for example because of the network.
-// Does not wait for other ranks, and may be called while another thread is in all_to_all().
+// Throws if the communicator has failed since the last call, for example due to the network. Does
+// not wait for other ranks, and may be called while another thread is in all_to_all().
 void check(ncclComm* communicator);
 
 // Sends a part of `send` to each rank, and receives a part of `receive` from each rank. Parts are

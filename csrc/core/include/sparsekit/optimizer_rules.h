@@ -6,9 +6,9 @@
 //   kRowWise      true if the last state has one number for a whole row instead;
 //   kRowMeans     number of means over a row that step() depends on, up to two;
 //   kPerRow       true if a row may count its own steps;
-//   StepConstants<A>    struct of the numbers that all elements of a step share;
+//   StepConstants<A>    struct of the numbers shared by all elements in a step;
 //   at<A>(t)      returns the StepConstants of step t >= 1;
-//   step(...)     makes the step of one element: gradient g, weight w, states s[kStates].
+//   step(...)     makes the step for one element: gradient g, weight w, states s[kStates].
 // A rule with means also has
 //   kMeansReadWeight, kMeansReadStates   true if the means also depend on the weight or the states;
 //   of_element(k, g, w, s)               returns the terms to average; s is a copy to work on;
@@ -21,7 +21,7 @@
 //                           rates, all later steps together would move a weight by less than 2^-53
 //                           of the move in the first step;
 //   decay(k, steps)         returns the factor by which `steps` missed steps shrink state k.
-// A is the type in which rows are computed. Expressions are evaluated in the same order as in
+// A is the type used for arithmetic on rows. Expressions are evaluated in the same order as in
 // torch.optim.
 #pragma once
 
@@ -34,7 +34,7 @@
 
 namespace sparsekit {
 
-// Number of states with one element per element of the weight.
+// Number of states with as many elements as the weight.
 template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 
@@ -138,7 +138,7 @@ struct Adam {
     w = w * k.keep - k.step_size * (s[0] / (std::sqrt(v) + k.eps));
   }
 
-  // Returns the constants of a step that a row has missed, which had this step size and epsilon.
+  // Returns the constants of a step missed by a row, given that step's step size and epsilon.
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_size, double step_eps) const {
     return constants<A>(step_size, step_eps, 1);

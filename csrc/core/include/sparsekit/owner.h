@@ -11,10 +11,10 @@ namespace sparsekit {
 // Maximum number of ranks.
 constexpr int64_t kMaxWorldSize = 2048;
 
-// Number of virtual shards to which keys are hashed. A map assigns each shard to a rank.
+// Number of virtual shards that keys are hashed to. A map assigns each shard to a rank.
 constexpr int64_t kVirtualShards = int64_t{1} << 16;
 
-// Returns the virtual shard of a key. An int32 key has the same shard as the int64 of the same
+// Returns the virtual shard of a key. An int32 key has the same shard as an int64 key of the same
 // value. Saved tables are divided among ranks by virtual shard, so it must be the same on all ranks
 // and in all versions. The hash is the finaliser of MurmurHash3 (Appleby). hash_key()
 // (hash_table.h) must not be used here: all keys of a rank would then have the same leading bits,
@@ -27,7 +27,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   return static_cast<int64_t>(x >> 48);
 }
 
-// The assignment of keys to world_size ranks; world_size is in [1, kMaxWorldSize].
+// An assignment of keys to world_size ranks; world_size is in [1, kMaxWorldSize].
 struct Owners {
   const int16_t* map = nullptr;  // [kVirtualShards] ranks; if null, unsigned key modulo world_size
   uint64_t world_size = 1;

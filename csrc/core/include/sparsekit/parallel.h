@@ -8,8 +8,8 @@ namespace sparsekit {
 
 // A parallel loop over [begin, end). It may call its body on several threads, each with a sub-range
 // of at least `grain` items. The body must not throw. Every kernel gives the same bits for any
-// number of threads: the ranges may decide which thread does the work, but not the order in which
-// values are added.
+// number of threads: the ranges may decide which thread does the work, but not the order of
+// additions.
 class ParallelFor {
  public:
   using Body = void (*)(int64_t begin, int64_t end, void* context);

@@ -1,4 +1,4 @@
-// Rows of a weight and the states that an optimizer keeps for them.
+// Rows of a weight, and their optimizer states.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct Rounding {
 };
 
 // Returns 16 random bits for each of the columns [8 * block, 8 * block + 8) of a row in a step. Two
-// columns share a word; the first column has the lower half.
+// columns share a word; the first column gets the lower half.
 SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t step, int64_t row,
                                                       int64_t block) {
   const Philox4x32 counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
@@ -48,7 +48,7 @@ SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t ste
                        static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(step >> 32));
 }
 SPARSEKIT_HOST_DEVICE inline uint32_t bits_of_column(const Philox4x32& random, int64_t column) {
-  // Select the word by ?:, since an index would put the words into memory on a device.
+  // Select the word with ?:, since on a device an index would put the words into memory.
   const int at = static_cast<int>(column & 7);
   const uint32_t low = at < 2 ? random.word[0] : random.word[1];
   const uint32_t high = at < 6 ? random.word[2] : random.word[3];

@@ -15,9 +15,9 @@ int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments
 
 // Sets out[s] to the sum of data[i] over all i with segment_ids[i] == s. Rows with an id < 0 are
 // dropped, and segments without rows get zeros. data [n, dim], segment_ids [n], out [num_segments,
-// dim]. Rows are added in groups whose bounds depend only on the ids, never on the number of
-// threads, so the result has the same bits every time. Returns -1, or the position of an id >=
-// num_segments; in the latter case `out` is unchanged.
+// dim]. Rows are added in groups whose bounds depend only on the ids, not on the number of threads,
+// so the result has the same bits every time. Returns -1, or the position of an id >= num_segments;
+// in the latter case `out` is unchanged.
 template <class T>
 int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                              int64_t num_segments, T* out, void* workspace,

@@ -1,4 +1,4 @@
-// Makes one optimizer step for all rows that have a gradient, in all tables of a call.
+// Makes one optimizer step for all rows with a gradient, in all tables of a call.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +26,11 @@ struct RowGradients {
   int64_t n;
 };
 
-// Determines the number of a step. If `counted` is true, *step is the number of steps made so far,
-// and the step has the number *step + 1; otherwise the step has the number *step. If per_row is
-// true, each row counts its own steps in row_step and is updated with that count; this requires a
-// rule with kPerRow. If per_row is false and row_step is not null, row_step is set to the step
-// number. Counts in row_step saturate at the largest int32.
+// Determines a step's number. If `counted` is true, *step is the number of steps made so far, and
+// the step's number is *step + 1; otherwise it is *step. If per_row is true, each row counts its
+// own steps in row_step and is updated with that count; this requires a rule with kPerRow. If
+// per_row is false and row_step is not null, row_step is set to the step number. Counts in row_step
+// saturate at the largest int32.
 struct StepNumber {
   bool counted;
   bool per_row;
@@ -59,8 +59,8 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
 
 namespace cuda {
 
-// Maximum number of tables that are passed as launch arguments. With more tables, only the
-// gradients are passed in this way, and `on_device` must be a copy of `tables` in device memory.
+// Maximum number of tables passed as launch arguments. With more tables, only the gradients are
+// passed this way, and `on_device` must be a copy of `tables` in device memory.
 constexpr int64_t kTablesOfLaunch = 30;
 
 // Like the CPU version. Makes one launch for up to 768 tables, or two launches if the rows of only

@@ -1,7 +1,7 @@
-// Computes XXH64, the 64-bit hash of the xxHash family, of one text or of many texts. Follows the
-// xxHash fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Texts of equal
+// Computes XXH64, the 64-bit hash of the xxHash family, of one string or of many. Follows the
+// xxHash fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Strings of equal
 // length are hashed together: this avoids unpredictable branches on the length, and lets the
-// multiplications for different texts overlap.
+// multiplications for different strings overlap.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace sparsekit {
 // cryptographic hash: anyone who chooses the bytes can choose the hash.
 uint64_t xxh64(const void* data, size_t length, uint64_t seed);
 
-// A text whose hash is to be written to codes[place].
+// A string whose hash is to be written to codes[place].
 struct WaitingText {
   const char* data;
   int64_t place;
@@ -26,13 +26,13 @@ constexpr int kTogether = 32;    // number of texts of equal length that are has
 constexpr int kFew = 5;          // fewer texts than this are hashed one by one
 constexpr size_t kTooLong = 64;  // in bytes; texts of at least this size are hashed immediately
 
-// Prefetch distances ahead of the current text: number of codes, and bytes of text.
+// Prefetch distances ahead of the current string: number of codes, and bytes of strings.
 constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 
-// Hashes `count` texts of `size` < kTooLong bytes each. Does not read beyond the end of a text. An
-// engine processes several texts per step, so the array must have kTogether elements; the elements
-// after the first `count` may be copies of other elements.
+// Hashes `count` strings of `size` < kTooLong bytes each. Does not read beyond the end of a string.
+// An engine processes several strings per step, so the array must have kTogether elements; the
+// elements after the first `count` may be copies of other elements.
 using HashTogether = void (*)(const WaitingText* texts, int count, size_t size, uint64_t seed,
                               int64_t* codes);
 
@@ -54,16 +54,16 @@ inline void prefetch(const void* address, size_t ahead) {
   prefetch(reinterpret_cast<uintptr_t>(address) + ahead);
 }
 
-// Hashes texts in batches: collects texts by length and hashes kTogether texts of equal length at a
-// time.
+// Hashes strings in batches: collects them by length and hashes kTogether strings of equal length
+// at a time.
 class TextHasher {
  public:
   TextHasher(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes) {
     for (size_t size = 0; size < kTooLong; ++size) end_[size] = waiting_[size];
   }
 
-  // Sets codes[place] to the XXH64 of the text, now or later, but at the latest in flush(). The
-  // text must stay in memory until then.
+  // Sets codes[place] to the XXH64 of the string, in flush() at the latest. The string must stay in
+  // memory until then.
   void add(const char* text, size_t size, int64_t place) {
     if (size >= kTooLong) {
       codes_[place] = static_cast<int64_t>(xxh64(text, size, seed_));
@@ -79,7 +79,7 @@ class TextHasher {
     end_[size] = end;
   }
 
-  // Hashes all texts that are still waiting.
+  // Hashes all strings that are still waiting.
   void flush() {
     for (size_t size = 0; size < kTooLong; ++size) flush(size);
   }
@@ -114,7 +114,7 @@ void hash_texts(const Texts texts, Ranges& ranges, uint64_t seed, int64_t* codes
   for (int64_t i = 0, end = 0; ranges.next(&i, &end);) {
     for (; i < end; ++i) {
       const auto text = texts(i);
-      // Texts are mostly adjacent in memory but hashed out of order, so the hardware prefetcher
+      // Strings are mostly adjacent in memory but hashed out of order, so the hardware prefetcher
       // does not recognize the pattern. Prefetch explicitly.
       prefetch(text.data(), kBytesAhead);
       prefetch(codes + i, kCodesAhead * sizeof *codes);
