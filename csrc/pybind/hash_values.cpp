@@ -142,7 +142,7 @@ class PlainItems {
   int64_t* const codes_;
   TextHasher hasher_;
   size_t num_encoded_ = 0;
-  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // texts that wait in hasher_
+  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // strings waiting in hasher_
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {

@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-constexpr int64_t kUnknownVersion = -1;  // of a tensor whose writes are not counted
+constexpr int64_t kUnknownVersion = -1;  // for a tensor whose writes are not counted
 
 struct RowBound {
   double most = std::numeric_limits<double>::infinity();

@@ -168,7 +168,7 @@ class KnownApart {
   struct Range {
     uintptr_t begin, end;
   };
-  using Key = std::vector<uint64_t>;  // what identifies a set, and which of it is written to
+  using Key = std::vector<uint64_t>;  // the op, a set, and how many of its tensors are written to
   using Memory = std::shared_ptr<const std::vector<Range>>;  // in order, without overlaps
 
   // Returns null if the set is not known.

@@ -67,7 +67,7 @@ inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   try {
     return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {  // its text does not give the reason, which torch prints itself
+  } catch (const std::exception&) {  // its message omits the reason, which torch prints itself
     throw std::runtime_error(message("sparsekit: torch has no ",
                                      tensor.numel() * static_cast<int64_t>(tensor.element_size()),
                                      " bytes for a contiguous copy; out of memory?"));

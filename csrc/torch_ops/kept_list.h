@@ -80,7 +80,7 @@ class KeptList {
  private:
   static constexpr int64_t kMark[] = {0x7c1d5e90b3a64f28, -0x2b8f03d6c59e174b};
   static constexpr int64_t kMarkWords = std::size(kMark), kWords = kMarkWords + 1;
-  static constexpr size_t kDim = 4;  // no list that an op takes has tensors of 4 dimensions
+  static constexpr size_t kDim = 4;  // no op takes a list of 4-dimensional tensors
 
   explicit KeptList(Tensors tensors)
       : tensors_(std::move(tensors)), facts_(std::make_shared<const Facts>(tensors_)) {

@@ -19,7 +19,7 @@ int64_t compact_rows(const int64_t* gone, int64_t k, int64_t size, int32_t* new_
   parallel_for(0, left, kRows, [=](int64_t begin, int64_t end) {
     std::iota(new_rows + begin, new_rows + end, static_cast<int32_t>(begin));
   });
-  int64_t place = 0;  // the first free one that has not been given away
+  int64_t place = 0;  // index in `gone` of the first place not yet assigned
   for (; place < k && gone[place] < left; ++place) new_rows[gone[place]] = -1;
   int64_t next_gone = place;
   place = 0;

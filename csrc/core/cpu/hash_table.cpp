@@ -204,7 +204,7 @@ void renumber_bucket(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t
     rows[slot] = in_use ? new_row : row;
     differs |= rows[slot] != row;
   }
-  if (!differs) return;  // do not write to a line that stays as it is
+  if (!differs) return;  // do not write to a cache line that is unchanged
   int used = 0;
   for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
     const int64_t key = bucket.keys[slot];
@@ -278,8 +278,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
     std::fill(keys + begin, keys + end, int64_t{0});
   });
-  // Sum of the `spilled` counts of all buckets, minus the number of buckets that keys passed. In a
-  // sound table, it is 0.
+  // Sum of the `spilled` counts of all buckets, minus the number of buckets that keys have passed.
+  // In a sound table the difference is 0.
   std::atomic<int64_t> surplus{0};
   std::atomic<bool> sound{true};
   parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
@@ -297,7 +297,7 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
     }
     surplus += own;
   });
-  if (!sound || surplus != 0) return false;  // wrong counts could make each search a long walk
+  if (!sound || surplus != 0) return false;  // wrong counts could make searches very long
   // Check that a lookup of each row's key returns this row. If a row has no key, or two keys, the
   // check fails for some row.
   hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);

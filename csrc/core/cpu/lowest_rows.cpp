@@ -26,11 +26,11 @@ struct Work {
   int64_t* orders;   // [size]
   uint64_t* pinned;  // [words] a bit for each row
   int32_t* stays;    // [size] the distinct pinned rows
-  uint64_t* wanted;  // [words] a bit for each row that may be among the results
+  uint64_t* wanted;  // [words] a bit for each row that may be in the results
   int32_t* before;   // [words] number of wanted rows in earlier words
   int64_t* keys;     // [size] keys of the wanted rows, in order of row
-  int32_t* tied;     // [size] numbers of the wanted rows of the highest order
-  uint64_t* lost;    // [words] a bit for each wanted row, by number, that is not among the results
+  int32_t* tied;     // [size] numbers of the wanted rows with the highest order
+  uint64_t* lost;    // [words] a bit per wanted row, by number: set if the results leave it out
   uint32_t* digits;  // [kDigits]
 
   Work(Arena& arena, int64_t size)
@@ -101,8 +101,8 @@ Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& p
 // End of the wanted rows.
 struct Limit {
   int64_t order;       // the highest order
-  int64_t tied;        // number of rows of this order; 0 if all of them are taken
-  int64_t tied_taken;  // number of those that are taken
+  int64_t tied;        // number of rows with this order; 0 if all are taken
+  int64_t tied_taken;  // number of these rows to take
 };
 
 // Finds the limit by a radix selection. Each round counts the rows by one digit of their order,

@@ -121,7 +121,7 @@ template <class Rule, class T>
 BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradients,
                    int64_t num_tables, const Rule& rule, StepNumber number, Rounding rounding,
                    const ParallelFor& parallel_for) {
-  int64_t elements = 0;  // number of elements of all gradients; an empty row counts as one element
+  int64_t elements = 0;  // total elements in all gradients; an empty row counts as one element
   const auto width = [tables](int64_t k) { return std::max<int64_t>(tables[k].table.dim, 1); };
   for (int64_t k = 0; k < num_tables; ++k) {
     const auto& [rows, grad, n] = gradients[k];

@@ -95,7 +95,7 @@ struct ScatterBlock {
     uint16_t place;  // in the tile
   };
 
-  int32_t* to;  // [world_size] distance from a key's place in the sorted tile to that in the output
+  int32_t* to;  // [world_size] distance from a key's place in the sorted tile to its output place
   uint16_t* begins;  // [kSumWarps, world_size] place in the sorted tile of a warp's next key
   // The sorted tile, which reuses the memory of `begins`.
   Key* keys;        // [kTile]
@@ -212,7 +212,7 @@ void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_own
   Arena arena(workspace);
   const Workspace work(arena, n.most, world_size);
   const auto grid = [&](int64_t shared) { return simt::Grid{work.tiles, kSumThreads, shared}; };
-  int owner_bits = 0;  // of numbers up to world_size
+  int owner_bits = 0;  // bits in a number up to world_size
   while (world_size >> owner_bits != 0) ++owner_bits;
   simt::launch("bucketize_count", count_kernel<Key>, grid(world_size * sizeof(int32_t)), stream,
                keys, n, owners, bad, work.starts);

@@ -125,11 +125,11 @@ class OnDevice {
 
 struct Room {
   int device;
-  size_t unit;      // sizes of memory are multiples of this one
-  size_t reserved;  // size of the range of addresses
+  size_t unit;      // memory sizes are multiples of this
+  size_t reserved;  // size of the address range
   size_t committed = 0;
-  std::vector<size_t> pieces;  // sizes of the parts that got memory together
-  int tensors = 0;             // tensors that lie in the room
+  std::vector<size_t> pieces;  // sizes of the parts, one for each mapping
+  int tensors = 0;             // number of tensors in the room
 };
 
 size_t round_up(size_t bytes, size_t unit) {

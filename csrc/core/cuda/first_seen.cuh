@@ -46,7 +46,7 @@ struct Ranks {
   uint32_t* bits;   // [words]
   int32_t* before;  // [words + 1]
   int64_t words;
-  LookBack totals;  // of the launch that ranks the entries
+  LookBack totals;  // totals for the launch that ranks the entries
 
   // Each tile of `totals` has words_of_tile words.
   static LookBack look_back(Arena& arena, int64_t n, int64_t words_of_tile) {
@@ -122,8 +122,8 @@ struct EnterBlock {
   static constexpr int kPlaces = 2 * kEnterTile;  // a power of two
 
   int64_t keys[kEnterTile];
-  int32_t first[kPlaces];      // a hash table: the first key of the tile that equals a key, or -1
-  uint32_t words[kEnterTile];  // of the first of equal keys: their number, then their slot
+  int32_t first[kPlaces];      // a hash table: the tile's first key that equals a key, or -1
+  uint32_t words[kEnterTile];  // for the first of equal keys: their count, later their slot
 };
 
 // Returns a grid for kernels that call enter_tile() for each tile of n keys.

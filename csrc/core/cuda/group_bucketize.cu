@@ -17,8 +17,8 @@ struct Pieces {
   uint32_t* piece;  // [most] piece of each sorted entry; count() if the entry's key is not sent
   int32_t* entry;   // [most] entries, sorted by piece
   int32_t* begin;   // [count()] position of each piece's first key among all keys sent
-  int32_t* before;  // [count() + 1] number of keys of the preceding pieces, ordered by table
-  LookBack totals;  // of these numbers
+  int32_t* before;  // [count() + 1] number of keys in the preceding pieces, ordered by table
+  LookBack totals;  // totals of these numbers
 
   Pieces(Arena& arena, const GroupCall& call, int64_t ranks)
       : world_size(static_cast<int32_t>(ranks)),

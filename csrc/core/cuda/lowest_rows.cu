@@ -36,7 +36,7 @@ struct Limit {
 struct Candidates {
   ScoredRows table;
   uint32_t* pinned;  // a bit for each row
-  int64_t* keys;     // [size] keys of the rows up to the limit of the order
+  int64_t* keys;     // [size] keys of the rows up to the limit's order
   Limit* limit;
 
   SPARSEKIT_DEVICE bool is_free(int64_t row) const {

@@ -55,7 +55,7 @@ struct LookBack {
   // every byte 0xFF.
   int64_t* words;
   int64_t tiles;
-  int32_t sums;  // number of sums of each tile
+  int32_t sums;  // number of sums per tile
   int32_t launch = 0;
 
   static constexpr int64_t kCleared = -1;

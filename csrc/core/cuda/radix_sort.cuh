@@ -10,7 +10,7 @@ namespace sparsekit::cuda {
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
 static_assert(kDigits == kSumThreads, "a block has a thread for each digit");
-constexpr int kMostDigits = 32 / kDigitBits;  // of a key
+constexpr int kMostDigits = 32 / kDigitBits;  // digits in a key
 
 // Number of pairs per tile that each thread handles. The host runner gets few, so that small tests
 // have several tiles.
@@ -29,7 +29,7 @@ struct Pairs {
 
 struct RadixSort {
   int32_t* counts;  // [kMostDigits, kDigits] number of keys with each digit; must be zeroed
-  LookBack totals;  // of each digit, in the first pass
+  LookBack totals;  // totals for each digit, in the first pass
 
   RadixSort(Arena& arena, int64_t n)
       : counts(arena.take<int32_t>(kMostDigits * kDigits)),

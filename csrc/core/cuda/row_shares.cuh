@@ -34,7 +34,7 @@ constexpr int64_t kMostUpdateBlocks = 32;
 
 // Divides the blocks of a launch among its tables, in proportion to the threads for their rows.
 struct BlockShares {
-  int64_t of_block;  // number of threads whose work one block does
+  int64_t of_block;  // number of threads handled by one block
 
   SPARSEKIT_HOST_DEVICE explicit BlockShares(int64_t all_threads)
       : of_block((all_threads + kMostUpdateBlocks - 1) / kMostUpdateBlocks) {

@@ -34,7 +34,7 @@ struct GivenTables {
   Share shares[kMost];
   int32_t first_blocks[kMost + 1];
   RowGradients<T> given[kMost];
-  const int64_t* counts;  // number of gradients of each table of the call; may be null
+  const int64_t* counts;  // number of gradients for each table in the call; may be null
 
   SPARSEKIT_DEVICE Gradients gradients(int i) const {
     const int64_t* exact = counts == nullptr ? nullptr : counts + shares[i].table;

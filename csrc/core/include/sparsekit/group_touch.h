@@ -58,8 +58,8 @@ class LfuClock {
 struct TouchedTable {
   ScorePolicy policy;
   int64_t halve_every;
-  int64_t* clock;   // on a device, in its memory
-  int64_t ticks;    // by how much the lookup advances the clock
+  int64_t* clock;   // on a device, in device memory
+  int64_t ticks;    // how far the lookup advances the clock
   int64_t* scores;  // [capacity]
   int64_t capacity;
   int64_t table;            // index among the tables of the lookup

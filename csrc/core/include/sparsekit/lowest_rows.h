@@ -19,7 +19,7 @@ struct ScoredRows {
   int64_t halve_every, now;
   const Bucket* buckets;  // [num_buckets] the table's keys
   int64_t num_buckets;
-  const int64_t* pinned;  // [num_pinned] rows that are left out; rows outside [0, size) are ignored
+  const int64_t* pinned;  // [num_pinned] rows to leave out; rows outside [0, size) are ignored
   int64_t num_pinned;
   int64_t count;
 

@@ -22,9 +22,9 @@ struct WaitingText {
   int64_t place;
 };
 
-constexpr int kTogether = 32;    // number of texts of equal length that are hashed together
-constexpr int kFew = 5;          // fewer texts than this are hashed one by one
-constexpr size_t kTooLong = 64;  // in bytes; texts of at least this size are hashed immediately
+constexpr int kTogether = 32;    // number of strings of equal length hashed together
+constexpr int kFew = 5;          // fewer strings than this are hashed one by one
+constexpr size_t kTooLong = 64;  // in bytes; strings of at least this size are hashed immediately
 
 // Prefetch distances ahead of the current string: number of codes, and bytes of strings.
 constexpr size_t kCodesAhead = 256;
