@@ -1,4 +1,4 @@
-"""Keeps the rows of a table in a file without a name that is mapped into memory."""
+"""Keeps the rows of a table in an unnamed file that is mapped into memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .memory import MappedMemory, mapped, parts_written, total_bytes, untouched_
 Column = tuple[Sequence[int], torch.dtype]
 
 _PAGE = mmap.PAGESIZE
-_PAGES_AT_A_TIME = 1 << 12  # pages that the hand of the clock looks at together
+_PAGES_AT_A_TIME = 1 << 12  # pages that the clock algorithm checks at a time
 _ALIGNMENT = 8  # each record begins at a multiple of this number of bytes
-# The states of a page: it is not in memory; or it is, and has not been asked for since the hand of
-# the clock came by, or has been.
+# States of a page: not in memory; in memory, but not asked for since the clock algorithm last
+# passed; in memory, and asked for since then.
 _GONE, _OLD, _ASKED = range(3)
-_ROWS_AT_A_TIME = 1 << 16  # rows that are copied together
+_ROWS_AT_A_TIME = 1 << 16  # rows to copy at a time
 _NO_PAGES = np.empty(0, np.int64)
 
-# Flags of Linux's fallocate and sync_file_range, which Python does not name.
+# Flags for Linux's fallocate and sync_file_range, which Python does not define.
 _PUNCH_HOLE = 0x02 | 0x01  # keeps the size of the file
 _WAIT, _WRITE = 1, 2
 
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _function(name: str, *types: Any) -> Any:
-    """Return a function of the C library; None where there is none, as on other systems."""
+    """Return a function from the C library; None if there is none, as on other systems."""
     if found := getattr(_libc, name, None):
         found.argtypes = types
     return found
@@ -49,34 +49,34 @@ _mincore = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_
 
 
 class _File(MappedMemory):
-    """A file of records, mapped whole; its first records have space on the disk."""
+    """A file of records, mapped as a whole; its first records have disk space."""
 
     fd: int
-    table: tuple[str, str]  # name and folder
+    table: tuple[str, str]  # its name and folder
     record_bytes: int
     allocated: int = 0
 
     def allocate(self, rows: int) -> None:
-        """Give the first records space on the disk, so that writing to them cannot fail."""
+        """Allocate disk space for the first records, so that writing to them cannot fail."""
         begin, end = self.allocated * self.record_bytes, rows * self.record_bytes
         if end <= begin:
             return
         try:
             os.posix_fallocate(self.fd, begin, end - begin)
         except OSError:
-            first = -(-begin // _PAGE) * _PAGE  # the page before belongs to earlier rows, too
+            first = -(-begin // _PAGE) * _PAGE  # the previous page belongs to earlier rows, too
             if end > first:
                 _fallocate(self.fd, _PUNCH_HOLE, first, end - first)
             raise
         self.allocated = rows
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fill rows with zeros; they keep their space on the disk."""
+        """Fill rows with zeros; they keep their disk space."""
         for part in self.parts_written(tensor):
             tensor[part].zero_()
 
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
-        """Return the ranges of the rows of a tensor that have been written to, or their states."""
+        """Yield the ranges of a tensor's rows where rows or their states have been written to."""
         origin = (tensor.data_ptr() - self.address) // self.record_bytes
         count = min(len(tensor), self.allocated - origin)
         for begin, end in self.bytes_written(origin * self.record_bytes):
@@ -86,12 +86,12 @@ class _File(MappedMemory):
             yield slice(first, min(count, -(-end // self.record_bytes) - origin))
 
     def bytes_written(self, begin: int = 0) -> Iterator[tuple[int, int]]:
-        """Return begin and end of the parts of the file that have been written to, from `begin`."""
+        """Yield begin and end of each part of the file that has been written to, from `begin`."""
         while True:
             try:
                 begin = os.lseek(self.fd, begin, os.SEEK_DATA)
                 end = os.lseek(self.fd, begin, os.SEEK_HOLE)
-            except OSError:  # there is nothing more
+            except OSError:  # no more data
                 return
             yield begin, end
             begin = end
@@ -103,16 +103,16 @@ class _File(MappedMemory):
         shape = rows, *tensor.shape[1:]
         try:
             copy = RowFiles(*self.table, rows).zeros(shape, tensor.dtype)
-        except OSError:  # the folder has gone, or the disk is full
+        except OSError:  # the folder is gone, or the disk is full
             copy = torch.empty(shape, dtype=tensor.dtype, device="cpu")
         return copy.copy_(tensor[:rows])
 
     def bytes_of(self, first: int, end: int) -> tuple[int, int]:
-        """Return offset and length, in bytes, of these pages."""
+        """Return the offset and length of these pages, in bytes."""
         return first * _PAGE, min(end * _PAGE, len(self)) - first * _PAGE
 
     def leave(self, rows: slice) -> None:
-        """Write rows to the disk, and let them leave memory."""
+        """Write rows to the disk, and drop them from memory."""
         first = rows.start * self.record_bytes // _PAGE
         end = -(-rows.stop * self.record_bytes // _PAGE)
         self.begin_writing(first, end)
@@ -120,33 +120,33 @@ class _File(MappedMemory):
         self.drop(first, end)
 
     def begin_writing(self, first: int, end: int) -> None:
-        """Begin to write pages to the disk; an error is left to the system, which tries again."""
+        """Start writing pages to the disk; errors are left to the system, which tries again."""
         _sync_range(self.fd, *self.bytes_of(first, end), _WRITE)
 
     def wait(self) -> None:
-        """Wait for what `begin_writing` has begun."""
+        """Wait for the writes that `begin_writing` started."""
         _sync_range(self.fd, 0, 0, _WAIT)
 
     def drop(self, first: int, end: int) -> None:
-        """Let pages that have been written leave memory."""
+        """Drop written pages from memory."""
         at = self.bytes_of(first, end)
         self.madvise(mmap.MADV_DONTNEED, *at)
         os.posix_fadvise(self.fd, *at, os.POSIX_FADV_DONTNEED)
 
 
 class RowFiles:
-    """The file that holds the rows of a table: a record for each, of its vector and its states.
+    """The file that holds a table's rows: one record per row, with its vector and its states.
 
-    The file has no name. So nobody can take it for a checkpoint or remove it, two jobs never use
-    the same one, and its space is free once the process has ended, even if it was killed.
+    The file has no name. It cannot be mistaken for a checkpoint or removed, two jobs never use the
+    same one, and its space is freed when the process ends, even if it is killed.
 
-    Rows that are asked for are read from the disk together. Beyond a limit, pages that have not
-    been asked for leave memory, in the order of the clock algorithm (F. J. Corbato, "A paging
-    experiment with the Multics system", 1968).
+    Rows asked for together are read from the disk together. Above a limit, pages that have not been
+    asked for lately are dropped from memory, chosen by the clock algorithm (F. J. Corbato, "A
+    paging experiment with the Multics system", 1968).
 
     Args:
         name: name of the table, for error messages.
-        folder: where to make the file.
+        folder: where to create the file.
         capacity: number of rows.
         max_resident_bytes: the limit; None means half of the system's memory.
     """
@@ -157,13 +157,13 @@ class RowFiles:
         self.name, self.folder = name, folder
         self.max_resident_bytes = max_resident_bytes
         self._capacity, self._allocated = capacity, 0
-        self._main: weakref.ref[_File] | None = None  # the file of the weight
-        # All files with records of the table: states may lie in older ones than the weight.
+        self._main: weakref.ref[_File] | None = None  # the weight's file
+        # All files with records of the table; states may be in older files than the weight.
         self._files: weakref.WeakSet[_File] = weakref.WeakSet()
-        self._states: dict[str, torch.Tensor] = {}  # columns of the file that nobody uses yet
-        self._known = np.empty(0, np.uint8)  # of each page
-        self._resident = self._hand = 0  # number of pages in memory; the next one to look at
-        self._leaving = _NO_PAGES  # pages that are being written
+        self._states: dict[str, torch.Tensor] = {}  # columns of the file not in use yet
+        self._known = np.empty(0, np.uint8)  # state of each page
+        self._resident = self._hand = 0  # number of pages in memory; next page to look at
+        self._leaving = _NO_PAGES  # pages being written
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self.name, self.folder, self._capacity, self.max_resident_bytes
@@ -174,20 +174,20 @@ class RowFiles:
         return self._new_file(shape[0], shape[0], {"": (shape[1:], dtype)})[0][""]
 
     def vectors(self, dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of a new table, zeros ``[capacity, dim]``; raise OSError as `zeros`."""
+        """Return a new table's weight, zeros ``[capacity, dim]``; raise OSError like `zeros`."""
         return self._new_main({"": ((dim,), dtype)})
 
     def states(
         self, weight: torch.Tensor, columns: Mapping[str, Column]
     ) -> dict[str, torch.Tensor]:
-        """Return new states of a weight, zeros, in the same records as its vectors.
+        """Return new states for a weight, all zeros, in the same records as its vectors.
 
         Args:
-            weight: the weight; it may get other memory.
+            weight: the weight; it may move to new memory.
             columns: shape of a row and dtype of each state, by name.
 
         Raises:
-            OSError: there is no space for larger records; the weight is unchanged.
+            OSError: the disk has no space for larger records; the weight is unchanged.
             RuntimeError: the weight was made in inference mode.
         """
         self.prepare(weight, columns)
@@ -195,13 +195,13 @@ class RowFiles:
         return states
 
     def prepare(self, weight: torch.Tensor, columns: Mapping[str, Column]) -> None:
-        """Make room for states in the records of a weight, which gets other memory; see `states`.
+        """Make room for states in a weight's records, moving it to new memory; see `states`.
 
-        It is best done while the table is small, since all vectors are copied.
+        This is best done while the table is small, since all vectors are copied.
         """
         there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}
-        file = self._file()  # after an interrupt it may not be that of the weight
+        file = self._file()  # after an interrupt, maybe not the weight's file
         here = file is not None and weight.untyped_storage().data_ptr() == file.address
         if here and there == wanted:
             return
@@ -215,7 +215,7 @@ class RowFiles:
         self._take(file, made)
 
     def _new_main(self, columns: Mapping[str, Column], rows: torch.Tensor | None = None) -> Any:
-        """Return the only column of a new file, which becomes the file of the weight."""
+        """Return the only column in a new file, which becomes the weight's file."""
         made, file = self._lay_out(columns, rows)
         self._take(file, {})
         return made[""]
@@ -223,7 +223,7 @@ class RowFiles:
     def _lay_out(
         self, columns: Mapping[str, Column], before: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], _File]:
-        """Return columns of a new file, whose first one begins with the rows of `before`."""
+        """Return the columns of a new file, which start with the rows of `before`, and the file."""
         made, file = self._new_file(self._capacity, self._allocated, columns)
         self._files.add(file)
         if before is not None:
@@ -236,7 +236,7 @@ class RowFiles:
         return made, file
 
     def _take(self, file: _File, states: dict[str, torch.Tensor]) -> None:
-        """Make this the file of the weight, which has these columns for states to come."""
+        """Make this the weight's file; `states` are its columns for future states."""
         pages = -(-len(file) // _PAGE)
         self._known = untouched_zeros([pages], torch.uint8, "cpu", first=1).numpy()
         self._resident = self._hand = 0
@@ -261,7 +261,7 @@ class RowFiles:
                 file.fd, file.record_bytes = os.dup(made.fileno()), record
                 file.table = self.name, self.folder
                 weakref.finalize(file, os.close, file.fd)
-            file.madvise(mmap.MADV_RANDOM)  # otherwise neighbours would be read with each page
+            file.madvise(mmap.MADV_RANDOM)  # otherwise each read would include neighbours
             file.allocate(allocated)
         except OSError as error:
             raise self._refused(error, allocated, record) from None
@@ -274,14 +274,14 @@ class RowFiles:
         return tensors, file
 
     def holding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `vectors` that begin with these, as far as there is space for them."""
+        """Return a weight as from `vectors`, beginning with as many of these rows as have space."""
         return self._new_main({"": (rows.shape[1:], rows.dtype)}, rows)
 
     def allocate(self, rows: int) -> None:
-        """Give the first rows space on the disk.
+        """Allocate disk space for the first rows.
 
         Raises:
-            OSError: the disk is full; the rows that had space keep it.
+            OSError: the disk is full; rows that already had space keep it.
         """
         files = list(self._files)
         try:
@@ -297,7 +297,7 @@ class RowFiles:
         return OSError(error.errno, f"{self.name}: {told}: {os.strerror(error.errno or 0)}")
 
     def ask_for(self, rows: torch.Tensor) -> None:
-        """Begin to read rows from the disk; drop others from memory if there are too many.
+        """Start reading rows from the disk; drop others from memory if there are too many.
 
         Args:
             rows: int32 or int64, any shape; -1 stands for no row.
@@ -313,7 +313,7 @@ class RowFiles:
         absent = np.unique(asked[gone])
         most = self._most_pages() - len(absent)
         if self._resident + len(self._leaving) > most:
-            self._known[asked[~gone]] = _ASKED  # others go first
+            self._known[asked[~gone]] = _ASKED  # so that others go first
             self._drop(file, most - most // 64)
             absent = np.unique(asked[self._known[asked] == _GONE])
         self._known[asked] = _ASKED
@@ -322,7 +322,7 @@ class RowFiles:
             file.madvise(mmap.MADV_WILLNEED, *file.bytes_of(first, end))
 
     def have_passed(self) -> None:
-        """Note that code goes through all rows, which may be in memory afterwards."""
+        """Record that code passes over all rows, so that any of them may be in memory."""
         file = self._file()
         for begin, end in () if file is None else file.bytes_written():
             known = self._known[begin // _PAGE : -(-end // _PAGE)]
@@ -335,7 +335,7 @@ class RowFiles:
         return 0 if (file := self._file()) is None else file.record_bytes
 
     def resident_bytes(self) -> int:
-        """Return the size of the pages of the file that are in memory."""
+        """Return the total size of the file's pages that are in memory."""
         if (file := self._file()) is None:
             return 0
         pages = np.zeros(-(-len(file) // _PAGE), np.uint8)
@@ -344,7 +344,7 @@ class RowFiles:
         return int((pages & 1).sum()) * _PAGE
 
     def _file(self) -> _File | None:
-        """Return the file of the weight."""
+        """Return the weight's file."""
         file = None if self._main is None else self._main()
         if file is None and (others := list(self._files)):
             file = others[0]  # an interrupt came before the weight got a new file
@@ -352,14 +352,14 @@ class RowFiles:
         return file
 
     def _most_pages(self) -> int:
-        """Return the number of pages for which there is memory."""
+        """Return the maximum number of pages to keep in memory."""
         most = total_bytes() // 2 if self.max_resident_bytes is None else self.max_resident_bytes
         return max(1, most // _PAGE)
 
     def _drop(self, file: _File, most: int) -> None:
-        """Drop pages until there are at most as many; those not asked for go first.
+        """Drop pages until at most `most` are left; those not asked for go first.
 
-        They leave memory at the next call, by when they have been written, so that no step waits.
+        They leave memory in the next call; by then they have been written, so no step has to wait.
         """
         file.wait()
         for first, end in _runs(self._leaving[self._known[self._leaving] == _GONE]):
@@ -374,7 +374,7 @@ class RowFiles:
                 self._resident = int(np.count_nonzero(self._known))
             known = self._known[begin : min(begin + _PAGES_AT_A_TIME, pages)]
             old = np.flatnonzero(known == _OLD)[: self._resident - most]
-            if 0 < len(old) == self._resident - most:  # the hand goes no further
+            if 0 < len(old) == self._resident - most:  # the hand stops here
                 known = known[: old[-1] + 1]
             known[known == _ASKED], known[old] = _OLD, _GONE
             self._resident -= len(old)
@@ -392,7 +392,7 @@ def _with_space(rows: int, *made: Any) -> RowFiles:
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Return first and end of each run of consecutive numbers."""
+    """Yield the first number and the end of each run of consecutive numbers."""
     if len(numbers):
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
         firsts, ends = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]] + 1

@@ -34,26 +34,27 @@ from .layer import EmbeddingLayer
 
 
 class EmbeddingGroup(torch.nn.Module):
-    """Layers that look up together: all of them share one call of each op and a few collectives.
+    """Layers looked up together: all of them share one call to each op, and a few collectives.
 
     Dims, dtypes, combiners and slots may differ; process group and device must be the same.
 
     Inputs are a dict, for example of JaggedTensors, or one KeyedJaggedTensor with a key for each
-    feature, in any order; other keys are ignored. Weights of a KeyedJaggedTensor are sample
-    weights. On a single process, the values of a KeyedJaggedTensor are read in place.
+    feature, in any order; other keys are ignored. The weights in a KeyedJaggedTensor are sample
+    weights. In a single process, its values are read in place.
 
     Args:
         layers: the layers by name. Names must not be empty, and the layers' own names must differ.
             Ranks look up in the order of layers, or of features, so the order must be the same on
             all ranks.
-        features: for each feature's name, the name of a layer, or a `Feature` with its own combiner
-            and max_nnz, for bags of one slot. Features of one layer share its table. None means one
-            feature for each layer, with the same name; its bags in a dict have all slots of the
-            layer.
-        output: ``"dict"``: for each feature's name, ``[batch, dim]``, or jagged ``[batch, j, dim]``
-            if the feature does not pool (zeros for a padding key); without features, the output of
-            each layer. ``"concatenated"``: ``[batch, sum of dims]`` in feature order; all features
-            must pool, in one dtype. ``"keyed"``: the same, as a torchrec KeyedTensor.
+        features: maps each feature's name to a layer's name, or to a `Feature` with its own
+            combiner and max_nnz; both are for bags with one slot. Features with the same layer
+            share its table. None means one feature per layer, with the same name; in a dict, its
+            bags have all of the layer's slots.
+        output: ``"dict"``: a dict from feature names to ``[batch, dim]``, or jagged
+            ``[batch, j, dim]`` if the feature does not pool (zeros for a padding key); without
+            features, to each layer's output. ``"concatenated"``: ``[batch, sum of dims]`` in
+            feature order; all features must pool, and have the same dtype. ``"keyed"``: the same,
+            as a torchrec KeyedTensor.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names the feature and the layer.
@@ -93,7 +94,7 @@ class EmbeddingGroup(torch.nn.Module):
             self.layers = LayersByName(layers)
         except KeyError as error:
             raise ValueError(f"{GROUP}: layers has a name that is none: {error.args[0]}") from error
-        # If the caller gives no features, each layer has one default feature, of the same name.
+        # If the caller gives no features, each layer has one default feature with the same name.
         self.has_features = features is not None
         if features is None:
             features = {name: whole(name, layer) for name, layer in layers.items()}
@@ -109,7 +110,7 @@ class EmbeddingGroup(torch.nn.Module):
             keyed_tensor_class()
         reads = [not feature.insert for feature in self.features.values()]
         self._plan_cache = PlanCache(reads if any(reads) else ())
-        # Inputs of a prefetched batch, and the lookup that has begun for them.
+        # Inputs of the prefetched batch, and the lookup that has been started for them.
         self._begun: tuple[Any, Route] | None = None
 
     @uncompiled
@@ -127,7 +128,8 @@ class EmbeddingGroup(torch.nn.Module):
             sample_weights: weights of each input's keys, by name; inputs without weights may be
                 left out. A KeyedJaggedTensor has its own weights.
             scores: scores of each input's keys, by name, for layers with score="given"; see
-                `DistributedEmbedding.forward`. In a KeyedJaggedTensor they are of the name's keys.
+                `DistributedEmbedding.forward`. For a KeyedJaggedTensor, they belong to the keys
+                under that name.
 
         Returns:
             The form that `output` selects, by default a dict.
@@ -165,18 +167,18 @@ class EmbeddingGroup(torch.nn.Module):
         sample_weights: Mapping[str, Any] | None = None,
         scores: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Start to send the keys of the next batch while work on the current batch goes on.
+        """Start sending the next batch's keys while work on the current batch continues.
 
-        Call it before or after the backward of a batch. The next call of the group must pass the
-        same object as `inputs`, and needs neither sample_weights nor scores. Nothing is looked up
-        before that call, so the result is the same as without prefetch.
+        Call it before or after a batch's backward. The next call to the group must pass the same
+        object as `inputs`, and needs neither sample_weights nor scores. Nothing is looked up before
+        that call, so the result is the same as without prefetch.
 
-        On CUDA it is best called between the group and the dense part of a batch: sending waits for
+        On CUDA, call it between a batch's lookup and its dense part if you can: sending waits for
         work already queued on the current stream, and overlaps with later work.
 
         Raises:
             RuntimeError: a batch has been prefetched already.
-            A call of the group raises further errors.
+            A call to the group raises further errors.
         """
         if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
@@ -189,7 +191,7 @@ class EmbeddingGroup(torch.nn.Module):
         return {**self.__dict__, "_begun": None, "_asked": []}
 
     def _tables(self) -> list[EmbeddingLayer]:
-        """Return the layer of each feature, in the same list as before if they are the same."""
+        """Return each feature's layer, in the same list object as before if none has changed."""
         layers: dict[str, Any] = self.layers._modules
         if not dict_has(layers, self._layers_asked, self._asked):
             self._asked = [layers[name] for name in self._layers_asked]
@@ -202,7 +204,7 @@ class EmbeddingGroup(torch.nn.Module):
         weights: Mapping[str, Any] | None,
         scores: Mapping[str, torch.Tensor] | None = None,
     ) -> Asked:
-        """Return a request for each feature, or the error that the inputs have caused."""
+        """Return a request for each feature, or the error that the inputs caused."""
         join = self.output != "dict"
         try:
             if is_keyed_jagged(inputs):
@@ -235,7 +237,7 @@ class EmbeddingGroup(torch.nn.Module):
         inputs: Mapping[str, Any],
         scores: Mapping[str, torch.Tensor] | None,
     ) -> Sequence[Request]:
-        """Note the scores of each input in its request, and return the requests."""
+        """Add each input's scores to its request, and return the requests."""
         if scores is not None:
             self._check_names("scores", scores)
             for name, request in zip(self.features, requests, strict=True):
@@ -285,11 +287,12 @@ def group_embedding_lookup_sparse(
     combiners: Sequence[str],
     sp_weights: Sequence[Any] | None = None,
 ) -> list[torch.Tensor]:
-    """Pool bags of several tables in one exchange, like the SOK function of the same name.
+    """Pool bags from several tables in one exchange, like SOK's function with the same name.
 
     Args:
         params: embedding layers; only their tables are used.
-        sp_ids: the bags for each table, in any form of `DistributedEmbedding` with one slot.
+        sp_ids: the bags for each table, in any form that `DistributedEmbedding` takes with one
+            slot.
         combiners: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"`` for each table.
         sp_weights: for each table, weights or None; a single None means no weights at all.
 
@@ -324,7 +327,7 @@ def group_embedding_lookup_sparse(
 
 
 def _check_names(layers: Mapping[str, EmbeddingLayer]) -> None:
-    """Raise ValueError if two layers share a name: equal keys would start from equal vectors."""
+    """Raise ValueError if two layers share a name, as equal keys would start from equal vectors."""
     by_name: dict[str, str] = {}
     for name, layer in layers.items():
         other = by_name.setdefault(layer.name, name)

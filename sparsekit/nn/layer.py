@@ -18,7 +18,7 @@ from ..tables.options import TableOptions
 
 
 class EmbeddingLayer(EmbeddingTable):
-    """A table and lookups in it; its parameters and state are those of `EmbeddingTable`."""
+    """A table and lookups in it, with the parameters and state of `EmbeddingTable`."""
 
     def __init__(self, options: TableOptions) -> None:
         super().__init__(options)
@@ -53,10 +53,10 @@ class EmbeddingLayer(EmbeddingTable):
 
         If a key is given more than once, the last vector counts. With several ranks this is a
         collective. Each rank may pass its own keys, the same keys as other ranks, or no keys; all
-        keys go to the ranks that own them. If several ranks pass the same key, the vector of the
-        highest rank counts. States of optimizers are left unchanged: a row that has a key keeps its
-        states, and a new row has initial states. A vector that is assigned to a padding key is
-        never looked up.
+        keys go to the ranks that own them. If several ranks pass the same key, the vector from the
+        highest rank counts. Optimizer states are left unchanged: a row that has a key keeps its
+        states, and a new row has initial states. A vector assigned to a padding key is never looked
+        up.
 
         Args:
             keys: int64 or int32 ``[n]``.
@@ -72,11 +72,11 @@ class EmbeddingLayer(EmbeddingTable):
         assign(self, keys, vectors)
 
     def erase(self, keys: torch.Tensor) -> int:
-        """Remove keys from the table, and overwrite their vectors and states of optimizers.
+        """Remove keys from the table, and overwrite their vectors and optimizer states.
 
         A key that comes again later is new: it gets its initial vector and initial states. The last
         rows in use move to the rows that become free, with their vectors and states, so rows stay
-        dense. A call takes a pass over the table and its states, so pass many keys at once. With
+        dense. Each call passes over the whole table and its states, so pass many keys at once. With
         several ranks this is a collective: each rank may pass its own keys, the same keys as other
         ranks, or no keys. Absent keys are ignored. Older checkpoints keep what they have.
 
@@ -90,16 +90,17 @@ class EmbeddingLayer(EmbeddingTable):
             TypeError, ValueError: a wrong dtype or device, or a layer without the hash table;
                 nothing has been changed.
             RuntimeError: the weight has a gradient, whose rows would get other keys; the layer is
-                on meta; or ranks disagree. A backward whose forward was before raises RuntimeError.
+                on meta; or ranks disagree. The backward of an earlier forward then raises
+                RuntimeError, too.
         """
         return erase(self, keys)
 
     def evict(self, *, fraction: float | None = None, keep: int | None = None) -> int:
         """Remove the keys with the lowest scores, as `erase` does.
 
-        Keys with equal scores go in the order of a hash of the key. Keys whose rows
-        are still needed stay: those of a backward to come, and of a gradient. With several ranks
-        this is a collective, and the lowest of all ranks go: the same keys as on a single rank.
+        Keys with equal scores go in the order of a hash of the key. Keys whose rows are still
+        needed, by a pending backward or a gradient, stay. With several ranks this is a collective,
+        and the lowest over all ranks go: the same keys as on a single rank.
 
         Args:
             fraction: fraction of the rows in use to remove, in [0, 1].
@@ -116,14 +117,14 @@ class EmbeddingLayer(EmbeddingTable):
         return evict(self, fraction, keep)
 
     def on_evict(self, callback: Callable[[Evicted], Any] | None) -> None:
-        """Call a function with the keys that leave the table, in batches; None ends that.
+        """Set a function to call with the keys that leave the table, in batches; None removes it.
 
-        It is called after each sweep that has dropped rows of this rank: because the table was over
+        It is called after each sweep that has dropped rows on this rank: because the table was over
         its budget, because rows were older than ttl, or because of `evict`; not for `erase` and
         `clear`. It gets copies, so it may keep them, for example to write them to a larger store.
         It runs within the lookup, before new keys are inserted. If it raises an error, the rows
-        have been dropped already, and the lookup raises the error. A copy of the layer has no
-        function to call.
+        have been dropped already, and the lookup raises the error. A copy of the layer does not
+        have the function.
 
         Args:
             callback: takes a `sparsekit.Evicted`; replaces the function of an earlier call.
@@ -140,10 +141,10 @@ class EmbeddingLayer(EmbeddingTable):
         scored_life(self, "no keys leave the table by themselves").on_evict = callback
 
     def row_counts(self) -> RowCounts:
-        """Return how many rows this rank has in use, and how many have come and gone; see there.
+        """Return how many rows this rank has in use, and how many came and went, as `RowCounts`.
 
-        Reading them costs nothing; on CUDA it waits for the device. A copy of the layer goes on
-        from the counts of the original; they are not part of the state.
+        Reading them costs nothing, except that on CUDA it waits for the device. A copy of the layer
+        continues from the original's counts; they are not part of the state.
 
         Raises:
             ValueError: rows of the layer have no scores.
@@ -154,7 +155,7 @@ class EmbeddingLayer(EmbeddingTable):
         return life.row_counts(len(cast(HashTable, self.table)), self.weight.is_cpu)
 
     def clear(self) -> int:
-        """Remove all keys, and overwrite their vectors and states of optimizers.
+        """Remove all keys, and overwrite their vectors and optimizer states.
 
         With several ranks this is a collective. `reset_parameters` also draws a new seed.
 
@@ -163,8 +164,8 @@ class EmbeddingLayer(EmbeddingTable):
 
         Raises:
             ValueError: a layer without the hash table.
-            RuntimeError: the weight has a gradient; the layer is on meta; or ranks disagree. A
-                backward whose forward was before raises RuntimeError.
+            RuntimeError: the weight has a gradient; the layer is on meta; or ranks disagree. The
+                backward of an earlier forward then raises RuntimeError, too.
         """
         return clear(self)
 
@@ -178,9 +179,9 @@ class EmbeddingLayer(EmbeddingTable):
 
         Args:
             chunk: largest number of rows in a chunk.
-            min_score: leave out rows with a lower score, as `Evicted.scores` has it: the clock of
-                the last lookup in training (LRU), the aged count (LFU), or what the
-                user says. None yields all rows.
+            min_score: leave out rows with a lower score, as in `Evicted.scores`: the clock of the
+                last lookup in training (LRU), the aged count (LFU), or the user's score. None
+                yields all rows.
 
         Yields:
             ``keys`` int64 ``[n]`` and ``vectors`` ``[n, dim]``, a copy in the dtype of weight.

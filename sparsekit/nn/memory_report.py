@@ -1,4 +1,4 @@
-"""Reports how much memory the tables of a module have, and how much of it rows in use need."""
+"""Reports how much memory a module's tables take, and how much of it is for rows in use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Bytes(NamedTuple):
     """Size of a part of a table in bytes.
 
     Attributes:
-        in_use: size of what belongs to rows in use.
-        reserved: size of the tensors, which have a place for each row of the capacity. Of a table
-            that grows on CUDA, size of the memory that they have so far.
+        in_use: the part that belongs to rows in use.
+        reserved: size of the tensors, which have room for all rows of the capacity. For a table
+            that grows on CUDA, only the memory allocated so far.
     """
 
     in_use: int
@@ -30,19 +30,19 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class TableMemory:
-    """Memory of this rank's part of a table.
+    """Memory that this rank's part of a table takes.
 
     Attributes:
         name: name of the layer.
         rows: number of rows in use.
-        capacity: number of rows that there are.
-        vectors: of the weight.
-        states: states of optimizers with an entry for each row, by the optimizer's class and the
-            state's name, such as ``"LazyAdam.exp_avg"``.
-        index: of the hash table. Keys lie anywhere in it, so that all of it is in use.
-        scores: of the rows' scores; 0 without eviction, ttl or admission.
-        waiting: counts of keys that wait for admission, with their index.
-        resident: bytes of the file of vectors and states that are in memory; None without a file.
+        capacity: number of rows that the table has room for.
+        vectors: size of the weight.
+        states: sizes of optimizer states with an entry for each row, by the optimizer's class and
+            the state's name, such as ``"LazyAdam.exp_avg"``.
+        index: size of the hash table. Keys are spread all over it, so all of it is in use.
+        scores: size of the rows' scores; 0 without eviction, ttl or admission.
+        waiting: size of the counts of keys that wait for admission, with their index.
+        resident: bytes in memory of the file with vectors and states; None without a file.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TableMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of all tables of a module on this rank; ``print`` shows it, parts as reserved.
+    """Memory of a module's tables on this rank; ``print`` shows the reserved size of each part.
 
     Attributes:
         tables: one entry for each table, in the order of the module's layers.
@@ -106,8 +106,8 @@ _PARTS = "vectors", "states", "index", "scores", "waiting"
 def memory_report(module: torch.nn.Module) -> MemoryReport:
     """Report the memory of all tables in a module, without gradients and without the dense part.
 
-    Each rank reports its own part. States are there from an optimizer's first step on. On CUDA the
-    call waits for the device, which knows the number of rows in use.
+    Each rank reports its own part. Optimizer states exist from the first step on. On CUDA the call
+    waits for the device, which knows the number of rows in use.
 
     Args:
         module: a layer, a group, or a model with layers; without any, the report has no tables.
@@ -130,7 +130,7 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
     def of_rows(tensor: torch.Tensor | None) -> Bytes:
         if tensor is None:
             return Bytes(0, 0)
-        if tensor.is_sparse:  # such as a momentum of torch's SGD
+        if tensor.is_sparse:  # such as the momentum in torch's SGD
             size = tensor._indices().nbytes + tensor._values().nbytes
             return Bytes(size, size)
         of_row = tensor.nbytes // len(tensor)
@@ -143,7 +143,8 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
         waiting += counts.index.tensors()
     states: dict[str, Bytes] = {}
     for name, state, _ in () if weight.is_meta else states_of(weight):
-        # Two optimizers of a class may have states, such as one that has replaced another.
+        # Two optimizers of the same class may have states, for example if one has replaced the
+        # other.
         states[name] = _sum((states.get(name, Bytes(0, 0)), of_rows(state)))
     return TableMemory(
         name=table.name,

@@ -115,7 +115,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
 
 
 def readers(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[str]]:
-    """Find methods that read the weight of one of these layers by name: ``self.item.weight``.
+    """Find methods that read the weight of one of these layers by name, as ``self.item.weight``.
 
     Methods whose names suggest initialization or a reset are left out.
     """

@@ -26,7 +26,7 @@ _OF_EACH = "device", "dtype", "name", "num_embeddings", "padding_idx", "padding_
 
 @dataclass(frozen=True)
 class Replacement:
-    """Report of `replace_embeddings` on one layer.
+    """Report from `replace_embeddings` on one layer.
 
     Attributes:
         names: the layer's names in the model; a shared layer has several.
@@ -63,9 +63,9 @@ def replace_embeddings(
 ) -> list[Replacement]:
     """Swap ``nn.Embedding`` and ``nn.EmbeddingBag`` anywhere in a model for their drop-ins.
 
-    A new layer has copies of the vectors of ids 0..n-1; on one process these are in rows 0..n-1. A
-    layer that the model uses in several places stays one layer. A new layer is named after its
-    place in the model. Weights are new parameters, so make optimizers and wrap the model
+    A new layer has copies of the vectors for ids 0..n-1; in a single process, they are in rows
+    0..n-1. A layer that the model uses in several places stays one layer. A new layer is named
+    after its place in the model. Weights are new parameters, so make optimizers and wrap the model
     afterwards. With several ranks, call this function on all of them, with the same weights.
 
     A layer is kept, with a reason, if a drop-in would behave differently: if it has
@@ -81,15 +81,15 @@ def replace_embeddings(
 
     Args:
         model: changed in place; if an error is raised, no layer is changed.
-        names: one or several patterns for the names of layers in `model.named_modules()`; ``*``
-            matches anything, as in fnmatch.
+        names: one or more patterns for layer names in `model.named_modules()`; ``*`` matches
+            anything, as in fnmatch.
         min_rows: layers with fewer rows are left unchanged.
-        extra_rows: number of rows beyond n in each new table, for further ids, which may be any
-            int64. Their vectors start from a normal distribution with the weight's mean and
-            standard deviation.
+        extra_rows: number of rows beyond n in each new table, for more ids, which may be any int64.
+            Their vectors start from a normal distribution with the weight's mean and standard
+            deviation.
         verbose: whether to print what was done.
-        options: keywords of all new layers, such as placement, or the embedding_initializer of
-            further ids.
+        options: keywords for all new layers, such as placement, or the embedding_initializer for
+            extra ids.
 
     Returns:
         One report for each layer whose name matches `names`.
@@ -245,7 +245,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
 
 
 def _warn_of_readers(old: Any, new: Any, where: Sequence[str]) -> None:
-    """Warn of code that reads a weight whose rows are no longer exactly the ids 0..n-1."""
+    """Warn about code that reads a weight whose rows are no longer exactly the ids 0..n-1."""
     if not where or (new.capacity == old.num_embeddings and new.world_size == 1):
         return
     rows = f"{new.capacity} rows for {old.num_embeddings} ids"

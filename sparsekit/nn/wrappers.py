@@ -76,7 +76,7 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
 def _begin_averages(
     averaged: torch.nn.Module, model: torch.nn.Module
 ) -> AbstractContextManager[None]:
-    """Prepare an average for new keys of the model: write their initial vectors to its rows.
+    """Prepare an average for new keys in the model: write their initial vectors to its rows.
 
     Returns:
         A context in which to compute the average.
@@ -121,7 +121,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an average and a model to copy the model's keys to the average first."""
+    """Wrap a function that takes an average and a model, to copy the keys to the average first."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
 
 
 def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Let the states of torch's optimizers move with the keys of the tables that they update."""
+    """Let the states of torch's optimizers move along with the keys in the tables they update."""
     weights = _tables_under(optimizer)
     if weights and _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
         optimizer.register_load_state_dict_post_hook(_loaded)

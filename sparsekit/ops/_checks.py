@@ -10,7 +10,7 @@ FLOATING = (*ROW_DTYPES, torch.float16)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which rows of ``dtype`` are added: float32 for bfloat16, else dtype."""
+    """Return the dtype for summing rows of ``dtype``: float32 for bfloat16, else dtype itself."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 

@@ -4,13 +4,13 @@
 ``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. With empty offsets, each bag
 has one key.
 
-**features**, int64 ``[F, 9]``, assigns bags to tables. A row is a run of bags of one source; its
-columns are those of `FeatureColumn`:
+**features**, int64 ``[F, 9]``, assigns bags to tables. A row describes a run of bags from one
+source; its columns are those in `FeatureColumn`:
 
 - ``table``: index of the table; rows are sorted by table.
 - ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
   belongs to at most one feature: if two tables look up the same keys, pass the source twice.
-- ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
+- ``combiner``: a number from `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
   vector is copied; its weight is ignored.
 - ``max_nnz``: largest number of keys in a bag.
 - ``tensor``, ``begin``, ``stride``: the output of the feature's bag b is
@@ -18,17 +18,17 @@ columns are those of `FeatureColumn`:
 
 **tables**, int64 ``[T, 3]``; its columns are:
 
-- ``hash_table``: index in the lists of hash tables, or -1 if keys are row numbers.
+- ``hash_table``: index into the lists of hash tables, or -1 if keys are row numbers.
 - ``capacity``: largest number of rows.
 - ``world_size``: without a hash table, keys are in [0, capacity * world_size) and the row of a key
   is key // world_size.
 
-**initializers**, float64 ``[T, 3]``: a number of `DISTRIBUTIONS`, a and b, as in `init_rows_`.
+**initializers**, float64 ``[T, 3]``: a number from `DISTRIBUTIONS`, a and b, as in `init_rows_`.
 
 These three tensors are on the CPU, even if the tables are on another device. Make them once and
 reuse them.
 
-An **entry** is a key of a feature's bag. Entries are counted feature by feature, so the entries of
+An **entry** is a key in a feature's bag. Entries are counted feature by feature, so the entries of
 a table are contiguous. A tensor with one element per entry has as many elements as there are keys
 in all sources; its elements beyond the last entry are undefined.
 """

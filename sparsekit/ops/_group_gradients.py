@@ -45,10 +45,10 @@ def group_embedding_bag_backward(
 
     Returns:
         The rows, int64 ``[sum of counts]``, table by table and in ascending order within each
-        table; and their gradients in the same order, 1-D, in the dtype of grads. The gradients of a
-        table begin at the next multiple of 16 elements; elements in between are undefined. If rows
-        is None, the first result is empty and the gradients are in the order of the row indices in
-        `index`. The third result is counts, on the CPU.
+        table; and their gradients in the same order, 1-D, in the dtype of grads. Each table's
+        gradients begin at the next multiple of 16 elements; elements in between are undefined. If
+        rows is None, the first result is empty and the gradients are in the order of the row
+        indices in `index`. The third result is counts, on the CPU.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_`.
@@ -96,7 +96,7 @@ def group_embedding_bag_backward_at_(
         deterministic: no effect so far; sums are always taken in the order of entries.
 
     Raises:
-        TypeError, ValueError: as `group_embedding_bag_backward`; or out is of another dtype, not
+        TypeError, ValueError: as `group_embedding_bag_backward`; or out has another dtype, is not
             contiguous, or shares memory with another argument.
         IndexError: an element of index is not below its table's count, or a gradient would lie
             outside out. On the CPU nothing has been written; on CUDA the other gradients have been.

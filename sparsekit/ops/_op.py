@@ -10,7 +10,7 @@ import torch
 
 from ._checks import check_same_device, check_tensor
 
-# Number of dimensions of a tensor that stands for a list; no tensor of such a list has as many.
+# Number of dimensions of a tensor that stands for a list; tensors in such a list have fewer.
 STAND_IN_DIM = 4
 
 
@@ -86,7 +86,7 @@ class Op:
             self._explain(refusal, args)
 
     def _explain(self, refusal: Exception, args: Sequence[Any]) -> NoReturn:
-        """Raise the error that the checks give for arguments that the op has refused."""
+        """Raise the error from the checks for arguments that the op has refused."""
         try:
             self.check(*args)
         except (TypeError, ValueError) as clear:
@@ -110,7 +110,7 @@ class Op:
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each tensor of an argument with its name; `kind` is its type in the op's schema."""
     if kind == "List[Tensor]" and len(value) == 1 and value[0].dim() == STAND_IN_DIM:
-        return  # for a list that the op has taken before; see csrc/torch_ops/kept_list.h
+        return  # stands for a list that the op has taken before; see csrc/torch_ops/kept_list.h
     if kind == "List[Tensor]":
         yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
     elif kind == "Tensor" or value is not None:

@@ -22,19 +22,19 @@ def catch_up_rows_(
 ) -> None:
     """Apply to rows the steps that they have missed because they had no gradient.
 
-    The result is that of `update_rows_` with a gradient of zeros for each step between a row's
-    row_step and ``first_step + count - 1``, with one exception: when the last gradient is too long
-    ago to move a weight, a step only changes the states. Rows with a row_step of 0 have never had a
-    gradient and do not change. If numbers is empty, nothing changes.
+    The result is the same as calling `update_rows_` with a gradient of zeros for each step from a
+    row's row_step to ``first_step + count - 1``, with one exception: once the last gradient is too
+    long ago to move a weight, a step only changes the states. Rows with a row_step of 0 have never
+    had a gradient and do not change. If numbers is empty, nothing changes.
 
     Args:
         weight: as in `update_rows_`, changed in place.
         states: as in `update_rows_`, changed in place.
         row_step: int32 ``[num_rows]``, the last step applied to each row, changed in place.
         rows: int64 ``[n]``, distinct; negative rows are ignored. None means all rows.
-        numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step, and an
-            unused number; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and
-            eps, or ``eps sqrt(1 - beta2^t)`` if eps is rescaled.
+        numbers: float64 ``[count, 2]``: for rule ``"sgd"`` each step's learning rate, and an unused
+            number; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and eps,
+            or ``eps sqrt(1 - beta2^t)`` if eps is rescaled.
         first_step: the number of the first of these steps, >= 1.
         rule: ``"sgd"`` with momentum, or ``"adam"`` without amsgrad.
         settings: as in `update_rows_`; rates, eps and weight decay are not used.

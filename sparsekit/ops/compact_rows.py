@@ -1,4 +1,4 @@
-"""Numbers the rows that stay when others go."""
+"""Renumbers the rows that stay when others are removed."""
 
 import torch
 
@@ -8,17 +8,17 @@ _compact = Op("compact_rows", {"gone": Of((torch.int64,), 1)})
 
 
 def compact_rows(gone: torch.Tensor, size: int) -> torch.Tensor:
-    """Return new numbers of rows so that the rows that stay are the first ones.
+    """Return new row numbers such that the rows that stay come first.
 
-    The last rows get, in order, the numbers of rows that go; all others keep theirs. The result is
-    the argument ``new_rows`` of `move_rows_` and `HashTable`'s ops.
+    The last rows take over, in order, the numbers of removed rows; all others keep theirs. The
+    result is the argument ``new_rows`` of `move_rows_` and `HashTable`'s ops.
 
     Args:
-        gone: int64 ``[k]``, the rows that go, in ascending order without repeats.
+        gone: int64 ``[k]``, the rows to remove, in ascending order without repeats.
         size: number of rows in use, in [k, 2^31).
 
     Returns:
-        int32 ``[size]``, the new number of each row, or -1 for a row that goes.
+        int32 ``[size]``, the new number of each row, or -1 for a removed row.
 
     Raises:
         TypeError: a wrong dtype.

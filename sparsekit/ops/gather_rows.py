@@ -17,8 +17,8 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     Args:
         table: float32, float64 or bfloat16 ``[num_rows, dim]``.
-        rows: int64 or int32 ``[n]``; a negative row, such as the -1 of `HashTable.find`, gives
-            zeros and gets no gradient.
+        rows: int64 or int32 ``[n]``; a negative row, such as -1 from `HashTable.find`, gives zeros
+            and gets no gradient.
 
     Returns:
         ``[n, dim]`` in the dtype of table.

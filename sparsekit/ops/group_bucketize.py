@@ -1,4 +1,4 @@
-"""Groups keys of many tables by owner, and locates the vectors that owners send back."""
+"""Groups keys from many tables by owner, and locates the vectors that owners send back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,8 +43,7 @@ def group_bucketize(
         owners: owner maps, int16 ``[65536]`` each: the rank that owns each virtual shard.
         maps: for each of the T tables, the index of its map in owners; -1 means rank
             ``unsigned(key) % world_size``, as in `bucketize`.
-        ends: for each table, the end of the range of its keys, which begins at 0; -1 allows any
-            keys.
+        ends: for each table, the end of its keys' range, which begins at 0; -1 allows any key.
         keys: int64 or int32 ``[n]`` for each source.
         offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables. The columns combiner,
@@ -53,14 +52,14 @@ def group_bucketize(
         distinct: whether a key that occurs several times in a table is sent once. If False, every
             entry counts as a key of its own.
         max_keys_per_rank: for each table, the number of places for its keys in each rank's part of
-            by_owner, at least 1; empty for parts without unused places.
+            by_owner, at least 1; empty to leave no places unused.
 
     Returns:
         ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, and
         within a table in order of first occurrence; then the keys for rank 1, and so on. The rest
         is undefined. With max_keys_per_rank, it has ``world_size * sum(max_keys_per_rank)``
         elements, and the keys of a table for a rank begin at the first of their places.
-        ``counts``, int64 ``[world_size, T]``: the number of keys that each rank owns of each table.
+        ``counts``, int64 ``[world_size, T]``: how many of each table's keys each rank owns.
         ``numbers``, int64 ``[T]``: the number of keys of each table.
         ``inverse``, int32 with one element per entry: the index of its key among the keys of its
         table, in order of first occurrence.
@@ -77,8 +76,8 @@ def group_bucketize(
             rise from 0 to the number of keys, a bag with more keys than max_nnz, a key that owners
             give to a rank that does not exist, or more keys for a rank than places. On CUDA the
             last two errors are raised only if checks are on; otherwise such a key goes to rank 0,
-            and a key without a place is left out: its element of places is that of another key.
-        IndexError: a key out of the range of its table.
+            and a key without a place is left out: its element of places belongs to another key.
+        IndexError: a key is outside its table's range.
     """
     results: tuple[torch.Tensor, ...] = _bucketize(
         owners, maps, ends, keys, offsets, features, world_size, distinct, max_keys_per_rank
@@ -101,16 +100,15 @@ def group_exchange_rows(
         bags: int32, as `group_bucketize` returns them.
         features: int64 ``[F, 9]`` on the CPU, as passed to `group_bucketize`.
         come: int64 ``[T, world_size, 2]`` on the CPU. For a table and a rank, the first number is
-            the row at which the vectors from that rank begin; the second is the number of vectors
-            from this and all earlier ranks, at most the table's number of entries if numbers is
-            None.
+            the row where the vectors from that rank begin; the second is the number of vectors from
+            this and all earlier ranks, at most the table's number of entries if numbers is None.
         steps: for each table, rows from one vector to the next.
         numbers: int64 ``[T]``, the number of keys of each table, as `group_bucketize` returns them;
             None if that is also the number of vectors.
 
     Returns:
-        int32 with one element per entry. Starting at the first entry of a table, it has the row of
-        each key's vector, in order of first occurrence of the keys; the rest is undefined.
+        int32 with one element per entry. Starting at a table's first entry are the rows of its
+        keys' vectors, in order of the keys' first occurrence; the rest is undefined.
 
     Raises:
         TypeError: a wrong dtype.

@@ -1,4 +1,4 @@
-"""Pools bags of many tables in one call; `_group_gradients` computes the gradients."""
+"""Pools bags from many tables in one call; `_group_gradients` computes the gradients."""
 
 import torch
 from torch.autograd.graph import increment_version

@@ -1,4 +1,4 @@
-"""Finds the rows of keys of many tables in one call."""
+"""Finds the rows of keys in many tables in one call."""
 
 import torch
 
@@ -77,7 +77,7 @@ def group_find_or_insert_(
         offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         larger: for each hash table that is about to grow, larger buckets with its seed, which get
-            the new keys too; an empty tensor for each other one.
+            the new keys too; an empty tensor for every other one.
 
     Returns:
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.

@@ -1,4 +1,4 @@
-"""Notes in scores which rows of many tables a lookup has touched."""
+"""Updates the scores of rows in many tables that a lookup has touched."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -39,16 +39,16 @@ def group_touch_(
     - ``ScorePolicy.none``: the table has no scores.
     - ``ScorePolicy.lru``: the clock at the last touch.
     - ``ScorePolicy.lfu``: the lower 32 bits are those of the clock at the last touch; the upper 32
-      bits count the touches of the row, one for each entry, up to 2^32 - 1. Before these are added,
-      the count is halved once for each multiple of halve_every that the clock has reached since
-      the last touch. Clocks are compared by their lower 32 bits; after a clock that went back,
+      bits count touches of the row, one for each entry, up to 2^32 - 1. Before new touches are
+      added, the count is halved once for each multiple of halve_every that the clock has reached
+      since the last touch. Clocks are compared by their lower 32 bits; if the clock went back,
       nothing is halved.
 
     Args:
         scores: int64 ``[capacity]`` for each table, changed in place; ``[0]`` for a table without
-            scores. Rows that it does not have are skipped.
+            scores. Rows outside it are skipped.
         index: int32 with one element per entry, the result ``inverse`` of `group_find_or_insert_`.
-            Entries with another index than that of a distinct row count for no row.
+            Entries whose index is not that of a distinct row are not counted.
         rows: int32, as `group_find_or_insert_` returns them.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find_or_insert_` returns it.
@@ -57,11 +57,10 @@ def group_touch_(
             uses; 0 if counts are never halved.
         clocks: int64 ``[1]`` for each table, changed in place if it has ticks. A table without
             scores may have ``[0]``.
-        occurrences: int64 with one element per entry: the number of touches for which the entry
-            stands, from 0 to 2^32 - 1; numbers beyond count as the nearest one. If None, each
-            entry is one touch.
-        ticks: for each table, by how much its clock is advanced before scores are written; empty
-            for no clock.
+        occurrences: int64 with one element per entry: the number of touches that the entry stands
+            for, clamped to [0, 2^32 - 1]. If None, each entry is one touch.
+        ticks: for each table, how far its clock is advanced before scores are written; empty to
+            leave all clocks unchanged.
 
     Raises:
         TypeError: a wrong dtype.

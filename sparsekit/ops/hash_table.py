@@ -104,17 +104,17 @@ def hash_table_keys(
 def hash_table_copy_(
     to: torch.Tensor, buckets: torch.Tensor, hash_seed: torch.Tensor, rows: int
 ) -> None:
-    """Insert the keys of buckets into another table, with their rows; a table grows that way.
+    """Insert the keys in buckets into another table, with their rows; this is how a table grows.
 
     Args:
-        to: int64 ``[other num_buckets, 8]``, changed in place. It has none of the keys.
+        to: int64 ``[other num_buckets, 8]``, changed in place; must not contain any of the keys.
         buckets: int64 ``[num_buckets, 8]``, all or some consecutive buckets of a table.
         hash_seed: int64 ``[1]``, the seed of both tables.
         rows: only keys whose row is below this number are inserted.
 
     Raises:
         ValueError: a wrong shape, a mix of devices, the tables share memory, or ``to`` has no room
-            for the keys; some of them have then been inserted.
+            for all keys; some of them have then been inserted.
         RuntimeError: another thread is inserting into ``to``.
     """
     _copy(to, buckets, hash_seed, rows)
@@ -127,7 +127,7 @@ def hash_table_renumber_(
     """Give keys other rows or remove them, in one pass over the buckets.
 
     The key of row r gets the row ``new_rows[r]``, or is removed if that is -1. The caller sets the
-    table's size. The table is sound if the keys that are left get the rows 0, 1, ..., each once.
+    table's size. The table is valid if the remaining keys get the rows 0, 1, ..., each once.
 
     Args:
         buckets: int64 ``[num_buckets, 8]``, changed in place.
@@ -137,8 +137,8 @@ def hash_table_renumber_(
     Raises:
         TypeError: new_rows has a wrong dtype.
         ValueError: a wrong shape, a mix of devices, buckets share memory with another argument, or
-            a value of new_rows is out of range. On the CPU nothing has been changed then; on CUDA
-            the key of that row has been removed.
+            a value of new_rows is out of range. On the CPU, nothing has been changed; on CUDA, the
+            key of that row has been removed.
         RuntimeError: another thread is inserting into this table.
     """
     _renumber(buckets, hash_seed, new_rows)

@@ -27,8 +27,8 @@ def lowest_rows(
     """Find the rows of a table with the lowest scores, without sorting them.
 
     Rows are compared by their order: with ``ScorePolicy.lru`` the score itself, with
-    ``ScorePolicy.lfu`` the count of an LFU word as `group_touch_` would halve it now. Rows of the
-    same order are compared by the finaliser of splitmix64 of their keys, as unsigned numbers.
+    ``ScorePolicy.lfu`` the count in the score, halved as `group_touch_` would do now. Rows of equal
+    order are compared by a hash of their keys, the finaliser of splitmix64, as unsigned numbers.
 
     Args:
         scores: int64 ``[capacity]``, as `group_touch_` writes them.
@@ -37,7 +37,7 @@ def lowest_rows(
         kind: `ScorePolicy.lru` or `ScorePolicy.lfu`.
         halve_every: units of the clock after which LFU counts are halved; 0 for never.
         now: the clock at which LFU counts are read.
-        pinned: int64 ``[p]``, rows that are left out; values outside [0, size) are ignored.
+        pinned: int64 ``[p]``, rows to leave out; values outside [0, size) are ignored.
         count: number of rows to find; if there are fewer, all are found.
 
     Returns:

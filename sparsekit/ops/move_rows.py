@@ -1,4 +1,4 @@
-"""Moves the last rows of tensors into free places before them."""
+"""Moves the last rows of tensors to free places nearer the start."""
 
 from collections.abc import Sequence
 
@@ -26,14 +26,14 @@ def move_rows_(
             contiguous; there may be gaps between rows.
         new_rows: int32 ``[n]``; values at r >= left are -1 or a place below left, each place at
             most once. Other values are not read.
-        left: number of rows that are left, in [0, n].
+        left: number of rows that remain, in [0, n].
         initial: for each tensor, one element of its dtype, on the CPU.
 
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape or layout, a mix of devices, tensors share memory with one another
-            or with new_rows, or a new row is out of range. On the CPU nothing has been changed
-            then; on CUDA that row has stayed as it was.
+            or with new_rows, or a new row is out of range. On the CPU, nothing has been changed; on
+            CUDA, that row has stayed as it was.
     """
     _move(tensors, new_rows, left, initial)
     increment_version(tensors)

@@ -55,7 +55,7 @@ def update_rows_(
     count_steps: bool = False,
     lr: torch.Tensor | None = None,
 ) -> None:
-    """Apply an optimizer step to the rows that have a gradient; other rows are left unchanged.
+    """Apply an optimizer step to rows with a gradient; other rows are left unchanged.
 
     ===========================  =====================================  ==========================
     rule                         settings                               states
@@ -78,9 +78,9 @@ def update_rows_(
     they are computed.
 
     One call can update several tables, of any sizes but one dtype. Then weight, row_step, rows,
-    grad and step are sequences with a tensor for each table, or None for all tables; states has all
-    states of the first table, then all states of the second, and so on. The result equals that of
-    one call for each table, except that no table is changed if the call is refused.
+    grad and step are sequences with one tensor per table, or None for all tables; states has all
+    states of the first table, then all states of the second, and so on. The result is the same as
+    with one call per table, except that no table is changed if the call is refused.
 
     Args:
         weight: float32, float64 or bfloat16 ``[num_rows, dim]``, changed in place.
@@ -99,7 +99,7 @@ def update_rows_(
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
         count_steps: step has the number of earlier steps, initially 0, and the call increments it.
-            An interruption then cannot separate the update of the rows from that of the number.
+            An interruption then cannot leave just one of rows and step updated.
         lr: float32 or float64, one element: replaces the first setting. It is read when the rows
             are updated, so a CUDA graph follows its changes.
 

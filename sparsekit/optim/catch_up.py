@@ -19,7 +19,7 @@ from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
-# Maximum number of missed steps to keep; when it is reached, all rows catch up.
+# Maximum number of missed steps to keep; when there are that many, all rows catch up.
 _MOST = 65536
 
 
@@ -67,7 +67,7 @@ class CatchUpOptimizer(RowOptimizer):
     CUDA, lookups in evaluation on several streams at the same time are not supported.
 
     Raises:
-        ValueError: (in step) a sparse gradient of a parameter outside embedding layers; code that
+        ValueError: (in step) a parameter outside embedding layers has a sparse gradient; code that
             reads the parameter would see late rows.
     """
 
@@ -182,7 +182,7 @@ class CatchUpOptimizer(RowOptimizer):
     ) -> tuple[_Missed, int]:
         """Let rows catch up, and record the next step; return the missed steps, and their count.
 
-        The other rows are late as soon as the given rows have moved, so the step is recorded first.
+        The other rows are late as soon as the given rows move, so the step is recorded first.
         """
         parameter, rows, _ = update
         missed = self._missed.get(parameter)

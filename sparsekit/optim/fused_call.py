@@ -1,4 +1,4 @@
-"""Repeats updates in backward, without the work that is the same in every step."""
+"""Repeats updates in backward, skipping the work that is the same in every step."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class FusedCall:
     weights: list[torch.Tensor]
     distinct: set[torch.Tensor]
     group: dict[str, Any]
-    parameters: list[torch.Tensor]  # those of the group
+    parameters: list[torch.Tensor]  # all parameters of the group
     stepped: list[torch.Tensor]  # the optimizer's parameters that have states
-    states: list[State]  # of each of these
-    own_states: list[State]  # of each of the weights
-    # Set in the second call, since many programs never make it.
+    states: list[State]  # one for each of `stepped`
+    own_states: list[State]  # one for each of `weights`
+    # Set by the second call, which many programs never make.
     kept: KeptTensors | None = None
-    keys: list[str] = field(default_factory=list)  # of the states that `kept` has
-    of_states: list[torch.Tensor] = field(default_factory=list)  # these of each of `own_states`
+    keys: list[str] = field(default_factory=list)  # names of the states in `kept`
+    of_states: list[torch.Tensor] = field(default_factory=list)  # values of `keys`
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
         """Return whether the next call updates these weights, with states in the same dicts."""
@@ -61,7 +61,7 @@ class FusedCall:
         )
 
     def repeated(self, optimizer: Steps, update: Callable[..., None]) -> bool:
-        """Make the call again; return False, with no change, if something is not as it was."""
+        """Repeat the call; return False, without changing anything, if its inputs have changed."""
         group, weights = self.group, self.weights
         if not optimizer._may_sum(group, weights) or not each_is(weights, "before_read", None):
             return False
@@ -72,7 +72,7 @@ class FusedCall:
         step = optimizer._step(group, weights[0].device)
         optimizer._updated |= self.distinct  # first, so that an interrupted step is not repeated
         update(*kept.arguments, **step)
-        increment_version(kept.aliases)  # the function did so for their stand-in
+        increment_version(kept.aliases)  # `update` did so only for their stand-in
         count_own_writes(weights)
         return True
 
@@ -107,18 +107,18 @@ class FusedCall:
 
 
 class FusedCalls:
-    """The last calls of an optimizer that updated several weights in backward."""
+    """An optimizer's latest calls that updated several weights in backward."""
 
     def __init__(self) -> None:
         self._calls: dict[int, FusedCall] = {}  # by the id of the first weight
 
     def find(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> FusedCall | None:
-        """Return the call that the next one for these weights may repeat, if there is one."""
+        """Return an earlier call that can be repeated to update these weights, or None."""
         call = self._calls.get(id(weights[0]))
         return call if call is not None and call.is_for(weights, optimizer) else None
 
     def keep(self, weights: list[torch.Tensor], optimizer: Steps, group: dict[str, Any]) -> None:
-        """Keep a call that has updated weights of a group."""
+        """Keep a call that has updated weights in a group."""
         if len(weights) == 1:
             return  # a call for one weight is quick
         if len(self._calls) >= _MOST_KEPT:

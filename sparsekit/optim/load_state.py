@@ -1,4 +1,4 @@
-"""Converts saved states to states of a parameter, even from a table of another capacity."""
+"""Converts saved states to a parameter's states, even from a table with another capacity."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def keep_kind(lr: Any, loaded: Any) -> Any:
 
 
 def with_keys(state: Mapping[str, Any], weight: EmbeddingWeight) -> Mapping[str, Any]:
-    """Return a state of a weight with the key of each row, and without rows that have none."""
+    """Return a weight's state, with its rows' keys and without rows that have no key."""
     if "keys" in state:
         return with_rows(state, weight)
     keys = weight.keys()
@@ -59,7 +59,7 @@ def untouched(
     """Return the states of a parameter after `step` steps, none of which touched any row."""
     states = optimizer._new_states(parameter, group)
     if "row_step" in states and not optimizer._per_row(group):
-        # Rows count as having made all steps.
+        # Treat rows as having made all steps.
         states["row_step"][: reach_of(parameter)].fill_(step)
     return states
 
@@ -160,7 +160,7 @@ def loaded_state(
 
 
 def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Return an entry ``keys`` if the saved rows may be in another order than the table's."""
+    """Return an entry ``keys`` if the saved rows may be in a different order from the table's."""
     now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
     if now is None:
         return {}
@@ -177,24 +177,24 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def _rows_saved(parameter: torch.Tensor, states: Iterable[str], values: Mapping[str, Any]) -> int:
-    """Return the number of rows of a saved state.
+    """Return the number of rows in a saved state.
 
-    If the saved tensors differ in this number, or the parameter cannot load another number of rows,
-    return the parameter's number of rows.
+    If the saved tensors differ in this number, or the parameter cannot load a different number of
+    rows, return the parameter's number of rows.
     """
     saved = _single_length(states, values) if isinstance(parameter, EmbeddingWeight) else None
     return _rows(local(parameter)) if saved is None else saved
 
 
 def _single_length(states: Iterable[str], values: Mapping[str, Any]) -> int | None:
-    """Return the number of rows of saved tensors; None if they differ, or there are none."""
+    """Return the number of rows in saved tensors; None if they differ, or if there are none."""
     tensors = [values[name] for name in states if isinstance(values.get(name), torch.Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _of_rows_with_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved state without its rows that have no keys, which start like new rows."""
+    """Return a saved state without rows that have no keys; those will start like new rows."""
     keys = values.get("keys")
     if not isinstance(keys, torch.Tensor) or keys.dim() != 1:
         return values

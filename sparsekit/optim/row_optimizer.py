@@ -273,7 +273,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
         """Return whether a single pass can sum gradients and apply the step."""
-        return not group["maximize"]  # it cannot change the sign of gradients
+        return not group["maximize"]  # a single pass cannot change gradients' sign
 
     def _update_summing(
         self, group: dict[str, Any], weights: list[torch.Tensor], update: Callable[..., None]
@@ -324,7 +324,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _add_states(
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
-        """Add the states that are missing before a first step or after a change of settings."""
+        """Add any states missing before the first step or after a change of settings."""
         new = {"step": torch.zeros((), dtype=torch.int64, device=parameter.device)}
         row_step = {"row_step"} if self._has_row_step(group) else set()
         if not self._initial_states(group).keys() | row_step <= state.keys():
@@ -333,10 +333,10 @@ class RowOptimizer(torch.optim.Optimizer):
         state.update(new | state)  # one call, so that an interrupt cannot leave only some states
 
     def initial_values(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, float]:
-        """Return, by name, the value of each state for a row that no step has touched."""
+        """Return, by name, each state's value for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # A row that does not count its own steps is as if it had made all without a gradient.
+            # A row that does not count its own steps counts as having made all, without a gradient.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial

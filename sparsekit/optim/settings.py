@@ -61,7 +61,7 @@ def rate_on(device: torch.device, name: str, lr: Any) -> tuple[float, torch.Tens
     """Return a learning rate as a number, or as a tensor on the device, which kernels read.
 
     Raises:
-        ValueError: lr is on a third device, neither the CPU nor `device`. Errors begin with `name`.
+        ValueError: lr is neither on the CPU nor on `device`. Errors begin with `name`.
     """
     if not isinstance(lr, torch.Tensor):
         return float(lr), None

@@ -83,7 +83,7 @@ def _call(
 
 def with_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient."""
-    # The usual case if backward updates hundreds of tables.
+    # This is the usual case if backward updates hundreds of tables.
     if without_overrides(each_is, parameters, "grad", None):
         return []
     return [parameter for parameter in parameters if parameter.grad is not None]
@@ -141,7 +141,7 @@ def new_states(
 def prepare_states(
     parameter: torch.Tensor, names: Collection[str], row_states: Collection[str]
 ) -> None:
-    """Make room beside the rows of a parameter for states, if they lie in a file.
+    """Make room for states next to a parameter's rows, if the rows are in a file.
 
     Args:
         parameter: the parameter.
@@ -149,7 +149,7 @@ def prepare_states(
         row_states: as in `new_states`.
 
     Raises:
-        OSError: there is no space for them on the disk.
+        OSError: the disk has no space for them.
     """
     if (files := files_of(parameter)) is not None and not parameter.is_meta:
         files.prepare(parameter, _columns_of(parameter, names, row_states))

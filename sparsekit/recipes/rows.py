@@ -1,20 +1,21 @@
-"""The number of rows of an application's tables, where the user gives none."""
+"""Number of rows in an application's tables, if the user gives none."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-# Rows of a table that does not grow. Growing on CUDA has not run on a GPU yet, so it is not chosen.
+# Rows of a table that does not grow. Growing on CUDA has not been run on a GPU yet, so it is
+# avoided.
 _ROWS = 100_000
 
 
 def rows_of_table(rows: int | None, options: Mapping[str, Any]) -> int | None:
-    """Return a number of rows for a table; None, for one that grows, on the CPU.
+    """Return the number of rows for a table; None, on the CPU only, for a table that grows.
 
     Args:
-        rows: what the user says; None to choose.
-        options: options of the table, some of which need a number.
+        rows: the user's number; None to choose one.
+        options: the table's options; some of them need a number.
     """
     if rows is not None:
         return rows

@@ -37,7 +37,7 @@ class SavedModel(torch.nn.Module):
 
     @classmethod
     def load(cls: type[_Model], path: str | os.PathLike[str]) -> _Model:
-        """Load a model that `save` has written, on the CPU; a collective.
+        """Load a model written by `save`, on the CPU; a collective.
 
         Raises:
             ValueError: the file does not contain such a model.
@@ -73,7 +73,7 @@ def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
-    """Read the content of a model that `SavedModel.save` has written.
+    """Read the content of a model written by `SavedModel.save`.
 
     Args:
         path: path of the file.

@@ -1,4 +1,4 @@
-"""Decides which new keys of a table get a row."""
+"""Decides which new keys get a row in a table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import saved_state as saved
 from .hash_table import HashTable
 from .key_hash import mixed
 
-# Rows of a count-min sketch: an estimate is too high by more than e / width of all counts with a
-# probability of at most e^-4 (Cormode and Muthukrishnan 2005).
+# Rows of a count-min sketch: with a probability of at most e^-4, an estimate is too high by more
+# than e / width times the sum of all counts (Cormode and Muthukrishnan 2005).
 _DEPTH = 4
 _INT64 = torch.int64
-# Smallest capacity of exact counts.
+# Smallest capacity for exact counts.
 _LEAST_COUNTS = 1024
 
 _compact = torch.ops.sparsekit.compact_rows.default
@@ -28,15 +28,15 @@ _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 @dataclass(frozen=True)
 class MinCount:
-    """Admits a key once it has come `count` times in training, all positions of a batch counted.
+    """Admits a key once it has come `count` times in training; every position in a batch counts.
 
     Args:
-        count: number of times, at least 1. The batch in which it is reached counts as a whole, on
-            all ranks, and its key is admitted.
-        sketch_bytes: size on each rank of a count-min sketch, which counts approximately; at least
-            64, rounded down to a power of two. An estimate is never too low; it is too high by more
-            than ``44 / sketch_bytes`` of all counts with a probability of at most 2%. None counts
-            exactly, in some 60 to 120 bytes for each key that has not been admitted.
+        count: number of times, at least 1. Batches are counted as a whole, over all ranks: a key is
+            admitted in the batch that reaches this number.
+        sketch_bytes: size, on each rank, of a count-min sketch for approximate counts; at least 64,
+            rounded down to a power of two. An estimate is never too low; with a probability of at
+            most 2%, it is too high by more than ``44 / sketch_bytes`` times the sum of all counts.
+            None counts exactly, in some 60 to 120 bytes for each key that has not been admitted.
         expire_after: units of the table's clock after which an exact count that has not grown is
             dropped; None for never.
 
@@ -63,7 +63,7 @@ class MinCount:
 
 @dataclass(frozen=True)
 class Probability:
-    """Admits a key with a given probability each time a batch has it.
+    """Admits a key with a given probability each time it comes in a batch.
 
     A hash of the key, the seed and the table's clock decides, so the choice does not depend on the
     number of ranks.
@@ -85,7 +85,7 @@ class Probability:
         check_int("Probability", "seed", self.seed, 0, 2**63 - 1)
 
     def admits(self, keys: torch.Tensor, now: int) -> torch.Tensor:
-        """Return a mask of the int64 keys ``[n]`` that are admitted at a time."""
+        """Return a mask of the int64 keys ``[n]`` that are admitted at clock `now`."""
         salt = mixed(torch.tensor([self.seed ^ (now << 1)], dtype=_INT64, device=keys.device))
         # The upper 53 bits, which a float64 holds exactly.
         draws = (mixed(keys ^ salt) >> 11) & (2**53 - 1)
@@ -93,18 +93,18 @@ class Probability:
 
 
 class ExactCounts:
-    """Numbers of times that keys without a row have come.
+    """Exact counts of how often keys without a row have come.
 
-    A count of 0 means the same as no count. Such rows, and those that have expired, are removed
-    when the index is full.
+    A count of 0 means the same as no count. Such counts, and expired ones, are removed when the
+    index is full.
 
     Args:
         device: device of the counts.
         expire_after: see `MinCount`.
 
     Attributes:
-        index: rows of `words` by key; it grows.
-        words: int64 ``[capacity, 2]``: the count of each row, and the clock of its last growth.
+        index: maps keys to rows of `words`; it grows.
+        words: int64 ``[capacity, 2]``: each row's count, and the clock when it last grew.
     """
 
     kind = "exact"
@@ -124,12 +124,12 @@ class ExactCounts:
         return sums
 
     def removal(self, gone: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that remove the counts of int64 keys ``[n]``; some may have none."""
+        """Return the calls that remove the counts, if any, of int64 keys ``[n]``."""
         rows = self.index.find(gone)
         return [partial(torch.Tensor.index_fill_, self.words, 0, rows[rows >= 0], 0)]
 
     def erasure(self, gone: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that remove int64 keys ``[n]``, too, so that no trace of them is left.
+        """Return the calls that remove int64 keys ``[n]`` themselves, so that no trace is left.
 
         They take time proportional to the number of all counts.
         """
@@ -156,7 +156,7 @@ class ExactCounts:
         return torch.cat([self.index.keys().unsqueeze(1), words], 1)[words[:, 0] > 0]
 
     def load(self, state: torch.Tensor) -> None:
-        """Replace all counts by those of a `state`."""
+        """Replace all counts with those in a `state`."""
         self._make(max(_LEAST_COUNTS, 2 * len(state)), self.words.device)
         self.words[self.index.find_or_insert(state[:, 0].contiguous())] = state[:, 1:]
 
@@ -214,13 +214,13 @@ class Sketch:
         return self.words.clone()
 
     def load(self, state: torch.Tensor) -> None:
-        """Replace all counts by those of `state`."""
+        """Replace all counts with those in `state`."""
         self.words.copy_(state)
 
     def load_all(self, states: Sequence[torch.Tensor]) -> None:
-        """Replace all counts by those of the sketches of several ranks, of any one width.
+        """Replace all counts with those in several ranks' sketches, which share any one width.
 
-        All counts of a key are in one of the sketches, so that the largest estimate is not too low.
+        Each key is counted in only one of the sketches, so the largest estimate is not too low.
         """
         most, width = largest_counts(states), self.words.shape[1]
         # Keys with the same place in a wide sketch have the same place in a narrow one.
@@ -229,24 +229,24 @@ class Sketch:
 
 
 def largest_counts(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elementwise maximum of sketches, whose estimates are never too low for any."""
+    """Return the elementwise maximum of sketches; its estimates are not too low for any of them."""
     return torch.stack(list(states)).amax(0)
 
 
 def form_of(kind: str, size: int) -> tuple[torch.dtype, tuple[int, int]]:
-    """Return the dtype and the shape of a `state` with a number of keys, or width of a sketch."""
+    """Return the dtype and shape of a `state` with `size` keys, or of a sketch of width `size`."""
     return (_INT64, (size, 3)) if kind == ExactCounts.kind else (torch.int32, (_DEPTH, size))
 
 
 def size_of(kind: str, state: torch.Tensor) -> int:
-    """Return the number of keys of a `state`, or the width of a sketch; see `form_of`."""
+    """Return the number of keys in a `state`, or the width of a sketch; see `form_of`."""
     return state.shape[0 if kind == ExactCounts.kind else 1]
 
 
 def counts_of(
     policy: MinCount | Probability | None, device: torch.device
 ) -> ExactCounts | Sketch | None:
-    """Return the counts that a policy needs, with no key counted yet; None if it needs none."""
+    """Return the counts that a policy needs, initially empty; None if it needs none."""
     if not isinstance(policy, MinCount):
         return None
     if policy.sketch_bytes is None:

@@ -48,7 +48,7 @@ class _OfThisProcess:
 
 
 def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, int]:
-    """Return rank and world size; make the exchange of the ranks unless the device is meta."""
+    """Return rank and world size; create the exchange between ranks unless the device is meta."""
     if device.type == "meta":
         ranks = group_of(group)
         return (ranks.rank(), ranks.size()) if ranks else (0, 1)
@@ -236,7 +236,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def gradient_divisor(self) -> int:
-        """Divisor of gradients summed over ranks: the world size for means, as in DDP, else 1."""
+        """Divisor for gradients summed over ranks: the world size for means, as in DDP, else 1."""
         return self.world_size if self.gradient_reduction == "mean" else 1
 
     @property
@@ -269,7 +269,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def absent(self) -> Initializer:
-        """The distribution of the vectors of keys without a row."""
+        """The distribution of vectors for keys without a row."""
         zeros = self.life is not None and self.life.before_admission == "zero"
         return Constant(0.0) if zeros else self.initializer
 
@@ -285,13 +285,13 @@ class EmbeddingTable(TableTensors):
         return order.split(counts.tolist())[self.rank]
 
     def _placed(self) -> str:
-        """Return a text for the placement; ranks with different owner maps get different texts."""
+        """Return the placement as text; ranks with different owner maps get different texts."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
     def signature(self, seed: int, shard: list[int], gradients: bool) -> str:
-        """Return a text of the facts that all ranks must agree on before a lookup.
+        """Return the facts that all ranks must agree on before a lookup, as text.
 
         Args:
             seed: the value in the tensor ``seed``.
@@ -299,7 +299,7 @@ class EmbeddingTable(TableTensors):
             gradients: whether the lookup will have a backward.
 
         Raises:
-            RuntimeError: the table has been overwritten by the table of another rank.
+            RuntimeError: the table has been overwritten by another rank's table.
             ValueError: an entry of owners is not a rank.
         """
         if shard != [self.rank, self.world_size]:
@@ -328,7 +328,7 @@ class EmbeddingTable(TableTensors):
         return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
-        """Return advice for the case that ranks have drawn different seeds."""
+        """Return advice in case ranks have drawn different seeds."""
         if self._given_seed is not None:
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"

@@ -10,7 +10,7 @@ from ..errors import check_int
 from .hash_table import HashTable
 from .key_hash import mixed
 
-# Fallback rows have the smallest keys, which then belong to no one else.
+# Fallback rows have the smallest int64 keys, which no other row may have.
 _FIRST_KEY = -(2**63)
 
 
@@ -18,9 +18,9 @@ _FIRST_KEY = -(2**63)
 class Fallback:
     """Rows that keys read and train until `admission` gives them rows of their own.
 
-    A hash of the key chooses the row. They are rows of the table like others, except that they are
-    never dropped, and that `items` leaves them out. Their keys are the smallest int64 numbers,
-    which no lookup may have.
+    A hash of the key selects the row. Fallback rows are ordinary rows of the table, except that
+    they are never dropped, and that `items` leaves them out. Their keys are the smallest int64
+    numbers, which lookups must not contain.
 
     Args:
         rows: number of rows over all ranks, at least 1.
@@ -35,19 +35,19 @@ class Fallback:
         check_int("Fallback", "rows", self.rows, 1, 2**31 - 1)
 
     def keys(self, device: torch.device) -> torch.Tensor:
-        """Return the keys of the rows, int64 ``[rows]``."""
+        """Return the keys of the fallback rows, int64 ``[rows]``."""
         return torch.arange(self.rows, device=device) + _FIRST_KEY
 
     def key_of(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the key of the row that stands for each int64 key."""
+        """Return, for each int64 key, the key of its fallback row."""
         return mixed(keys) % self.rows + _FIRST_KEY
 
     def has(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return whether keys are those of the rows."""
+        """Return a mask of the keys that belong to fallback rows."""
         return keys < _FIRST_KEY + self.rows
 
     def check(self, name: str, keys: torch.Tensor) -> None:
-        """Raise ValueError if any of a user's keys is that of a row."""
+        """Raise ValueError if any of a user's keys belongs to a fallback row."""
         if bool((own := self.has(keys)).any()):
             raise ValueError(
                 f"{name}: key {int(keys[own][0])} is one of the {self.rows} smallest int64 "
@@ -56,14 +56,14 @@ class Fallback:
 
 
 def fallback_rows(fallback: Fallback | None, index: HashTable) -> list[torch.Tensor]:
-    """Return the rows of this rank, with -1 for those of others, in a list; empty without any."""
+    """Return [the fallback rows, with -1 for other ranks' rows], or an empty list without any."""
     return [] if fallback is None else [index.find(fallback.keys(index.tensors()[0].device))]
 
 
 def count_fallbacks(
     fallback: Fallback | None, keys: torch.Tensor, occurrences: torch.Tensor | None
 ) -> int:
-    """Return how many keys of rows are among the keys that a lookup inserts."""
+    """Return how many keys of fallback rows are among the keys that a lookup inserts."""
     if fallback is None:
         return 0
     asked = fallback.has(keys)

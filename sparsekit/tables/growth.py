@@ -1,4 +1,4 @@
-"""Lets the index of a hash table grow, bit by bit so that no lookup takes long."""
+"""Grows the index of a hash table, bit by bit, so that no lookup takes long."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from . import saved_state as saved
 from .counter import Counter
 from .rows_of import RowsOf
 
-# A table with room for fewer rows grows at once, which takes less than a millisecond.
+# A table with room for fewer rows grows all at once, which takes less than a millisecond.
 _STEPWISE = 1 << 16
-# Rows in use, as a fraction of the capacity C, at which a larger index is begun.
+# Rows in use, as a fraction of the capacity C, at which work on a larger index begins.
 _BEGIN = 0.7
 # Buckets to clear or to copy for each new key: 2/3 C must be cleared and C/3 copied, so that the
-# index is replaced when 0.95 C rows are in use. Begun earlier, it would have more room than rows.
+# index is replaced when 0.95 C rows are in use. Starting earlier would waste room.
 _BUCKETS_PER_KEY = 4
-# Buckets to clear or to copy in a lookup with any new keys.
+# Further buckets to clear or to copy in each lookup.
 _LEAST_BUCKETS = 1024
-# Most rows beyond those in use that come into reach at a time.
+# Maximum number of rows beyond those in use that come into reach at a time.
 _ROWS_AHEAD = 1 << 14
 
-# Counts the steps of the growth of all tables.
+# Counts growth steps of all tables.
 changes_of_growth = Counter()
 
 
@@ -45,18 +45,18 @@ def new_buckets(
 
 
 class Growth:
-    """A larger index in the making: it is cleared, and then gets all keys of the one it replaces.
+    """A larger index being built: it is cleared, and then gets all keys from the one it replaces.
 
-    Keys that are inserted before it has been cleared are copied with the others; keys that are
-    inserted later, go into both.
+    Keys inserted before it has been cleared are copied with the others; keys inserted later go into
+    both.
 
     Attributes:
         before: buckets of the index to replace.
         buckets: buckets of the larger index.
-        writes: `CanGrow._writes` of the index to replace, which lookups do not change.
-        capacity: largest number of rows of the larger index.
-        rows: number of rows in use, as of the last step; -1 if a step was interrupted, after which
-            it is not known which keys have been copied.
+        writes: `CanGrow._writes` of the index to replace; lookups do not change it.
+        capacity: largest number of rows in the larger index.
+        rows: number of rows in use at the last step; -1 if a step was interrupted, since it is then
+            unknown which keys have been copied.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Growth:
         return self.takes_keys and self._copied == len(self.before)
 
     def step(self, hash_seed: torch.Tensor, rows: int) -> None:
-        """Go on, after a lookup that has left this number of rows in use."""
+        """Continue, after a lookup that left this number of rows in use."""
         count = _LEAST_BUCKETS + _BUCKETS_PER_KEY * (rows - self.rows)
         self.rows = -1
         if self.takes_keys:
@@ -96,7 +96,7 @@ class Growth:
         self.rows = rows
 
     def finish(self, hash_seed: torch.Tensor) -> None:
-        """Do all that is left to do."""
+        """Do all remaining work."""
         rows, self.rows = self.rows, -1
         if not self.takes_keys:
             self._clear(len(self.buckets), rows)
@@ -120,11 +120,11 @@ class CanGrow(torch.nn.Module):
     Attributes:
         name: name of the table, for error messages.
         rank: rank that holds this shard.
-        capacity: number of rows for which there is room.
+        capacity: number of rows that there is room for.
         max_capacity: largest capacity to which the table may grow.
-        reach: number of the first rows, of those in use and some more, for which optimizers have
-            initial states. Rows beyond have never been in use. On a device these are the rows with
-            memory, at least the capacity, since the host does not know which are in use.
+        reach: number of leading rows that optimizers have initial states for: those in use and some
+            more. Later rows have never been in use. On a device, these are the rows with memory, at
+            least the capacity, since the host does not know which are in use.
         load_factor: fraction of the buckets' places that a full table uses.
         rows_of: the table's reference to the layer whose rows it assigns.
     """
@@ -144,10 +144,10 @@ class CanGrow(torch.nn.Module):
         raise NotImplementedError
 
     def reserve(self, rows: int) -> None:
-        """Make the capacity at least this number, within max_capacity; rows keep their numbers.
+        """Raise the capacity to at least `rows`; rows keep their numbers.
 
-        The capacity at least doubles, within max_capacity and where there is memory. On CUDA the
-        call waits for the device.
+        The capacity at least doubles, as far as max_capacity and memory allow. On CUDA the call
+        waits for the device.
 
         Raises:
             TableFullError: there is no memory for a larger index, or rows is above max_capacity;
@@ -186,7 +186,7 @@ class CanGrow(torch.nn.Module):
             changes_of_growth.next()
 
     def grow_on(self, before: int, after: int) -> None:
-        """Do a bit of the work of growing, after a lookup has inserted keys.
+        """Do part of the work of growing, after a lookup has inserted keys.
 
         Args:
             before: rows in use before the lookup.
@@ -200,7 +200,7 @@ class CanGrow(torch.nn.Module):
                 return
             try:
                 growth = self._growth = self._new_growth(2 * self.capacity, after)
-            except (RuntimeError, OSError):  # no memory or disk; as long as there is room, no error
+            except (RuntimeError, OSError):  # out of memory or disk: no error while there is room
                 return
         changes_of_growth.next()
         growth.step(self.tensors()[1], after)
@@ -214,7 +214,7 @@ class CanGrow(torch.nn.Module):
         return growth.buckets if growth is not None and growth.takes_keys else None
 
     def stop_growing(self) -> None:
-        """Give up the larger index that is being made, since rows get other keys."""
+        """Give up the larger index being built, since rows get other keys."""
         if self._growth is not None:
             changes_of_growth.next()
             self._growth = None
@@ -248,7 +248,7 @@ class CanGrow(torch.nn.Module):
 
     def _replace(self, growth: Growth) -> None:
         own = cast(dict[str, Any], self._buffers)
-        changes_of_growth.next()  # before and after: an interrupt may come between
+        changes_of_growth.next()  # once before and once after, as an interrupt may come between
         saved.replace_all(
             [
                 (own, {"buckets": growth.buckets}),

@@ -36,13 +36,13 @@ class HashTable(CanGrow):
     leaves the table unchanged.
 
     Args:
-        capacity: number of keys for which there is room, in [1, 2^31 - 1].
+        capacity: number of keys that there is room for, in [1, 2^31 - 1].
         device: device of the buffers.
         load_factor: fraction of the buckets' places that a full table uses, in (0, 1]. A lower
             value is faster and takes more memory: 12.8 / load_factor bytes per row.
         name: name of the table, for error messages.
-        max_capacity: largest number of keys, in [capacity, 2^31 - 1], if the table makes room for
-            more keys where they do not fit; None means capacity.
+        max_capacity: largest number of keys, in [capacity, 2^31 - 1], up to which the table makes
+            room when keys do not fit; None means capacity.
 
     Raises:
         TypeError: capacity is not an int, or load_factor is not a number.
@@ -166,10 +166,10 @@ class HashTable(CanGrow):
         return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
     def make_room_for(self, keys: int) -> bool:
-        """Grow on a device where this number of new keys might not fit; tell if it has grown.
+        """Grow, on a device, if this number of new keys might not fit; return whether it has grown.
 
-        The call waits for the device only where it grows, or where the table may be full for good.
-        Where there is no memory, the keys may still fit: the lookup finds out.
+        The call waits for the device only if the table grows, or may be full for good. If there is
+        no memory, the keys may still fit: the lookup finds out.
         """
         capacity, size = self.capacity, self.tensors()[2]
         for bound in (self.row_bound.most_for(size), None):
@@ -186,7 +186,7 @@ class HashTable(CanGrow):
         return self.capacity != capacity
 
     def _count_rows(self) -> int:
-        """Return the number of rows in use, which becomes their bound; wait for the device."""
+        """Wait for the device, return the number of rows in use, and make it their bound."""
         rows = len(self)
         self.row_bound.learn(rows, self.row_bound.add(self.tensors()[2], 0))
         return rows
@@ -282,7 +282,7 @@ class HashTable(CanGrow):
         return {"buckets": buckets, "hash_seed": hash_seed, "size": size}
 
     def _make_room(self, rows: int) -> None:
-        """Do what `reserve` does, for a table without memory or content, too."""
+        """Do what `reserve` does, also for a table without memory or content."""
         buckets, _, size = self.tensors()
         if rows > self.capacity and (buckets.is_meta or not 0 <= int(size) <= self.capacity):
             capacity = min(max(rows, 2 * self.capacity), self.max_capacity)

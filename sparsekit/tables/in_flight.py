@@ -1,4 +1,4 @@
-"""Rows that the backward of a lookup will need, when rows get other numbers in the meantime."""
+"""Rows that a lookup's backward will need, kept up to date when rows are renumbered."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 
 class InFlight:
-    """The rows of one table in one lookup whose backward may be to come.
+    """The rows in one table of a lookup whose backward may still run.
 
     Args:
         name: name of the table.
-        rows: returns the rows of the lookup in this table, 1-D int32, as the memory of `found`; -1
-            for a key without a row.
-        found: the results ``index`` and ``rows`` of the lookup.
+        rows: returns the lookup's rows in this table, 1-D int32, in the memory of `found`; -1 for a
+            key without a row.
+        found: the lookup's results ``index`` and ``rows``.
 
     Attributes:
-        moved: whether rows have got other numbers. The backward must then read `found`, since hooks
-            of saved tensors may give it copies.
+        moved: whether rows have been renumbered. The backward must then read `found`, since
+            saved-tensor hooks may give it copies.
         done: whether the backward has run. It may run again, if its graph was retained.
-        stale: whether rows have got other numbers after a backward, so that its gradients, which
-            have the old ones, have no gradients any more.
-        lost: whether a row has been removed, so that no backward can run any more.
+        stale: whether rows have been renumbered after a backward. Its gradients have the old row
+            numbers, so they can no longer be differentiated.
+        lost: whether a row has been removed, so that the backward can no longer run.
     """
 
     __slots__ = ("__weakref__", "done", "found", "lost", "moved", "name", "rows", "stale")
@@ -44,7 +44,7 @@ class InFlight:
         self.lost = False
 
     def renumbering(self, new_rows: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that give the rows other numbers.
+        """Return the calls that renumber the rows.
 
         Args:
             new_rows: int32 ``[rows in use]``, the new number of each row, or -1 for a removed row.
@@ -53,7 +53,7 @@ class InFlight:
         known = rows >= 0
         numbers = new_rows[rows.clamp(min=0).to(torch.int64)]
         lost = bool(((numbers < 0) & known).any())
-        # Through `data`, since autograd has saved the tensor and takes other writes for a mistake.
+        # Write through `data`: autograd has saved the tensor, and takes other writes for errors.
         calls: list[partial[Any]] = [
             partial(torch.Tensor.copy_, rows.data, torch.where(known, numbers, rows)),
             partial(setattr, self, "moved", True),
@@ -62,7 +62,7 @@ class InFlight:
         return [*calls, partial(setattr, self, "lost", True)] if lost else calls
 
     def check_again(self) -> None:
-        """Raise RuntimeError if rows have got other numbers since the backward."""
+        """Raise RuntimeError if rows have been renumbered since the backward."""
         if self.stale:
             raise RuntimeError(
                 f"{self.name}: the table has dropped keys since this gradient was made, which can "

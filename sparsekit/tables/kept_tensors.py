@@ -1,4 +1,4 @@
-"""Lists of tensors that ops take in every step, converted for them only once."""
+"""Lists of tensors that ops take in every step, converted only once."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 
 
 class KeptTensors:
-    """Lists of tensors, and what ops on many tables take in their place; see `kept_list.h`.
+    """Lists of tensors, and the arguments that ops on many tables take instead; see `kept_list.h`.
 
-    Ops get plain tensors themselves, and see what becomes of their memory. Of parameters they get
-    aliases: a reference from C++ to a parameter, whose hooks may refer to the module that keeps
-    this object, would keep both from being collected. The aliases keep the memory, so a parameter
-    that gets other memory has another address.
+    Ops get plain tensors as they are, and notice changes of their memory. Instead of parameters
+    they get aliases: a parameter's hooks may refer to the module that keeps this object, so a
+    reference from C++ to the parameter would keep both from being collected. Aliases keep the
+    memory alive, so a parameter that gets new memory has a new address.
 
     Attributes:
         lists: the lists.
-        arguments: an argument of the ops for each list.
+        arguments: the ops' argument for each list.
         aliases: the alias of each parameter, in the order of the lists.
     """
 
@@ -62,7 +62,7 @@ class KeptTensors:
         return arguments
 
     def are(self, lists: Sequence[list[torch.Tensor]]) -> bool:
-        """Return whether these lists have the same tensors, and `in_place`."""
+        """Return whether these lists contain the same tensors, and `in_place` holds."""
         return all(map(lists_are, self.lists, lists)) and self.in_place()
 
     def in_place(self) -> bool:
@@ -75,10 +75,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def release_kept() -> None:
-    """Drop all references to tensors from C++; the next steps make them anew.
+    """Drop all references from C++ to tensors; the next steps create new ones.
 
-    Torch refuses to swap a tensor with another one, as it does in `load_state_dict` if
-    `torch.__future__` says so, while C++ refers to it.
+    While C++ refers to a tensor, torch refuses to swap it with another one, as `load_state_dict`
+    does if `torch.__future__` says so.
     """
     for kept in list(_in_use):
         kept.arguments = []

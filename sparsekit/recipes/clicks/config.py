@@ -53,9 +53,9 @@ class DeepFMConfig:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """Options of each table, by the names of `DistributedEmbedding`'s; None is its default.
+    """Options for each table, named as in `DistributedEmbedding`; None means its default.
 
-    A number for admission is a `MinCount` if it is at least 1, else a `Probability`.
+    A number for admission becomes a `MinCount` if it is at least 1, else a `Probability`.
     """
 
     on_full: str | None = None
@@ -68,7 +68,7 @@ class TableConfig:
     admission: float | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the options that have been set, as a layer takes them.
+        """Return the options that have been set, in the form that a layer takes.
 
         Raises:
             ValueError: the number for admission is out of range.

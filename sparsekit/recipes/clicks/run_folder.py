@@ -1,4 +1,4 @@
-"""Reads again what a training run has read, from the settings in its folder."""
+"""Reads a training run's data again, using the settings in its folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .trained import MODELS
 
 
 class Run(NamedTuple):
-    """The data that a run has read, and its tables.
+    """The data that a run read, and its tables.
 
     Attributes:
-        reader: the batches of all ranks together, in the order of the seed 0.
-        epochs: passes over them.
-        dims: elements of a vector, by feature.
+        reader: the batches of all ranks together, shuffled with seed 0.
+        epochs: number of passes over the batches.
+        dims: number of elements in a vector, by feature.
         optimizer: the tables' optimizer.
     """
 
@@ -39,10 +39,10 @@ def read_run(folder: str, batch_size: int | None = None) -> Run:
 
     Args:
         folder: folder that was given to --log-to.
-        batch_size: samples in a batch; None for the run's.
+        batch_size: samples in a batch; None for the run's batch size.
 
     Raises:
-        UsageError: the folder has no settings of a run that has read files, or the files are gone.
+        UsageError: the folder has no settings from a run that read files, or the files are gone.
     """
     path = Path(folder) / CONFIG
     try:

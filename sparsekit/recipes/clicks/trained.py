@@ -85,11 +85,11 @@ def save(
         with writing("--save", args.run_folder):
             folder.mkdir(exist_ok=True)
             (folder / NOTE).write_text(json.dumps(run, indent=1) + "\n")
-    checkpoint.save(model, folder / _MODEL)  # last: an incomplete folder has no model
+    checkpoint.save(model, folder / _MODEL)  # last, so that an incomplete folder has no model
 
 
 def read(folder: str) -> dict[str, Any]:
-    """Read the note that `save` has written in the model's folder.
+    """Read the note written by `save` in the model's folder.
 
     Raises:
         UsageError: the folder does not contain such a note, or cannot be read.

@@ -175,7 +175,7 @@ class RatingModel(SavedModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
-        """Load a model that `save` has written, on the CPU; a collective.
+        """Load a model written by `save`, on the CPU; a collective.
 
         Args:
             path: path of the file.

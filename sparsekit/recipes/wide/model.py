@@ -166,7 +166,7 @@ class WideModel(SavedModel):
     def load(
         cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
     ) -> WideModel:
-        """Load a model that `save` has written, on the CPU; a collective.
+        """Load a model written by `save`, on the CPU; a collective.
 
         Args:
             path: path of the file.
