@@ -171,7 +171,7 @@ class ExactCounts:
         return words[:, 1] >= now - self._expire_after
 
     def _reserve(self, new: int, now: int) -> None:
-        """Make room for new keys: remove what is dead, and leave half of the capacity free."""
+        """Make room for new keys: remove zero and expired counts, and free half of the capacity."""
         state = self.state()
         state = state[self._alive(state[:, 1:], now)]
         self._make(max(self.index.capacity, 2 * (len(state) + new)), self.words.device)

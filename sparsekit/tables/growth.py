@@ -23,7 +23,7 @@ _BEGIN = 0.7
 # Buckets to clear or to copy for each new key: 2/3 C must be cleared and C/3 copied, so that the
 # index is replaced when 0.95 C rows are in use. Starting earlier would waste room.
 _BUCKETS_PER_KEY = 4
-# Further buckets to clear or to copy in each lookup.
+# Further buckets to clear or to copy in each lookup with new keys.
 _LEAST_BUCKETS = 1024
 # Maximum number of rows beyond those in use that come into reach at a time.
 _ROWS_AHEAD = 1 << 14

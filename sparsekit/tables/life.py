@@ -1,4 +1,4 @@
-"""The life of a table's rows: their scores, the table's clock, its budget, and what has left it."""
+"""The life of a table's rows: their scores, the table's clock, its budget, and dropped rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .fallback import Fallback
 from .options import TableOptions
 from .scores import LFU, Score
 
-# Fraction of all ranks' rows that is the default of max_rows. The rest is for the differences
-# between ranks, since a hash of the key decides which rank gets a new key.
+# Default of max_rows, as a fraction of all ranks' rows. The rest allows for differences between
+# ranks, since a hash of the key decides which rank gets a new key.
 DEFAULT_BUDGET = 0.9
 
 # A sweep for expired rows runs whenever the clock has advanced by this fraction of ttl.
@@ -24,15 +24,15 @@ SWEEPS_PER_TTL = 16
 
 
 class Evicted(NamedTuple):
-    """Keys that have left a table, with all that belonged to them.
+    """Keys that have left a table, with everything that belonged to them.
 
     Attributes:
         keys: int64 ``[n]``.
         vectors: ``[n, dim]`` in the dtype of the weight.
-        states: states of optimizers, by the optimizer's class and the state's name, such as
+        states: optimizer states, by the optimizer's class and the state's name, such as
             ``"LazyAdam.exp_avg"``; each ``[n, ...]``.
         scores: int64 ``[n]``, in the units of the table's score: the clock for LRU, aged counts for
-            LFU, or what the user says.
+            LFU, or the user's scores.
         expired: whether the rows were older than ttl; otherwise the table was over its budget.
     """
 
@@ -48,16 +48,17 @@ class RowCounts(NamedTuple):
 
     Attributes:
         rows: rows in use now.
-        inserted: keys that have got a row, by a lookup, `assign` or a load: the rows in use, and
-            all that have been dropped.
-        admitted: those to which `admission` has given a row.
-        refused: keys of lookups in training that got no row, a key once for each lookup.
-        evicted: rows dropped for want of room, and by `evict`.
+        inserted: keys that have got a row from a lookup, `assign` or a load: rows in use plus all
+            dropped rows.
+        admitted: the inserted keys that `admission` has given a row.
+        refused: keys in lookups in training that got no row, each counted once per lookup.
+        evicted: rows dropped for lack of room, and by `evict`.
         expired: rows dropped because they were older than ttl.
         erased: rows dropped by `erase` and `clear`.
-        asked: keys of lookups in training; a key counts once for each lookup of the table, also if
-            several ranks have it. 0 on CUDA, where the host does not learn it.
-        found: those that had a row before their lookup, so found / asked is the hit rate.
+        asked: keys in lookups in training, each counted once per lookup of the table, even if
+            several ranks have it. 0 on CUDA, where the host does not know the number.
+        found: the keys in `asked` that had a row before their lookup, so found / asked is the hit
+            rate.
     """
 
     rows: int
@@ -72,17 +73,17 @@ class RowCounts(NamedTuple):
 
 
 class RowLife:
-    """Settings and counts of the life of a table's rows.
+    """Settings and counts for the life of a table's rows.
 
     Attributes:
         score: how rows are valued.
         max_rows: budget of rows over all ranks; None if a full table is an error.
         low_watermark: fraction of the budget that a sweep leaves in use. The next sweep comes when
-            the difference has been used up, so a sweep, which reads all scores, pays for many new
-            keys.
+            the difference has been used up, so the cost of a sweep, which reads all scores, is
+            spread over many new keys.
         admission: decides which new keys get a row; None for all.
-        before_admission: value of a key that has not been admitted: "initial", "zero", or rows.
-        counts: how often keys that have not been admitted have come, if admission counts them.
+        before_admission: vector of a key before its admission: "initial", "zero", or fallback rows.
+        counts: how often keys have come that have not been admitted, if admission counts them.
         ttl: units of the clock after which a row without a lookup expires; None for never.
         set_by_user: whether the clock is set by `sparsekit.set_clock`, and lookups do not advance
             it.
@@ -90,11 +91,11 @@ class RowLife:
         erased: number of this rank's rows that the user has dropped.
         admitted, refused: number of this rank's keys that got a row, and how often a batch had a
             key that got none.
-        looked_up: number of this rank's keys with rows in lookups in training, on the CPU.
-        new: number of them that got their rows there, other than by admission.
+        looked_up: number of this rank's keys in lookups in training that have rows, on the CPU.
+        new: number of these keys that got their row in the lookup, other than by admission.
         on_evict: called with the rows that a sweep drops.
-        makes_room_first: whether a lookup makes room before it inserts keys, since the free rows
-            were once too few for the new keys of a lookup in a full table.
+        makes_room_first: whether lookups make room before they insert keys, since a lookup in a
+            full table once had more new keys than there were free rows.
         keys_finished: sum of the distinct keys that all ranks have asked for in finished lookups.
     """
 
@@ -121,10 +122,10 @@ class RowLife:
         self.on_evict: Callable[[Evicted], Any] | None = None
         self.makes_room_first = False
         self.keys_finished = 0
-        # The clock as it was last read or written, the tensor, and the tensor's version then.
+        # The clock's value when last read or written, its tensor, and the tensor's version then.
         self._now = 0
         self._known: tuple[torch.Tensor | None, int | None] = None, None
-        # Period of the clock in which rows were last expired.
+        # Period of the clock with the last sweep for expired rows.
         self._expired_in: int | None = None
 
     def __str__(self) -> str:
@@ -135,12 +136,12 @@ class RowLife:
 
     @property
     def sweeps(self) -> bool:
-        """Return whether lookups drop rows by themselves, or refuse keys."""
+        """Return whether lookups may drop rows on their own, or refuse keys."""
         return self.max_rows is not None or self.sweeps_always
 
     @property
     def sweeps_always(self) -> bool:
-        """Return whether each lookup may drop rows, or refuse keys, within the budget, too."""
+        """Return whether each lookup may drop rows, or refuse keys, even within the budget."""
         return self.ttl is not None or self.admission is not None
 
     @property
@@ -149,7 +150,7 @@ class RowLife:
         return self.score.kind == LFU.kind or self.counts is not None
 
     def row_counts(self, rows: int, on_cpu: bool) -> RowCounts:
-        """Return the counts of a rank with this number of rows in use."""
+        """Return the counts for a rank with this number of rows in use."""
         return RowCounts(
             rows=rows,
             inserted=rows + self.evicted + self.expired + self.erased,
@@ -178,14 +179,14 @@ class RowLife:
         self._known = None, None
 
     def restore(self, clock: torch.Tensor, now: int, set_by_user: bool) -> None:
-        """Set a table's clock, and who moves it, to what they were when the table was saved."""
+        """Restore the saved value of a table's clock, and whether the user sets it."""
         clock.fill_(now)
         self.wrote(clock, now)
         self.set_by_user = set_by_user
         self.forget_expiry()
 
     def forget_expiry(self) -> None:
-        """Have the next lookup sweep for expired rows, since the rows have been replaced."""
+        """Make the next lookup sweep for expired rows, since the rows have been replaced."""
         self._expired_in = None
 
     def expiry_is_due(self, now: int) -> bool:
@@ -214,7 +215,7 @@ class RowLife:
         return keys[admitted], before[admitted]
 
     def removal_of_counts(self, keys: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that remove the counts of keys, which get rows; for `run_all`."""
+        """Return the calls, for `run_all`, that remove the counts of keys that get rows."""
         return [] if self.counts is None else self.counts.removal(keys)
 
     def erase_counts(self, keys: torch.Tensor) -> None:
@@ -223,10 +224,10 @@ class RowLife:
             saved.run_all(self.counts.erasure(keys))
 
     def oldest(self, now: int) -> int:
-        """Return the clock of the last lookup before which rows have expired.
+        """Return the clock such that rows whose last lookup was earlier have expired.
 
-        It depends on the period alone, so that a program that resumes within a period, and sweeps
-        once more, drops nothing that the program before it would have kept.
+        It depends only on the period, so a program that resumes within a period, and sweeps again,
+        drops nothing that the original program would have kept.
         """
         return now - now % self._every - cast(int, self.ttl)
 
@@ -243,7 +244,7 @@ class RowLife:
         self.counts.load(state)
 
     def forget_counts(self, device: torch.device) -> None:
-        """Count all keys that have not been admitted from 0 again, on a device."""
+        """Restart the counts of keys that have not been admitted from 0, on a device."""
         self.counts = counts_of(self.admission, device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,10 +258,10 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
     Args:
         name: name of the table.
         options: checked options.
-        most_rows: rows of all ranks.
+        most_rows: number of rows over all ranks.
 
     Raises:
-        ValueError: max_rows is more than there are, or fallback rows leave no room.
+        ValueError: max_rows exceeds most_rows, or fallback rows leave no room.
     """
     if options.score is None:
         return None
@@ -280,9 +281,9 @@ def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None
 
 
 def begin_ticks(lives: Sequence[tuple[RowLife, torch.Tensor]]) -> list[int]:
-    """Return what the clocks of tables show, before an op advances them.
+    """Return the values of tables' clocks before an op advances them.
 
-    Until `end_ticks`, the host does not know what they show, even if the op is interrupted.
+    Until `end_ticks`, the host does not rely on known values, in case the op is interrupted.
     """
     before = [life.now(clock) for life, clock in lives]
     for life, _ in lives:
@@ -291,7 +292,7 @@ def begin_ticks(lives: Sequence[tuple[RowLife, torch.Tensor]]) -> list[int]:
 
 
 def end_ticks(lives: Sequence[tuple[RowLife, torch.Tensor]], now: Sequence[int]) -> None:
-    """Record what the clocks of tables show after an op has advanced them."""
+    """Record the values of tables' clocks after an op has advanced them."""
     for (life, clock), shown in zip(lives, now, strict=True):
         life.wrote(clock, shown)
 

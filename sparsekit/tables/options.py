@@ -24,7 +24,7 @@ from .scores import LFU, Score, UserScore, score_of
 
 PLACEMENTS = ("hash", "modulo")
 
-# Rows for which a table has room at first, if no number is given.
+# Rows that a table has room for at first, if no number is given.
 FIRST_ROWS = 1024
 
 
@@ -146,7 +146,7 @@ class TableOptions:
         )
 
     def _without_rows(self, name: str) -> TableOptions:
-        """Return the options of a table that grows, since no number of rows is given."""
+        """Return the options for a table that grows, since no number of rows is given."""
         for given, reason in (
             (not self.use_hashtable, "use_hashtable=False"),
             (self.on_full == "evict", "on_full='evict'"),
@@ -169,7 +169,7 @@ class TableOptions:
         device: torch.device,
         folder: str | None,
     ) -> int | None:
-        """Check the options about growth; return the largest number of rows, if it grows."""
+        """Check the growth options; return the largest number of rows if the table grows."""
         if self.on_full != "grow":
             if self.max_capacity is not None:
                 raise ValueError(
@@ -183,8 +183,9 @@ class TableOptions:
                 f"are as many as there are keys"
             )
         if self.max_capacity is None:
-            # More than there is memory or disk for, so that a copy of the room, such as a state of
-            # an optimizer of torch's, fails at once rather than when memory has been used up.
+            # Choose more than fits into memory or on the disk, so that a copy of the room, such as
+            # a state in one of torch's optimizers, fails at once rather than when memory is used
+            # up.
             disk = None if folder is None else shutil.disk_usage(folder)
             bound = memory.total_bytes(device) if disk is None else disk.total
             rows = 5 * bound // (4 * row_bytes)
@@ -192,7 +193,7 @@ class TableOptions:
         return check_int(name, "max_capacity", self.max_capacity, capacity, 2**31 - 1)
 
     def _checked_storage(self, name: str, device: torch.device) -> str | None:
-        """Check the options about storage; return the folder of the files that rows lie in."""
+        """Check the storage options; return the folder for files of rows, if any."""
         if not isinstance(self.storage, str):
             raise TypeError(f"{name}: storage must be a string, got {self.storage!r}")
         kind, _, folder = self.storage.partition(":")
@@ -220,7 +221,7 @@ class TableOptions:
         return folder
 
     def _checked_life(self, name: str) -> dict[str, Any]:
-        """Check the options about the life of rows, and return them with defaults filled in."""
+        """Check the options for the life of rows, and return them with defaults filled in."""
         given = {name: getattr(self, name) for name in ("max_rows", "score", "ttl", "admission")}
         given = {option: value for option, value in given.items() if value is not None}
         evicts = self.on_full == "evict"

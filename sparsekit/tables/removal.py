@@ -1,4 +1,4 @@
-"""Removes rows from a table in place: its last rows move into the places that become free."""
+"""Removes rows from a table in place: the last rows in use move to the rows that become free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 
 def states_of(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Yield the name, the tensor and the initial value of each state that has a row per row."""
+    """Yield name, tensor and initial value of each state with one row per row of the weight."""
     for optimizer in _optimizers(weight):
         for name, tensor, initial in row_tensors(optimizer, weight):
             yield f"{type(optimizer).__name__}.{name}", tensor, initial
@@ -37,11 +37,11 @@ def _optimizers(weight: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 @torch.no_grad()
 def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
-    """Remove the keys of rows, and overwrite all that belongs to them.
+    """Remove the keys of rows, and overwrite everything that belongs to them.
 
     The last rows in use move to the rows that become free, with their vectors, scores and states;
-    lookups whose backward is to come follow them, and so does a gradient. Every row that is free
-    afterwards is as it was before its first key.
+    lookups with a pending backward and a gradient follow them. Afterwards, every free row is as it
+    was before its first key.
 
     Args:
         table: a table with a hash table.
@@ -59,7 +59,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     buckets, hash_seed, size = index.tensors()
     grad = weight.grad
     if grad is not None and not grad.is_sparse and not grad.is_contiguous():
-        weight.grad = grad = grad.contiguous()  # rows that can be moved
+        weight.grad = grad = grad.contiguous()  # moving rows needs contiguous ones
     of_rows: list[tuple[torch.Tensor, float]] = [(weight, 0.0)]
     of_rows += [(tensor, initial) for _, tensor, initial in states_of(weight)]
     of_rows += [(tensor, 0.0) for tensor in (table.scores, grad) if tensor is not None]
@@ -92,13 +92,13 @@ def _element(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_flight(weight: torch.Tensor) -> Iterator[InFlight]:
-    """Yield the lookups in a weight whose backward may be to come."""
+    """Yield the lookups in a weight whose backward may still run."""
     if isinstance(weight, EmbeddingWeight) and weight.lookups is not None:
         yield from list(weight.lookups)
 
 
 def pinned_rows(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the rows that a sweep must not take: those of backwards to come and of a gradient."""
+    """Return the rows that a sweep must not drop: a pending backward or a gradient needs them."""
     rows = [lookup.rows() for lookup in in_flight(weight) if not lookup.done]
     grad = weight.grad
     if grad is not None and grad.is_sparse:
@@ -107,7 +107,7 @@ def pinned_rows(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _renumbered_gradient(grad: torch.Tensor, new_rows: torch.Tensor) -> torch.Tensor:
-    """Return a sparse gradient with other row numbers, in ascending order."""
+    """Return a sparse gradient with new row numbers, in ascending order."""
     numbers, order = new_rows[grad._indices()[0]].to(torch.int64).sort()
     moved = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         1,

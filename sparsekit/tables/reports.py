@@ -26,7 +26,7 @@ from .._reports import Reports, devices_in_use, reports_of
 from ..errors import TableFullError
 from .hash_table import HashTable
 
-# Words of a table in a report: rows in use before the lookup, new keys that did not fit (negative
+# Words per table in a report: rows in use before the lookup, new keys that did not fit (negative
 # for a damaged table), rows in use after the lookup.
 _STATUS_WORDS = 3
 

@@ -1,4 +1,4 @@
-"""The room of a table that grows: rows beyond its reach, which copies and files do not have."""
+"""The room of a table that grows: rows beyond its reach, which copies and files leave out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .weight import EmbeddingWeight
 
 
 class RowsWithRoom(torch.nn.Module):
-    """Base of `TableTensors`: which of the rows of weight and scores are in reach."""
+    """Base of `TableTensors`: knows which rows of weight and scores are in reach."""
 
     name: str
     capacity: int
@@ -52,16 +52,16 @@ class RowsWithRoom(torch.nn.Module):
 
     @property
     def grows(self) -> bool:
-        """Return whether the table makes room for more rows where it has too few."""
+        """Return whether the table makes room for more rows when it has too few."""
         return self.on_full == "grow"
 
     @property
     def reach(self) -> int:
-        """Number of the first rows, which may be in use; see `EmbeddingWeight.reach`."""
+        """Number of leading rows that may be in use; see `EmbeddingWeight.reach`."""
         return self.capacity if self.table is None else self.table.reach
 
     def rows_of_state(self, keep_vars: bool) -> int | None:
-        """Return the number of the first rows that a state has; None means that it has all."""
+        """Return how many leading rows a state has; None means all."""
         weight = self.weight
         if keep_vars or not isinstance(weight, EmbeddingWeight) or weight.is_meta:
             return None
@@ -70,9 +70,9 @@ class RowsWithRoom(torch.nn.Module):
         return len(self.table)
 
     def reach_on(self, device: torch.device) -> int | None:
-        """Return the number of the first rows that need memory on a device; None means all.
+        """Return how many leading rows need memory on a device; None means all.
 
-        On a device whose memory is taken row by row, all rows of the index come into reach.
+        On a device in `DEVICES`, all rows within the capacity come into reach.
         """
         if self.table is None or not self.grows:
             return None
@@ -94,16 +94,16 @@ class RowsWithRoom(torch.nn.Module):
 
     @contextmanager
     def rows_in_reach(self, fn: Callable[[Any], Any]) -> Iterator[None]:
-        """Return a context in which weight and scores end with the rows that are in reach.
+        """Return a context in which weight and scores contain only the rows in reach.
 
-        A function that is applied to them there takes no memory for the others.
+        Applying a function to them there takes no memory for the other rows.
 
         Args:
             fn: the function.
 
         Raises:
-            NotImplementedError: it moves or converts tensors in files.
-            RuntimeError: it shares their memory with other processes.
+            NotImplementedError: fn moves or converts tensors in files.
+            RuntimeError: fn shares their memory with other processes.
         """
         weight = self.weight
         if not (self.grows or self.files) or not isinstance(weight, EmbeddingWeight):

@@ -20,12 +20,12 @@ from .hash_table import HashTable
 
 
 def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: torch.Tensor) -> None:
-    """Move an optimizer's states of a weight to the rows that their keys have now.
+    """Move an optimizer's states for a weight to the current rows of their keys.
 
     Keys without a state start like new keys.
 
     Args:
-        optimizer: any optimizer, with or without states of this weight.
+        optimizer: any optimizer, with or without states for this weight.
         weight: ``[capacity, dim]``.
         keys: int64 ``[rows in use]``, the key of each row.
     """
@@ -40,7 +40,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     initial = _initial_values(optimizer, weight)
     names = _of_rows(state, weight)
     reach = reach_of(weight)
-    # Without keys, states may belong to a dropped table.
+    # If there were no keys, states may belong to a dropped table.
     end = len(before) or (len(weight) if reach is None else reach)
     both = min(len(before), len(keys))
     moved = bool((before[:both] != keys[:both]).any())
@@ -74,7 +74,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
 def row_tensors(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor
 ) -> list[tuple[str, torch.Tensor, float]]:
-    """Return the name, the tensor and the initial value of each state with a row per row."""
+    """Return name, tensor and initial value of each state with one row per row of the weight."""
     state = optimizer.state.get(weight)
     if not state:
         return []
@@ -88,9 +88,9 @@ def row_tensors(
 def initial_rows(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor
 ) -> list[tuple[torch.Tensor, float]]:
-    """Return the states whose rows do not start at zero, and what they start at.
+    """Return the states whose rows do not start at zero, and their initial values.
 
-    Unlike `row_tensors`, it leaves states that have not followed their keys yet as they are.
+    Unlike `row_tensors`, this does not move states that have yet to follow their keys.
     """
     state = optimizer.state.get(weight)
     if not state:
@@ -101,7 +101,7 @@ def initial_rows(
 
 
 def states_of_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the states with a row per row of the weight, as they are."""
+    """Return the states with one row per row of the weight, without moving them."""
     state = optimizer.state.get(weight) or {}
     return [state[name] for name in _of_rows(state, weight)]
 
@@ -109,7 +109,7 @@ def states_of_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> li
 def sparse_writes(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor, new_rows: torch.Tensor
 ) -> list[partial[Any]]:
-    """Return the calls that give sparse states, such as a momentum, other row numbers.
+    """Return the calls that renumber the rows of sparse states, such as a momentum.
 
     Args:
         optimizer: any optimizer.
@@ -126,7 +126,7 @@ def sparse_writes(
 
 
 def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
-    """Return the names of the states that have a row for each row of the weight."""
+    """Return the names of the states with one row per row of the weight."""
     return [
         name
         for name, value in state.items()
@@ -137,10 +137,10 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
 
 
 def _new_like(tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return zeros for new states of a weight with rows like these, in its files if it has any."""
+    """Return zeros with rows like those of `tensors`, in the weight's files if it has any."""
     if (files := files_of(weight)) is None:
         return untouched_like(tensors, len(weight), reach_of(weight))
-    # Counts of steps are in memory, as `new_states` makes them.
+    # Step counts stay in memory, as in `new_states`.
     counts = {name: one for name, one in tensors.items() if not one.is_floating_point()}
     rest = {name: (one.shape[1:], one.dtype) for name, one in tensors.items() if name not in counts}
     return untouched_like(counts, len(weight)) | files.states(weight, rest)
@@ -159,7 +159,7 @@ def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> 
     """Return a sparse tensor, such as the momentum of torch's SGD, with rows moved to `to`."""
     coalesced = state.coalesce()
     indices = coalesced.indices()[0]
-    # A table that grows may have room for far more rows than there are here.
+    # A table that grows may have room for far more rows than occur here.
     count = 1 + max(int(part.max()) if len(part) else -1 for part in (rows, indices))
     places = torch.full((count,), -1, dtype=torch.int64, device=state.device)
     places[rows] = to
@@ -175,7 +175,7 @@ def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> 
 
 
 def reach_of(weight: torch.Tensor) -> int | None:
-    """Return `EmbeddingWeight.reach`; None for other tensors, all of whose rows are in reach."""
+    """Return `EmbeddingWeight.reach`; None for other tensors, whose rows are all in reach."""
     return getattr(weight, "reach", None)
 
 
@@ -187,7 +187,7 @@ def files_of(weight: torch.Tensor) -> RowFiles | None:
 def with_rows(
     state: Mapping[str, Any], weight: torch.Tensor, rows: int | None = None
 ) -> Mapping[str, Any]:
-    """Return a state of a weight for its first rows alone, if a copy needs no more.
+    """Return a weight's state with only its first rows, if a copy needs no more.
 
     Args:
         state: the state.
@@ -201,7 +201,7 @@ def with_rows(
 
 
 def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return those tensors of a state that `with_rows` has made shorter, in their full length."""
+    """Return, at full length, the tensors in a state that `with_rows` has shortened."""
     reach, files = reach_of(weight), files_of(weight)
     short = {
         name: value
@@ -218,5 +218,5 @@ def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch
 
 
 def _belongs_in_file(state: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a state has been copied out of the file of a weight, or for fewer rows."""
+    """Return whether a state was copied out of a weight's file, or for fewer rows."""
     return len(state) < len(weight) or (state.is_floating_point() and not is_mapped(state))

@@ -40,7 +40,7 @@ class RowsOf:
         weight.follow_keys()
 
     def open(self, before: int, after: int) -> None:
-        """Prepare the states of rows ``[before, after)``, which keys may get from now on."""
+        """Prepare the states of rows ``[before, after)``, which may now be given to keys."""
         weight: Any = getattr(None if self._layer is None else self._layer(), "weight", None)
         if hasattr(weight, "open_rows"):
             weight.open_rows(before, after)
@@ -51,7 +51,7 @@ class RowsOf:
         return getattr(layer, "files", None) is not None
 
     def allocate(self, rows: int) -> None:
-        """Give this number of rows space on the disk or on a device, if they have not got it.
+        """Allocate space on the disk or on a device for this number of rows, if not done yet.
 
         Raises:
             OSError: the disk is full.
@@ -67,7 +67,7 @@ class RowsOf:
             commit(scores, rows)
 
     def have_grown(self) -> None:
-        """Tell the layer that its table has another capacity."""
+        """Tell the layer that its table's capacity has changed."""
         layer: Any = None if self._layer is None else self._layer()
         if layer is not None:
             layer.count_change()

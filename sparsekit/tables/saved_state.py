@@ -73,9 +73,9 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def builtin_of(op: Any) -> Callable[..., Any]:
-    """Return the function in C that an op of torch.ops calls, for `run_all`.
+    """Return the C function that an op in torch.ops calls, for `run_all`.
 
-    The op itself is called by a method in Python, in which an interrupt may end it.
+    The op itself is called through a Python method, where an interrupt may stop it.
     """
     function: Callable[..., Any] = op.default._op
     return function

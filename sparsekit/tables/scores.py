@@ -68,8 +68,8 @@ class LFU(_Dated):
     """Least frequently used: the score of a key is the number of times that it came in training.
 
     All positions of a batch count, repeats included. Counts age: they are halved every
-    `halve_every` units of the clock, since otherwise keys that were popular once would stay for
-    ever, and no new key could win against them. Counts stop at 2^32 - 1.
+    `halve_every` units of the clock, since otherwise keys that were popular once would stay
+    forever, and no new key could displace them. Counts stop at 2^32 - 1.
 
     Args:
         halve_every: units of the clock after which counts are halved; 0 for never.
@@ -97,14 +97,14 @@ class LFU(_Dated):
 
 @dataclass(frozen=True)
 class UserScore(_Dated):
-    """The score of a key is what the user has said in its last lookup in training.
+    """The score of a key is the user's score for it in its last lookup in training.
 
     Attributes:
-        function: returns the scores of keys; None if calls have them beside their keys.
+        function: returns the scores of keys; None if calls pass scores along with keys.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor] | None
-    # `group_touch_` writes the clock, and `user_scores` then the score.
+    # `group_touch_` writes the clock, then `user_scores` writes the score.
     kind: ClassVar[int] = LRU.kind
     name: ClassVar[str] = "user"
     halve_every: ClassVar[int] = 0
@@ -114,7 +114,7 @@ class UserScore(_Dated):
 
     @property
     def called(self) -> str:
-        """The name of the function, or the word for scores beside keys."""
+        """The name of the function, or "given" if scores are passed along with keys."""
         return "given" if self.function is None else function_name(self.function)
 
     def order(self, words: torch.Tensor, now: int) -> torch.Tensor:
@@ -123,12 +123,12 @@ class UserScore(_Dated):
 
 
 Score = LRU | LFU | UserScore
-# Kinds of scores by the names that checkpoints have for them.
+# Kinds of scores by their names in checkpoints.
 KINDS: dict[str, type[Score]] = {one.name: one for one in (LRU, LFU, UserScore)}
 
 
 def score_of(name: str, score: object) -> Score:
-    """Return the score that an option means. Error messages begin with `name`.
+    """Return the score that an option selects. Error messages begin with `name`.
 
     Raises:
         ValueError: the option is neither a score, nor the name of one, nor a function.

@@ -26,7 +26,7 @@ from .room import RowsWithRoom
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
-# Name in a state of the counts of keys that have not been admitted.
+# Name that the counts of keys that have not been admitted have in a state.
 _COUNTS = "counts"
 
 
@@ -36,7 +36,7 @@ class TableTensors(RowsWithRoom, Sharded):
     Attributes:
         name: name of the layer; error messages begin with it.
         rank, world_size: which share of the table this is, and the number of shares.
-        capacity: rows of this share.
+        capacity: number of rows in this share.
         embedding_vec_size: length of a vector.
         placement: how keys are placed on ranks.
         weight: ``[capacity, dim]``.
@@ -108,7 +108,7 @@ class TableTensors(RowsWithRoom, Sharded):
                 error_messages.append(str(error))
             # Leave nothing for torch to load into the layer or the hash table.
             state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
-            # Leave out what torch would not know.
+            # Leave out entries that torch does not know.
             unknown = (_COUNTS,) if self.scores is not None else (_COUNTS, "scores", "clock")
             for name in unknown:
                 state_dict.pop(f"{prefix}{name}", None)
@@ -137,7 +137,7 @@ class TableTensors(RowsWithRoom, Sharded):
 
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries of a layer and its table in a state, by the layer's names."""
+    """Return a state's entries for a layer and its table, by the layer's names."""
     own = ("weight", "seed", "shard", "owners", "scores", "clock", _COUNTS)
     names = (name.removeprefix(prefix) for name in state_dict)
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
@@ -174,8 +174,8 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
         assign: whether the saved weight replaces the layer's, as in load_state_dict.
 
     Raises:
-        TypeError, ValueError: the state is damaged, incomplete or that of another layer; the layer
-            is unchanged.
+        TypeError, ValueError: the state is damaged, incomplete or from another layer; the layer is
+            unchanged.
     """
     saved.refuse_meta(layer.name, None if assign else layer.weight.device)
     if entries.keys() == {"weight"}:
@@ -245,7 +245,7 @@ def _life(
     """Return new buffers ``scores`` and ``clock``; zeros for a state without them.
 
     Raises:
-        TypeError, ValueError: the entries are damaged, or only one of them is there.
+        TypeError, ValueError: the entries are damaged, or one of them is missing.
     """
     if layer.scores is None:
         return {}
@@ -267,10 +267,10 @@ def _life(
 def _loaded_counts(
     layer: TableTensors, entries: dict[str, Any], device: torch.device
 ) -> ExactCounts | Sketch | None:
-    """Return the counts of a state; none have been counted in a state without them.
+    """Return the counts in a state, or empty counts if the state has none.
 
     Raises:
-        TypeError, ValueError: the entry is damaged, or of another kind of counts.
+        TypeError, ValueError: the entry is damaged, or has another kind of counts.
     """
     if layer.life is None or layer.life.counts is None:
         return None
@@ -282,7 +282,7 @@ def _loaded_counts(
 
 
 def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:
-    """Return the owner map of a state, or None if the layer has no map."""
+    """Return the owner map in a state, or None if the layer has no map."""
     if ("owners" in entries) != (layer.owners is not None):
         if layer.world_size == 1:
             raise ValueError(
@@ -357,7 +357,7 @@ def _replace(
         (layer._buffers, buffers),
     ]
     if layer.table is not None:
-        parameter.note_version()  # `follow_keys` below reads its rows, which have the new keys
+        parameter.note_version()  # the rows have the new keys; `follow_keys` below reads them
         parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)

@@ -48,14 +48,14 @@ class EmbeddingWeight(torch.nn.Parameter):
     _table: "weakref.ref[HashTable] | None" = None
     # Weak references to optimizers that may have states of these rows; see `is_stepped_by`.
     _optimizers: "weakref.WeakSet[torch.optim.Optimizer] | None" = None
-    # Address and number of the row indices of a coalesced gradient that autograd will put in
+    # Address and number of the row indices in a coalesced gradient that autograd will put in
     # ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
-    # The lookups whose backward may be to come, if rows may be removed before; see `InFlight`.
+    # Lookups whose backward may still run, kept if rows may be removed before it; see `InFlight`.
     lookups: "weakref.WeakSet[InFlight] | None" = None
     # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
-    # `reach` of a weight that has no hash table, or none any more.
+    # `reach` of a weight that has no hash table, or no longer has one.
     _reach: int | None = None
     # Value of `key_changes` after the last change of the keys of these rows.
     keys_changed_at: int = 0
@@ -121,16 +121,16 @@ class EmbeddingWeight(torch.nn.Parameter):
         return None if table is None else table.keys()
 
     def is_looked_up_by(self, lookup: InFlight) -> None:
-        """Register a lookup whose rows must follow when rows get other numbers."""
+        """Register a lookup whose rows must be updated when rows are renumbered."""
         if self.lookups is None:
             self.lookups = weakref.WeakSet()
         self.lookups.add(lookup)
 
     @property
     def reach(self) -> int | None:
-        """Number of the first rows, which a table that grows has come to; None means all rows.
+        """Number of leading rows in reach, in a table that grows; None means all rows.
 
-        Rows out of reach are as they were made. States of optimizers do not have initial values
+        Rows out of reach are as they were created. Optimizer states do not have initial values
         there; see `open_rows`.
         """
         table = None if self._table is None else self._table()
@@ -138,7 +138,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             return self._reach
         if table.reach == table.max_capacity:
             return None
-        # On a device, where the length has to be waited for, the capacity is in reach.
+        # On a device, where reading the length would mean waiting, the whole capacity is in reach.
         if self.is_meta or table.reach >= table.capacity:
             return table.reach
         if table.reach < len(table) <= table.capacity:
@@ -146,13 +146,13 @@ class EmbeddingWeight(torch.nn.Parameter):
         return table.reach
 
     def reserve(self, rows: int) -> None:
-        """Bring this number of rows into reach, where the table can grow as far."""
+        """Bring this number of rows into reach, if the table can grow that far."""
         table = None if self._table is None else self._table()
         if table is not None and table.reach < rows <= table.max_capacity:
             table.reserve(rows)
 
     def allocate(self, rows: int) -> None:
-        """Give the first rows, and the states of these rows, memory on a device.
+        """Allocate device memory for the first rows and their states.
 
         Raises:
             RuntimeError: there is no memory.
@@ -163,14 +163,14 @@ class EmbeddingWeight(torch.nn.Parameter):
                 commit(state, rows)
 
     def open_rows(self, before: int, after: int) -> None:
-        """Give rows ``[before, after)``, which come into reach, initial states."""
+        """Write initial states for rows ``[before, after)``, which come into reach."""
         self._reach = after
         for optimizer in list(self._optimizers or ()):
             for state, initial in initial_rows(optimizer, self):
                 state[before:after].fill_(initial)
 
     def note_change(self) -> None:
-        """Record that rows get other keys, so that earlier lookups have no backward any more."""
+        """Record that rows get other keys, so earlier lookups can no longer run a backward."""
         self.keys_changed_at = key_changes.next()
 
     def note_keys(self) -> None:
@@ -190,14 +190,14 @@ class EmbeddingWeight(torch.nn.Parameter):
                 state["keys"] = keys
 
     def follow_keys(self) -> None:
-        """Move the states of all optimizers to the rows that their keys have now."""
+        """Move the states of all optimizers to the current rows of their keys."""
         self._note_rows()
         for optimizer in list(self._optimizers or ()):
             if "keys" in optimizer.state.get(self, ()):
                 self.settle(optimizer)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the states of one optimizer to the rows that their keys have now."""
+        """Move the states of one optimizer to the current rows of their keys."""
         if (keys := self.keys()) is not None:
             follow_keys(optimizer, self, keys)
 
@@ -205,7 +205,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         have = rows_with_memory(self)
         if have == len(self):
             return super().__repr__()
-        # Other rows cannot be read.
+        # Rows without memory cannot be read.
         rows = torch.nn.Parameter(self.data[:have], self.requires_grad)
         return f"{list(self.shape)}, with memory for the first {have} rows: {rows!r}"
 
@@ -230,7 +230,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         return EmbeddingWeight, (self.data, self.requires_grad)
 
     def rows_to_copy(self) -> int | None:
-        """Return the number of the first rows that a copy needs; None means all, in memory."""
+        """Return how many leading rows a copy needs; None means all, in memory."""
         if (reach := self.reach) is not None or self.files is None or self.is_meta:
             return reach
         table = None if self._table is None else self._table()
@@ -334,8 +334,8 @@ def _sparse(
     weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, shard_of: str | None
 ) -> torch.Tensor:
     if not len(rows):
-        # Memory of its own: torch adds to an empty gradient by resizing it in place, and behind it
-        # is the next table's gradient.
+        # Give it memory of its own: torch adds to an empty gradient by resizing it in place, and
+        # the next table's gradient follows it in memory.
         rows, grad = torch.empty_like(rows), torch.empty_like(grad)
     _watch_gradient(weight)
     if isinstance(weight, EmbeddingWeight):
