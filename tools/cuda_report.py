@@ -28,9 +28,9 @@ def occupancy(registers: int, shared: int, threads: int) -> float:
     """Return the fraction of a multiprocessor's 64 warps that can be resident.
 
     sm_80, sm_90 and sm_100 have the same limits: 65,536 registers, allocated to each warp in units
-    of 256, and 32 blocks. The estimate assumes 100 KiB of shared memory, of which the system
-    reserves 1 KiB per block. Dynamic shared memory is not counted: a few KiB, except for the
-    41 KiB of sort_digit_kernel and the 25 KiB or more of scatter_kernel.
+    of 256, and 32 blocks. The estimate assumes 100 KiB of shared memory; the system reserves 1 KiB
+    of it per block. Dynamic shared memory is not counted: a few KiB, except for the 41 KiB of
+    sort_digit_kernel and the 25 KiB or more of scatter_kernel.
     """
     of_warp = -(-registers * 32 // 256) * 256
     warps = threads // 32

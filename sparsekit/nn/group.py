@@ -44,8 +44,8 @@ class EmbeddingGroup(torch.nn.Module):
 
     Args:
         layers: the layers by name. Names must not be empty, and the layers' own names must differ.
-            Ranks look up in the order of layers, or of features, so the order must be the same on
-            all ranks.
+            Ranks perform lookups in the order of layers, or features, so the order must be the same
+            on all ranks.
         features: maps each feature's name to a layer's name, or to a `Feature` with its own
             combiner and max_nnz; both are for bags with one slot. Features with the same layer
             share its table. None means one feature per layer, with the same name; in a dict, its

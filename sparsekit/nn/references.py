@@ -16,9 +16,9 @@ import torch
 # Limit on the number of objects to search, since an attribute may lead to any number of objects.
 # The search takes one object from each container in turn.
 _MOST_OBJECTS = 100_000
-# Types whose objects contain no other objects.
+# Types of objects that contain no other objects.
 _ATOMS = (str, bytes, int, float, type(None), type, types.ModuleType)
-# Attributes in which torch keeps the parameters and submodules of a module.
+# Attributes where torch keeps the parameters and submodules of a module.
 _PARTS = ("_parameters", "_modules")
 
 

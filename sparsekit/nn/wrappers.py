@@ -79,7 +79,7 @@ def _begin_averages(
     """Prepare an average for new keys in the model: write their initial vectors to its rows.
 
     Returns:
-        A context in which to compute the average.
+        A context for computing the average.
 
     Raises:
         NotImplementedError: a table grows on a device.
@@ -121,7 +121,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that takes an average and a model, to copy the keys to the average first."""
+    """Wrap a function that takes an average and a model, so that it first copies the keys over."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

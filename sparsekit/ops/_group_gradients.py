@@ -132,7 +132,7 @@ def group_embedding_bag_update_(
 ) -> None:
     """Apply an optimizer step to all tables' distinct rows, given the gradients of the outputs.
 
-    The result is bitwise equal to that of `group_embedding_bag_backward` followed by `update_rows_`
+    The result is bitwise the same as from `group_embedding_bag_backward` followed by `update_rows_`
     for all tables. On the CPU the gradients are not stored: the thread that sums the gradients of a
     table updates its rows while the gradients are in the cache.
 

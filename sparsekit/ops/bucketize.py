@@ -9,7 +9,7 @@ from ._checks import KEY_DTYPES
 from ._op import Of, Op
 
 MAX_WORLD_SIZE = 2048
-# Length of a map from virtual shards to ranks.
+# Length of a map from virtual shards to their ranks.
 VIRTUAL_SHARDS = 65536
 
 

@@ -22,10 +22,10 @@ def catch_up_rows_(
 ) -> None:
     """Apply to rows the steps that they have missed because they had no gradient.
 
-    The result is the same as calling `update_rows_` with a gradient of zeros for each step from a
-    row's row_step to ``first_step + count - 1``, with one exception: once the last gradient is too
-    long ago to move a weight, a step only changes the states. Rows with a row_step of 0 have never
-    had a gradient and do not change. If numbers is empty, nothing changes.
+    The result is the same as calling `update_rows_` with a gradient of zeros for each step after a
+    row's row_step, up to ``first_step + count - 1``, with one exception: once the last gradient is
+    too long ago to move a weight, a step only changes the states. Rows with a row_step of 0 have
+    never had a gradient and do not change. If numbers is empty, nothing changes.
 
     Args:
         weight: as in `update_rows_`, changed in place.

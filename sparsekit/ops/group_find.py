@@ -31,7 +31,7 @@ def group_find(
 
     Returns:
         ``rows``, int32 with one element per entry: the row of its key, -1 if the key is absent.
-        ``bags``, int32 ``[bags of all sources + 1]``: the entry at which each bag of the features
+        ``bags``, int32 ``[bags of all sources + 1]``: the entry where each of the features' bags
         begins, feature by feature, then the number of entries; the rest is undefined.
         ``key_starts``, int64 ``[F]``: the position of each feature's first key in its source.
 

@@ -35,8 +35,8 @@ def lowest_rows(
         buckets: int64 ``[num_buckets, 8]``, the hash table with the keys of the rows.
         size: number of rows in use, at most capacity.
         kind: `ScorePolicy.lru` or `ScorePolicy.lfu`.
-        halve_every: units of the clock after which LFU counts are halved; 0 for never.
-        now: the clock at which LFU counts are read.
+        halve_every: LFU counts are halved after this many units of the clock; 0 for never.
+        now: the clock's value for reading LFU counts.
         pinned: int64 ``[p]``, rows to leave out; values outside [0, size) are ignored.
         count: number of rows to find; if there are fewer, all are found.
 

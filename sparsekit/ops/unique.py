@@ -13,7 +13,7 @@ _unique_padded = Op("unique_padded", _KEYS)
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the distinct keys in order of first occurrence.
 
-    Unlike ``torch.unique`` it does not sort: the order is that of the input, on every device.
+    Unlike ``torch.unique`` it does not sort: keys stay in input order, on every device.
 
     Args:
         keys: int64 or int32 ``[n]``, any values.

@@ -114,8 +114,7 @@ def _of_table(table: EmbeddingTable, bad: tuple[list[int], float, int]) -> Repor
     key: int | None = row * table.world_size + table.rank
     if table.table is not None:
         keys = table.table.keys()
-        # A dense gradient, such as that of a penalty on the whole weight, includes rows without a
-        # key.
+        # A dense gradient, such as from a penalty on the whole weight, includes rows without a key.
         key = int(keys[row]) if row < len(keys) else None
     what = f"{value} at key {key}, row {row}, column {column}; not finite in {rows} row(s)"
     return table.name, key, what

@@ -56,7 +56,7 @@ def with_keys(state: Mapping[str, Any], weight: EmbeddingWeight) -> Mapping[str,
 def untouched(
     optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
-    """Return the states of a parameter after `step` steps, none of which touched any row."""
+    """Return a parameter's states after `step` steps that did not touch any row."""
     states = optimizer._new_states(parameter, group)
     if "row_step" in states and not optimizer._per_row(group):
         # Treat rows as having made all steps.

@@ -81,7 +81,7 @@ class LazyLAMB(_RowAdam):
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
-        lr: learning rate, >= 0: the fraction of its norm by which a row moves.
+        lr: learning rate, >= 0: how far a row moves, as a fraction of its norm.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the square root of the bias-corrected second moment, >= 0.
         weight_decay: lambda, >= 0; it is part of u and of the norm of u.

@@ -83,7 +83,7 @@ class RowOptimizer(torch.optim.Optimizer):
         )
         self._updated: set[torch.Tensor] = set()  # weights updated in backward since the last step
         self._layers: dict[torch.Tensor, str] = {}  # layer names of weights that backward updates
-        # Callback through which backward updates weights; see fuse_in_backward.
+        # Callback that backward uses to update weights; see fuse_in_backward.
         self._attached: weakref.WeakMethod[Any] | None = None
         self._fused = FusedCalls()
         super().__init__(params, defaults)
@@ -223,7 +223,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._updated.clear()
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Move each state to the row that its key has now, before the parameter is updated.
+        """Move each state to its key's current row, before the parameter is updated.
 
         If rows have missed steps of another optimizer, that optimizer applies these steps first.
         """
@@ -281,8 +281,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Sum the gradients of embedding layers' weights and apply the step, in a single pass.
 
         Returns:
-            True on success; False if a single pass is not possible, in which case nothing has
-            changed.
+            True on success; False, with nothing changed, if a single pass is not possible.
         """
         if not self._may_sum(group, weights):
             return False

@@ -17,8 +17,8 @@ class QuantileBuckets:
     """Maps the numbers of a column to buckets, which can be hashed like categories.
 
     Bucket i of a column contains the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing
-    number is in bucket -1. A number that was not in the data from which the edges were chosen gets
-    the bucket of its neighbors. (Hashed as text, it would be an unknown category.)
+    number is in bucket -1. A number that was not in the data used to choose the edges gets its
+    neighbors' bucket. (Hashed as text, it would be an unknown category.)
 
     Args:
         edges: the edges of each numeric column, by name; finite and in ascending order.

@@ -37,7 +37,7 @@ class MinCount:
             rounded down to a power of two. An estimate is never too low; with a probability of at
             most 2%, it is too high by more than ``44 / sketch_bytes`` times the sum of all counts.
             None counts exactly, in some 60 to 120 bytes for each key that has not been admitted.
-        expire_after: units of the table's clock after which an exact count that has not grown is
+        expire_after: an exact count that has not grown for this many units of the table's clock is
             dropped; None for never.
 
     Raises:
@@ -218,7 +218,7 @@ class Sketch:
         self.words.copy_(state)
 
     def load_all(self, states: Sequence[torch.Tensor]) -> None:
-        """Replace all counts with those in several ranks' sketches, which share any one width.
+        """Replace all counts with those in several ranks' sketches, all of the same width.
 
         Each key is counted in only one of the sketches, so the largest estimate is not too low.
         """

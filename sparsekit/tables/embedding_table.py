@@ -59,7 +59,7 @@ def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, 
 class EmbeddingTable(TableTensors):
     """One process's share of an embedding table: its storage, and which rank owns which key.
 
-    Its parameters are those of `DistributedEmbedding`. Its state has ``weight`` [capacity, dim];
+    It takes the parameters of `DistributedEmbedding`. Its state has ``weight`` [capacity, dim];
     ``table``, a `HashTable`, unless use_hashtable is False; ``seed`` int64 [1]; ``shard`` int64
     [2], the rank and world size; and, on several ranks with ``placement="hash"``, ``owners`` int16
     [65536], the rank of each virtual shard (see `sparsekit.ops.bucketize`). Layers may share the
@@ -93,7 +93,7 @@ class EmbeddingTable(TableTensors):
         self.dedupe = True
         # How this rank gets pooled vectors from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
-        # Dtype in which ranks exchange vectors and gradients; None means the dtype of the weight.
+        # Dtype for exchanging vectors and gradients between ranks; None means the weight's dtype.
         self.wire_dtype = options.wire_dtype
         # Limit on the distinct keys that a call may request from another rank; see
         # DistributedEmbedding.
@@ -201,7 +201,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group over whose ranks the table is sharded; None means torch's default group."""
+        """The group that the table is sharded over; None means torch's default group."""
         return self._process_group.group
 
     def process_exchange(self) -> Exchange | None:
@@ -241,12 +241,12 @@ class EmbeddingTable(TableTensors):
 
     @property
     def dtype_on_wire(self) -> torch.dtype:
-        """Dtype in which ranks exchange vectors and their gradients."""
+        """Dtype for exchanging vectors and their gradients between ranks."""
         return self._on_wire(self.weight.dtype)
 
     @property
     def sum_dtype_on_wire(self) -> torch.dtype:
-        """Dtype in which ranks exchange sums of vectors."""
+        """Dtype for exchanging sums of vectors between ranks."""
         return self._on_wire(accumulate_dtype(self.weight.dtype))
 
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:

@@ -56,7 +56,7 @@ class Fallback:
 
 
 def fallback_rows(fallback: Fallback | None, index: HashTable) -> list[torch.Tensor]:
-    """Return [the fallback rows, with -1 for other ranks' rows], or an empty list without any."""
+    """Return the fallback rows in a list, -1 for other ranks' rows; empty if there are none."""
     return [] if fallback is None else [index.find(fallback.keys(index.tensors()[0].device))]
 
 

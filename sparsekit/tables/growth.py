@@ -121,7 +121,7 @@ class CanGrow(torch.nn.Module):
         name: name of the table, for error messages.
         rank: rank that holds this shard.
         capacity: number of rows that there is room for.
-        max_capacity: largest capacity to which the table may grow.
+        max_capacity: largest capacity that the table may grow to.
         reach: number of leading rows that optimizers have initial states for: those in use and some
             more. Later rows have never been in use. On a device, these are the rows with memory, at
             least the capacity, since the host does not know which are in use.

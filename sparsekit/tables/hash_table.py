@@ -29,11 +29,11 @@ class HashTable(CanGrow):
 
     The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
     ``buckets`` int64 ``[num_buckets, 8]`` (a bucket takes 64 bytes and has places for 5 keys),
-    ``hash_seed`` int64 ``[1]``, a random number without which the buckets cannot be read, and
-    ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may call `find` at
-    the same time; while one thread inserts, no other thread may use the table. ``load_state_dict``
-    accepts the state of a table of any capacity whose keys fit. It refuses a damaged state, and
-    leaves the table unchanged.
+    ``hash_seed`` int64 ``[1]``, a random number that is needed to read the buckets, and ``size``
+    int64 ``[1]``. Rows do not depend on the seed. Any number of threads may call `find` at the same
+    time; while one thread inserts, no other thread may use the table. ``load_state_dict`` accepts
+    the state of a table of any capacity whose keys fit. It refuses a damaged state, and leaves the
+    table unchanged.
 
     Args:
         capacity: number of keys that there is room for, in [1, 2^31 - 1].
@@ -41,8 +41,8 @@ class HashTable(CanGrow):
         load_factor: fraction of the buckets' places that a full table uses, in (0, 1]. A lower
             value is faster and takes more memory: 12.8 / load_factor bytes per row.
         name: name of the table, for error messages.
-        max_capacity: largest number of keys, in [capacity, 2^31 - 1], up to which the table makes
-            room when keys do not fit; None means capacity.
+        max_capacity: largest number of keys, in [capacity, 2^31 - 1], that the table may grow to
+            when keys do not fit; None means capacity.
 
     Raises:
         TypeError: capacity is not an int, or load_factor is not a number.
@@ -268,7 +268,7 @@ class HashTable(CanGrow):
         return restored
 
     def buffers_of(self, keys: torch.Tensor, hash_seed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return new buffers in which the rows 0, 1, 2, ... have these keys.
+        """Return new buffers that map these keys to the rows 0, 1, 2, ...
 
         Raises:
             TableFullError: there are too many keys.

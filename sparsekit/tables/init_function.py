@@ -27,13 +27,13 @@ _FARTHEST = math.sqrt(64 * math.log(2))
 
 @dataclass(frozen=True)
 class Filled(Initializer):
-    """Initializer of a layer without hash table: a function that fills the rows of all ranks."""
+    """Initializer for a layer without a hash table: a function that fills the rows of all ranks."""
 
     function: Callable[[torch.Tensor], Any]
 
     @property
     def _distribution(self) -> tuple[str, float, float]:
-        return "constant", 0.0, 0.0  # without effect: only a hash table has absent keys
+        return "constant", 0.0, 0.0  # not used: only a hash table has absent keys
 
     def __repr__(self) -> str:
         # Omit the function's address: ranks compare this text, and addresses differ.

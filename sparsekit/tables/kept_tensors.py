@@ -33,7 +33,7 @@ OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 class KeptTensors:
     """Lists of tensors, and the arguments that ops on many tables take instead; see `kept_list.h`.
 
-    Ops get plain tensors as they are, and notice changes of their memory. Instead of parameters
+    Ops get plain tensors as they are, and notice changes to their memory. Instead of parameters
     they get aliases: a parameter's hooks may refer to the module that keeps this object, so a
     reference from C++ to the parameter would keep both from being collected. Aliases keep the
     memory alive, so a parameter that gets new memory has a new address.

@@ -84,19 +84,19 @@ class RowLife:
         admission: decides which new keys get a row; None for all.
         before_admission: vector of a key before its admission: "initial", "zero", or fallback rows.
         counts: how often keys have come that have not been admitted, if admission counts them.
-        ttl: units of the clock after which a row without a lookup expires; None for never.
+        ttl: a row expires after this many units of the clock without a lookup; None for never.
         set_by_user: whether the clock is set by `sparsekit.set_clock`, and lookups do not advance
             it.
         evicted, expired: number of this rank's rows that sweeps have dropped.
         erased: number of this rank's rows that the user has dropped.
-        admitted, refused: number of this rank's keys that got a row, and how often a batch had a
-            key that got none.
+        admitted, refused: number of this rank's keys that got a row, and how often a key in a batch
+            got none.
         looked_up: number of this rank's keys in lookups in training that have rows, on the CPU.
         new: number of these keys that got their row in the lookup, other than by admission.
         on_evict: called with the rows that a sweep drops.
         makes_room_first: whether lookups make room before they insert keys, since a lookup in a
             full table once had more new keys than there were free rows.
-        keys_finished: sum of the distinct keys that all ranks have asked for in finished lookups.
+        keys_finished: total of the distinct keys that all ranks have asked for in finished lookups.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class RowLife:
             saved.run_all(self.counts.erasure(keys))
 
     def oldest(self, now: int) -> int:
-        """Return the clock such that rows whose last lookup was earlier have expired.
+        """Return the earliest clock that a row's last lookup may have if the row is not to expire.
 
         It depends only on the period, so a program that resumes within a period, and sweeps again,
         drops nothing that the original program would have kept.

@@ -1,4 +1,4 @@
-"""The entry of a state that tells which rank's part of a table was saved."""
+"""The entry in a state that tells which rank's part of a table was saved."""
 
 from __future__ import annotations
 

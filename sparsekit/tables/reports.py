@@ -130,7 +130,7 @@ class Report:
             yield table.bound, self._entries[table.number]
 
     def replayed(self) -> Report:
-        """Return the report of a replay that is about to write the words of this report."""
+        """Return a report for a replay that is about to write this report's words."""
         replay = copy.copy(self)
         replay._in_graph = False
         replay._count()

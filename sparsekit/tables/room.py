@@ -24,14 +24,14 @@ class RowsWithRoom(torch.nn.Module):
     capacity: int
     embedding_vec_size: int
     on_full: str
-    # The files in which rows and their states lie; None if they are in memory.
+    # The files that hold rows and their states; None if they are in memory.
     files: RowFiles | None = None
     weight: EmbeddingWeight
     table: HashTable | None
     scores: torch.Tensor | None
 
     def new_weight(self, options: TableOptions, rows: int) -> EmbeddingWeight:
-        """Return the weight of a new table, in files if the options say so.
+        """Return a new table's weight, in files if the options say so.
 
         Args:
             options: checked options.

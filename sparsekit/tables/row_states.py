@@ -180,7 +180,7 @@ def reach_of(weight: torch.Tensor) -> int | None:
 
 
 def files_of(weight: torch.Tensor) -> RowFiles | None:
-    """Return the files in which a weight and its states lie; None if they are in memory."""
+    """Return the files that hold a weight and its states; None if they are in memory."""
     return getattr(weight, "files", None)
 
 

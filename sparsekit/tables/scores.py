@@ -43,7 +43,7 @@ class LRU:
         return words
 
     def words_of(self, counts: torch.Tensor, then: torch.Tensor | int) -> torch.Tensor:
-        """Return the words of rows that have come `counts` times, the last time at clock `then`."""
+        """Return words for keys that have come `counts` times, the last time at clock `then`."""
         return torch.zeros_like(counts) + then
 
 
@@ -59,7 +59,7 @@ class _Dated:
         return words & _LOW
 
     def words_of(self, counts: torch.Tensor, then: torch.Tensor | int) -> torch.Tensor:
-        """Return the words of rows that have come `counts` times, the last time at clock `then`."""
+        """Return words for keys that have come `counts` times, the last time at clock `then`."""
         return counts.clamp(max=_LOW) << 32 | then
 
 
@@ -72,7 +72,7 @@ class LFU(_Dated):
     forever, and no new key could displace them. Counts stop at 2^32 - 1.
 
     Args:
-        halve_every: units of the clock after which counts are halved; 0 for never.
+        halve_every: counts are halved after this many units of the clock; 0 for never.
 
     Raises:
         TypeError, ValueError: halve_every is not an int in [0, 2^32).

@@ -35,7 +35,7 @@ class TableTensors(RowsWithRoom, Sharded):
 
     Attributes:
         name: name of the layer; error messages begin with it.
-        rank, world_size: which share of the table this is, and the number of shares.
+        rank, world_size: which share of the table this is, and how many shares there are.
         capacity: number of rows in this share.
         embedding_vec_size: length of a vector.
         placement: how keys are placed on ranks.
@@ -48,7 +48,7 @@ class TableTensors(RowsWithRoom, Sharded):
         life: the life of the rows; None for a table without scores.
         scores: int64 ``[capacity]``, the score of each row; None for a table without scores.
         clock: int64 ``[1]``, the clock of the scores.
-        checked_modes: modes (inserting or not) in which the weight has been checked.
+        checked_modes: modes (inserting or not) that the weight has been checked for.
     """
 
     name: str

@@ -59,7 +59,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     _reach: int | None = None
     # Value of `key_changes` after the last change of the keys of these rows.
     keys_changed_at: int = 0
-    # The files in which rows and their states lie; None if they are in memory.
+    # The files that hold rows and their states; None if they are in memory.
     files: RowFiles | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
@@ -76,7 +76,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self._note_rows()
 
     def _note_rows(self) -> None:
-        """Treat all values as written by the library, including those of rows without a key.
+        """Treat all values as written by the library, including rows without a key.
 
         An optimizer may have changed rows without a key before they were saved.
         """
@@ -90,7 +90,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Return whether code outside the library has written, judging by torch's version counter.
+        """Return whether code outside the library wrote to it, judging by torch's version counter.
 
         The counter misses writes to ``weight.data``, and writes in inference mode to a weight that
         was made in that mode.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Graph:
-    """A CUDA graph and the stream on which it is captured."""
+    """A CUDA graph and the stream used to capture it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,8 +82,8 @@ class CapturedStep:
         TypeError: warm_ups is not an int.
         ValueError: the model is not on one CUDA device, its tables are sharded over ranks or have
             scores, or warm_ups is less than 1; (in a call) a table is not updated in backward, or
-            not by one of the optimizers; or inputs differ in structure, shape, dtype or value (of
-            what is not a tensor) from those of the first call.
+            not by one of the optimizers; or inputs differ from the first call's in structure,
+            shape, dtype or, if they are not tensors, value.
         RuntimeError: (in a call) the step cannot be captured; or something that is part of the
             capture has changed since: a parameter, buffer or state is another tensor, a layer or
             the model is in another mode or has other options, a setting of an optimizer has
@@ -232,9 +232,9 @@ class CapturedStep:
         self._conditions = Conditions(self._modules, self._optimizers)
 
     def _grow(self) -> bool:
-        """Make room in tables that grow; tell if one has grown, since the graph has its old index.
+        """Make room in tables that grow; return whether one has, as the graph has its old index.
 
-        As long as there is room, the call waits for nothing.
+        While there is room, the call does not wait for the device.
         """
         indices = {id(x.table.row_bound): x.table for x in self._tables if x.table and x.grows}
         each = [one for report in self._reports for one in report.asked()] if indices else []
@@ -288,14 +288,14 @@ class CapturedStep:
 
 
 def _alike(own: Any, leaf: Any) -> bool:
-    """Return whether two leaves have the same shape and dtype or, without a tensor, are equal."""
+    """Return whether two leaves are tensors with equal shape and dtype, or equal other values."""
     if isinstance(own, torch.Tensor) and isinstance(leaf, torch.Tensor):
         return own.shape == leaf.shape and own.dtype == leaf.dtype
     return not isinstance(own, torch.Tensor) and not isinstance(leaf, torch.Tensor) and own == leaf
 
 
 def _form(leaf: Any) -> Any:
-    """Return what must be the same in all calls: shape and dtype of a tensor, or the value."""
+    """Return the parts of a leaf that must not change: a tensor's shape and dtype, or the value."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"

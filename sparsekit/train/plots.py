@@ -25,7 +25,7 @@ OF_TABLES = {
     "skew": "skew: rows of the fullest rank / mean",
 }
 SHARE = "% of the rows"
-# Counts of `Telemetry` to plot, for tables whose rows have scores.
+# Counts from `Telemetry` to plot, for tables whose rows have scores.
 FLOWS = ("inserted", "evicted", "expired", "refused")
 OF_ROWS = {
     "age_deciles": "ages of rows, latest epoch",
@@ -60,7 +60,7 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Plot the loss, metrics, speed and table statistics of a run in one picture.
 
-    A third line of plots shows what becomes of rows, if a table has scores.
+    A third line of plots shows what happens to rows, if a table has scores.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -213,12 +213,13 @@ def plot_scaling(
 
 
 def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> None:
-    """Plot how norms, ages and scores are distributed over the rows of tables, a line for each.
+    """Plot how norms, ages and scores are distributed over tables' rows, one line per table.
 
-    Of more than 8 tables, the largest are plotted. Columns that no table has are left out.
+    If there are more than 8 tables, the largest are plotted. Columns that no table has are left
+    out.
 
     Args:
-        tables: figures of at least one table.
+        tables: figures for at least one table.
         out: path of the picture.
 
     Raises:
@@ -273,7 +274,7 @@ def _spread(axes: Any, spread: Spread | None) -> None:
 
 
 def _largest_tables(records: Sequence[Mapping[str, Any]], having: str) -> list[str]:
-    """Return the names of the largest tables that have a figure."""
+    """Return the names of the largest tables that have the figure `having`."""
     tables = records[-1]["tables"]
     known = [name for name, figures in tables.items() if having in figures]
     return sorted(known, key=lambda name: -tables[name]["rows"])[:MOST_TABLES]

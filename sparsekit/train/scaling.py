@@ -1,4 +1,4 @@
-"""Measures the speed-up of training by several ranks, and predicts it for more ranks."""
+"""Measures the speed-up from training on several ranks, and predicts it for more ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         tables: number of tables.
-        rows: number of distinct keys of each table.
+        rows: number of distinct keys in each table.
         dim: number of elements in a vector.
         batch: total number of samples per batch, whatever the number of ranks.
         epochs: number of timed epochs of 8 steps.
@@ -101,7 +101,7 @@ def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     Args:
         measured: samples per second, by number of ranks; all at the same batch size. It must
             contain 1 and a larger number of ranks.
-        ranks: number of ranks for which to predict the speed-up.
+        ranks: number of ranks to predict the speed-up for.
 
     Raises:
         ValueError: ``measured`` does not contain 1, or contains no larger number.

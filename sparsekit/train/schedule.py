@@ -28,10 +28,10 @@ def linear_warmup(
 
     Args:
         optimizer: optimizer with the learning rate for the batch of a single rank.
-        scale: ratio of the batch size to that of a single rank, usually the number of ranks; > 0.
+        scale: ratio of the batch size to a single rank's, usually the number of ranks; > 0.
         warmup_steps: number of steps of the warm-up, >= 0.
-        total_steps: number of steps after which the learning rate is zero, > warmup_steps. With
-            None, the learning rate is constant after the warm-up.
+        total_steps: the learning rate is zero after this many steps, > warmup_steps. With None, the
+            learning rate is constant after the warm-up.
 
     Returns:
         A scheduler to step after each update, as `Trainer` does.

@@ -53,7 +53,7 @@ class Step:
         if self._ranks > 1:
             _refuse_batch_norm(model)
         self._loss = wrap_ddp(_Loss(model))
-        # Returns a context in which dense gradients are accumulated locally, to be averaged later.
+        # Returns a context that accumulates dense gradients locally, to be averaged later.
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(self._loss, DistributedDataParallel):
             self._without_averaging = self._loss.no_sync

@@ -21,7 +21,7 @@ class EarlyStopping:
 
     Args:
         metric: name of the metric in the result of ``evaluate``.
-        patience: number of epochs without improvement after which training ends, >= 1.
+        patience: training ends after this many epochs without improvement, >= 1.
         larger_is_better: True if larger values are better, as for an AUC; False for a loss.
         min_delta: smallest improvement that counts, >= 0.
 

@@ -13,33 +13,33 @@ from ..tables.life import RowCounts
 
 # Maximum number of buckets to inspect, since a table may have millions of them.
 SAMPLED_LINES = 4096
-# Maximum number of rows whose ages and scores to look at, for the same reason.
+# Maximum number of rows to sample for ages and scores, for the same reason.
 SAMPLED_ROWS = 4096
-# Counts of `RowCounts` to report, as differences.
+# Counts in `RowCounts` to report, as differences.
 FLOWS = ("inserted", "admitted", "refused", "evicted", "expired")
 
 
 class Telemetry:
-    """Computes these statistics of each embedding table of a model, over all ranks:
+    """Computes these statistics for each embedding table in a model, over all ranks:
 
-    - ``rows``: number of keys; ``capacity``: number of keys for which there is room now;
-      ``load``: rows / capacity.
-    - ``new_rows_per_step``: average number of new rows per step since the last call of `read`.
+    - ``rows``: number of keys; ``capacity``: number of keys that there is room for now; ``load``:
+      rows / capacity.
+    - ``new_rows_per_step``: average number of new rows per step since the last call to `read`.
     - ``skew``: largest number of rows on a rank, divided by the mean over ranks.
     - ``full_lines``: fraction of full buckets among the first 4,096 buckets of the hash table on
       each rank. A bucket has space for 5 keys. A lookup that does not find its key in a full bucket
       continues in the next bucket.
 
-    Without a hash table, only the capacity is reported. Of a table whose rows have scores, also:
+    Without a hash table, only the capacity is reported. For a table whose rows have scores, also:
 
     - ``inserted``, ``admitted``, ``refused``, ``evicted``, ``expired``: counts since the last call
-      of `read`; see `RowCounts`.
-    - ``hit_rate``: fraction of the keys of lookups in training that had a row before their lookup,
-      since the last call. A key counts once for each lookup of the table, also if several positions
-      or ranks have it. None if there was no lookup. Not reported on CUDA.
-    - ``age_deciles``, ``score_deciles``, at the end of an epoch: the lowest, each tenth and the
-      highest of the ages of rows (units of the table's clock since their last lookup in training)
-      and of their scores (as in `Evicted`), estimated from at most 4,096 rows of each rank.
+      to `read`; see `RowCounts`.
+    - ``hit_rate``: fraction of keys in lookups in training, since the last call, that had a row
+      before their lookup. A key counts once per lookup of the table, even if several positions or
+      ranks have it. None if there was no lookup. Not reported on CUDA.
+    - ``age_deciles``, ``score_deciles``, at the end of an epoch: minimum, deciles and maximum of
+      rows' ages (units of the table's clock since their last lookup in training) and scores (as in
+      `Evicted`), estimated from at most 4,096 rows on each rank.
 
     Args:
         model: a model that contains sparsekit layers.
@@ -56,9 +56,9 @@ class Telemetry:
     def read(
         self, steps: int, exchange: Exchange | None, epoch_ends: bool = False
     ) -> dict[str, dict[str, Any]]:
-        """Return the statistics of each table, by layer name. A collective on several ranks.
+        """Return the statistics for each table, by layer name. A collective on several ranks.
 
-        Without a step since the last call they are those of the last call.
+        If there was no step since the last call, they are the same as then.
 
         Args:
             steps: number of updates so far.
@@ -100,7 +100,7 @@ class Telemetry:
         return figures
 
     def _of_life(self, layer: EmbeddingTable, counts: list[float]) -> dict[str, float | None]:
-        """Return how the counts of a table have grown; the counts are those of all ranks."""
+        """Return how much a table's counts, summed over all ranks, have grown."""
         before, self._counts[layer.name] = self._counts[layer.name], counts
         grown = [now - then for now, then in zip(counts, before, strict=True)]
         since = dict(zip(RowCounts._fields, grown, strict=True))
@@ -110,7 +110,7 @@ class Telemetry:
         return figures
 
     def _deciles(self, exchange: Exchange | None) -> dict[str, dict[str, list[int]]]:
-        """Return the deciles of ages and scores of each table whose rows have scores."""
+        """Return the deciles of ages and scores for each table whose rows have scores."""
         living = [layer for layer in self._layers.values() if layer.life is not None]
         if not living:
             return {}
@@ -140,7 +140,7 @@ class Telemetry:
 
 
 def _of_ranks(here: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
-    """Return the tensors of all ranks, ``[world_size, *shape]`` on the CPU."""
+    """Return the tensors from all ranks, ``[world_size, *shape]`` on the CPU."""
     if exchange is None:
         return here.unsqueeze(0)
     here = here.to(exchange.device)
@@ -156,7 +156,7 @@ def _sample(layer: EmbeddingTable) -> torch.Tensor:
     if life is None or scores is None or clock is None or table is None:
         return sample
     rows, now = len(table), life.now(clock)
-    # Row numbers tell when keys came, so take rows at equal distances.
+    # Row numbers follow the order in which keys came, so take rows at equal distances.
     places = (
         torch.arange(SAMPLED_ROWS) * rows // SAMPLED_ROWS
         if rows > SAMPLED_ROWS
@@ -170,7 +170,7 @@ def _sample(layer: EmbeddingTable) -> torch.Tensor:
 
 
 def _weighted_deciles(values: torch.Tensor, weights: torch.Tensor) -> list[int]:
-    """Return the lowest value, each tenth, and the highest; empty if there are no values."""
+    """Return minimum, deciles and maximum; empty if there are no values."""
     if len(values) == 0:
         return []
     ordered, order = values.sort()

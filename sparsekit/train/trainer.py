@@ -77,7 +77,8 @@ class Trainer:
 
     Raises:
         ValueError: a number is out of range; checkpoint_every is given without checkpoints; or, on
-            several ranks, a layer normalizes over the batch, of which each rank has only a part.
+            several ranks, a layer normalizes over the batch, though each rank has only a part of
+            it.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Trainer:
         self._telemetry = Telemetry(model)
         self._spinning = Spinning()
         self._samples = self._updates = 0  # per epoch; 0 until known
-        self._place: Position | None = None  # within an epoch: to be saved, or loaded
+        self._place: Position | None = None  # within an epoch, to be saved or just loaded
         self._resumed: FitData | None = None  # while loading: the data to compare with
 
     @property
@@ -236,7 +237,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from which the next call of `fit` continues.
+        """Load a state for the next call of `fit` to continue from.
 
         Raises:
             ResumeError: the state was saved with a different number of schedulers.
@@ -307,7 +308,7 @@ class Trainer:
         return Position.begin(self._generator, fit, facts)
 
     def _begin(self, fit: FitData) -> Position:
-        """Return the position at which the next epoch begins or continues."""
+        """Return the position where the next epoch begins or continues."""
         if not fit.of_tensors:
             set_epoch(fit.data, len(self.history))
         place, self._place = self._place, None  # stays None if the epoch is interrupted

@@ -25,7 +25,7 @@ class RatedItems(torch.nn.Module):
     users: torch.Tensor  # int64 [u], sorted, distinct
     items: torch.Tensor  # int64 [i], sorted, distinct
     starts: torch.Tensor  # int64 [u + 1]: user i has entries starts[i] : starts[i + 1]
-    columns: torch.Tensor  # int64 [n], ascending within a user: entry k is of items[columns[k]]
+    columns: torch.Tensor  # int64 [n], ascending within a user: entry k is for items[columns[k]]
     ratings: torch.Tensor  # float32 [n]
 
     def __init__(self, train: Ratings) -> None:

@@ -10,7 +10,7 @@ from .config import RunConfig
 
 
 def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
-    """Read the first batch of each reader, and make readers reject rows with invalid labels.
+    """Read the first batch from each reader, and make readers reject rows with invalid labels.
 
     Args:
         config: settings of the run.

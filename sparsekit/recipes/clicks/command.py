@@ -152,7 +152,7 @@ def _write_adult(
 
 
 def reader_of(config: RunConfig, files: Sequence[str], seed: int | None) -> Reader:
-    """Return a reader of this rank's share of each batch, shuffled unless seed is None."""
+    """Return a reader for this rank's share of each batch, shuffled unless seed is None."""
     data = config.data
     batch = -(-config.trainer.global_batch_size // world_size())
     order: dict[str, Any] = {"shuffle": seed is not None, "seed": seed or 0}

@@ -66,9 +66,9 @@ def save(
         args: arguments of the command, including model, seed and ``--save``.
         model: the trained model.
         config: settings of the run.
-        columns: columns on which the model was trained.
-        buckets: buckets from which the columns "NAME bucket" are computed, since a user's files
-            lack these columns; or None.
+        columns: columns that the model was trained on.
+        buckets: buckets for computing the columns "NAME bucket", which a user's files lack; or
+            None.
     """
     folder = Path(args.run_folder)
     run = {
@@ -139,7 +139,7 @@ def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader
 
 
 def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
-    """Copy a CSV file, and add the bucket columns on which the model was trained.
+    """Copy a CSV file, and add the bucket columns that the model was trained on.
 
     Raises:
         DataFormatError, ValueError: a column is missing, or a row is malformed.

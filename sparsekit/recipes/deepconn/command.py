@@ -29,7 +29,7 @@ EVALUATION_BATCH = 256
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Pairs of user and item for training and for testing, with their documents."""
+    """Pairs of users and items for training and testing, with their documents."""
 
     train: Ratings
     test: Ratings

@@ -25,7 +25,7 @@ class BiasBaseline:
 
     Attributes:
         mean: mean of all training ratings.
-        low, high: range of the training ratings, to which predictions are clamped.
+        low, high: range of the training ratings; predictions are clamped to it.
         user_ids, item_ids: int64 ``[u]`` and ``[i]``, sorted and distinct.
         user_bias, item_bias: float64 ``[u]`` and ``[i]``.
         damping: damping of the users' biases and of the items' biases in the fit.
