@@ -114,7 +114,7 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Format with two significant digits, since the others vary between runs; 0 becomes ""."""
+    """Format with two significant digits, since further digits vary between runs; 0 becomes ""."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))

@@ -29,7 +29,7 @@ class EmbeddingLayer(EmbeddingTable):
         raise NotImplementedError
 
     def vectors(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return copies of the vectors of keys, without gradient; insert nothing, even in training.
+        """Return copies of keys' vectors, without gradients; insert nothing, even in training.
 
         The result is the same as in evaluation: the initial vector for an absent key, and zeros for
         a padding key. With several ranks this is a collective; each rank passes its own keys, or

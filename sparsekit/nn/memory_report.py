@@ -16,7 +16,7 @@ from ..tables.removal import states_of
 
 
 class Bytes(NamedTuple):
-    """Size of a part of a table in bytes.
+    """Size of one part of a table, in bytes.
 
     Attributes:
         in_use: the part that belongs to rows in use.

@@ -139,7 +139,7 @@ def replace_embeddings(
 
 
 def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
-    """Return the layers of torch's classes and their subclasses, with all names of each layer."""
+    """Return the layers of torch's classes and their subclasses, each with all of its names."""
     found: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _OF_TORCH):

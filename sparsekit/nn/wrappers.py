@@ -239,7 +239,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
         return None
 
     def looked_at() -> Any:
-        # Run the checks after the closure, which makes the keys and gradients of this step.
+        # Run the checks after the closure, which produces this step's keys and gradients.
         loss = closure()
         _look_at(optimizer)
         return loss

@@ -57,7 +57,7 @@ def group_find_or_insert_(
     features: torch.Tensor,
     larger: Tensors = [],  # noqa: B006
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the rows of the distinct keys of each table; absent keys are inserted.
+    """Find the rows of each table's distinct keys; absent keys are inserted.
 
     New keys get the next free rows of their table in order of first occurrence, and their initial
     vectors are written there.
@@ -67,7 +67,7 @@ def group_find_or_insert_(
     Args:
         buckets: buckets of each hash table, as in `hash_table_find_or_insert_`, changed in place.
         hash_seeds: seed of each hash table.
-        sizes: rows in use of each hash table, changed in place.
+        sizes: number of rows in use in each hash table, changed in place.
         weights: float32, float64 or bfloat16 ``[at least capacity, dim]`` for each table, all of
             one dtype; new rows are written.
         seeds: int64 ``[1]`` for each table, the seed of its initial vectors.
@@ -81,7 +81,7 @@ def group_find_or_insert_(
 
     Returns:
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
-        counts[t] is the number of distinct keys of table t. Their rows, in order of first
+        counts[t] is the number of distinct keys for table t. Their rows, in order of first
         occurrence, are in ``rows``, starting at the table's first entry; the rest of the table's
         part is undefined. inverse[e] is the index of entry e's key among the distinct keys.
         ``bags`` and ``key_starts`` are as in `group_find`.

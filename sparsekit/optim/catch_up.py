@@ -79,7 +79,7 @@ class CatchUpOptimizer(RowOptimizer):
         super().__init__(params, defaults)
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
-        """Return whether rows of the group move even without a gradient."""
+        """Return whether rows in the group move even without a gradient."""
         raise NotImplementedError
 
     def _sweeps(self, group: dict[str, Any]) -> bool:

@@ -48,7 +48,7 @@ class FusedCall:
     # Set by the second call, which many programs never make.
     kept: KeptTensors | None = None
     keys: list[str] = field(default_factory=list)  # names of the states in `kept`
-    of_states: list[torch.Tensor] = field(default_factory=list)  # values of `keys`
+    of_states: list[torch.Tensor] = field(default_factory=list)  # these states, for each weight
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
         """Return whether the next call updates these weights, with states in the same dicts."""
@@ -110,7 +110,7 @@ class FusedCalls:
     """An optimizer's latest calls that updated several weights in backward."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, FusedCall] = {}  # by the id of the first weight
+        self._calls: dict[int, FusedCall] = {}  # keys: ids of the first weights
 
     def find(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> FusedCall | None:
         """Return an earlier call that can be repeated to update these weights, or None."""

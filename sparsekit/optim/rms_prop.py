@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from .row_optimizer import RowOptimizer
 from .settings import Fraction, LearningRate, NotNegative, given, one_of
 
-# Default settings of each form.
+# Default settings for each form.
 _FORMS = {
     "torch": {"alpha": 0.99, "eps": 1e-8, "initial_accumulator_value": 0.0},
     "tensorflow": {"alpha": 0.9, "eps": 1e-10, "initial_accumulator_value": 1.0},

@@ -83,7 +83,7 @@ def _call(
 
 def with_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient."""
-    # This is the usual case if backward updates hundreds of tables.
+    # Return early in the usual case, when backward updates hundreds of tables.
     if without_overrides(each_is, parameters, "grad", None):
         return []
     return [parameter for parameter in parameters if parameter.grad is not None]

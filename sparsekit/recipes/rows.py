@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-# Rows of a table that does not grow. Growing on CUDA has not been run on a GPU yet, so it is
-# avoided.
+# Rows of a table that does not grow. Growing on CUDA has not yet run on a GPU, so it is avoided.
 _ROWS = 100_000
 
 

@@ -30,7 +30,7 @@ from .weight import EmbeddingWeight
 
 _names = itertools.count()
 
-# Counts the changes of attributes of all tables.
+# Counts changes to attributes of all tables.
 table_changes = Counter()
 
 
@@ -72,7 +72,7 @@ class EmbeddingTable(TableTensors):
     norm_type: float = 2.0
     # True if the caller has given the name; a generated name includes the size of the table.
     _named: bool = True
-    # Counts changes of attributes, so that a cache can tell whether its content is still valid.
+    # Counts attribute changes, so that a cache can tell whether its content is still valid.
     changes: int = 0
 
     def __init__(self, options: TableOptions) -> None:
@@ -175,7 +175,7 @@ class EmbeddingTable(TableTensors):
             self._tie()
 
     def count_change(self) -> None:
-        """Count a change of attributes, of tensors, or of the capacity of the hash table."""
+        """Count a change to attributes, tensors, or the hash table's capacity."""
         self.__dict__["changes"] = self.changes + 1
         table_changes.next()
 

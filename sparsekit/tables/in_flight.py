@@ -53,7 +53,7 @@ class InFlight:
         known = rows >= 0
         numbers = new_rows[rows.clamp(min=0).to(torch.int64)]
         lost = bool(((numbers < 0) & known).any())
-        # Write through `data`: autograd has saved the tensor, and takes other writes for errors.
+        # Write through `data`: autograd has saved the tensor, and treats other writes as errors.
         calls: list[partial[Any]] = [
             partial(torch.Tensor.copy_, rows.data, torch.where(known, numbers, rows)),
             partial(setattr, self, "moved", True),

@@ -70,7 +70,7 @@ def resolve(
     shape: tuple[int, int],
     use_hashtable: bool,
 ) -> Initializer:
-    """Return the initializer of a layer.
+    """Return the initializer for a layer.
 
     Args:
         layer: name of the layer, for error messages.

@@ -19,7 +19,7 @@ from .scores import LFU, Score
 # ranks, since a hash of the key decides which rank gets a new key.
 DEFAULT_BUDGET = 0.9
 
-# A sweep for expired rows runs whenever the clock has advanced by this fraction of ttl.
+# Number of sweeps for expired rows while the clock advances by ttl.
 SWEEPS_PER_TTL = 16
 
 
@@ -175,7 +175,7 @@ class RowLife:
         self._now, self._known = now, (clock, _version(clock))
 
     def lose_clock(self) -> None:
-        """Forget what the table's clock shows."""
+        """Forget the known value of the table's clock."""
         self._known = None, None
 
     def restore(self, clock: torch.Tensor, now: int, set_by_user: bool) -> None:
@@ -248,12 +248,12 @@ class RowLife:
         self.counts = counts_of(self.admission, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the table has a clock of its own, and no listeners.
+        # A copy of the table has a clock of its own, and no on_evict function.
         return {**self.__dict__, "_known": (None, None), "on_evict": None}
 
 
 def new_life(name: str, options: TableOptions, most_rows: int) -> RowLife | None:
-    """Return the life of a table's rows; None if they have no scores.
+    """Return a `RowLife` for a table's rows; None if they have no scores.
 
     Args:
         name: name of the table.

@@ -80,7 +80,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     calls.append(partial(torch.Tensor.fill_, size, left))
     with own_writes([weight]):
         increment_version(tensors)
-        # The index and all that belongs to rows must change together, even if the program is
+        # The index and everything that belongs to rows must change together, even if the program is
         # interrupted.
         saved.run_all(calls)
     return new_rows

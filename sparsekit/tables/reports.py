@@ -66,7 +66,7 @@ _captured = _Captured()
 
 @contextmanager
 def captured_reports() -> Iterator[list[Report]]:
-    """Collect the reports of lookups in the body, which a graph captures.
+    """Collect reports from the lookups in the body, which a graph captures.
 
     Each replay must then send what `Report.replayed` returns. Lookups that are captured without
     this context have no reports, and their tables' bounds are unknown from then on.
@@ -137,7 +137,7 @@ class Report:
         return replay
 
     def send(self, reports: Reports, waits: bool = True) -> None:
-        """Start the copy of this report to the host.
+        """Start copying this report to the host.
 
         Args:
             reports: the queue of the device's reports.

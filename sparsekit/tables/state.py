@@ -26,7 +26,7 @@ from .room import RowsWithRoom
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
-# Name that the counts of keys that have not been admitted have in a state.
+# Name of a state's entry with the counts of keys that have not been admitted.
 _COUNTS = "counts"
 
 
@@ -183,7 +183,7 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
             f"{layer.name}: the state has no seed, only weight, as that of a torch.nn.Embedding, "
             f"whose row i is the vector of id i; so call assign(torch.arange(len(weight)), weight)"
         )
-    shard = [0, 1]  # states of older versions have no shard
+    shard = [0, 1]  # states from older versions have no shard
     if "shard" in entries:
         shard = saved.entry(layer.name, entries, "shard", _INT64, (2,)).tolist()
     if shard != [layer.rank, layer.world_size]:

@@ -23,7 +23,7 @@ from .row_states import follow_keys, initial_rows, states_of_rows
 SEEN_ROWS = 64
 
 
-# Counts changes of the keys of rows.
+# Counts changes to rows' keys.
 key_changes = Counter()
 
 
@@ -46,7 +46,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     noted_version: int | None = None
     # A weak reference to the hash table that assigns these rows; see `belongs_to`.
     _table: "weakref.ref[HashTable] | None" = None
-    # Weak references to optimizers that may have states of these rows; see `is_stepped_by`.
+    # Weak references to optimizers that may have states for these rows; see `is_stepped_by`.
     _optimizers: "weakref.WeakSet[torch.optim.Optimizer] | None" = None
     # Address and number of the row indices in a coalesced gradient that autograd will put in
     # ``grad``.
@@ -57,7 +57,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     _shard_of: str | None = None
     # `reach` of a weight that has no hash table, or no longer has one.
     _reach: int | None = None
-    # Value of `key_changes` after the last change of the keys of these rows.
+    # Value of `key_changes` after the last change to these rows' keys.
     keys_changed_at: int = 0
     # The files that hold rows and their states; None if they are in memory.
     files: RowFiles | None = None
@@ -90,7 +90,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Return whether code outside the library wrote to it, judging by torch's version counter.
+        """Return whether code outside the library wrote to the weight, by torch's version counter.
 
         The counter misses writes to ``weight.data``, and writes in inference mode to a weight that
         was made in that mode.

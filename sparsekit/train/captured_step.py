@@ -187,8 +187,8 @@ class CapturedStep:
 
     @torch.no_grad()
     def _copy_inputs(self, leaves: Sequence[Any]) -> None:
-        # A launch for each of hundreds of inputs would cost as much as the step. Those of a dtype
-        # and a device can be copied together.
+        # A launch for each of hundreds of inputs would cost as much as the step. Inputs with the
+        # same dtype and device can be copied together.
         alike: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for own, leaf in zip(self._inputs, leaves, strict=True):
             if isinstance(own, torch.Tensor):

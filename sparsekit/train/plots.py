@@ -135,7 +135,7 @@ def _coming_and_going(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     points = []
     for before, record in pairwise([{"step": 0}, *records]):
         steps = record["step"] - before["step"]
-        if steps > 0:  # a record of the same step has the same counts
+        if steps > 0:  # a record from the same step has the same counts
             living = [figures for figures in record["tables"].values() if "inserted" in figures]
             point = {name: sum(figures[name] for figures in living) / steps for name in FLOWS}
             rows = sum(figures["rows"] for figures in living)

@@ -65,7 +65,7 @@ class Step:
                 self._loss.register_comm_hook(None, averaging.average)
 
     def raise_errors(self, exchange: Exchange | None) -> None:
-        """Raise any deferred error of an earlier step, on all ranks."""
+        """Raise any deferred error from an earlier step, on all ranks."""
         if not errors_are_deferred(self._device):
             return
         if exchange is None:

@@ -31,8 +31,8 @@ from .recommend import MOVIELENS
 from .recommendations import Recommendations, popular, recommend
 
 K = 10
-# The defaults of the command and the model were chosen on the latest fifth of each user's training
-# ratings.
+# The defaults of the command and the model were chosen using the latest fifth of each user's
+# training ratings.
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64
 DEFAULT_DIM = 64

@@ -27,7 +27,7 @@ class DataConfig:
     label: str = "label"
     dense: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
-    separator: str | None = None  # separates the values of a bag
+    separator: str | None = None  # separates the values in a bag
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Predicts ratings from the texts of reviews."""
+"""Predicts ratings from review texts."""

@@ -17,8 +17,8 @@ from ...train import Trainer
 from .baselines import fit_bias_baseline, rmse
 from .model import RatingModel
 
-# The number of epochs, the model's size and the learning rates were chosen on the latest fifth of
-# each user's training ratings. The test part was not used.
+# The number of epochs, the model's size and the learning rates were chosen using the latest fifth
+# of each user's training ratings. The test part was not used.
 DEFAULT_EPOCHS = 20
 DENSE_LR = 1e-3
 TEST_FRACTION = 0.2

@@ -16,7 +16,7 @@ from ..saved import SavedModel
 
 # Small initial biases and vectors, so that the first predictions are close to the mean.
 INITIAL = Uniform(-0.05, 0.05)
-# Penalties, chosen on the latest fifth of each user's training ratings in MovieLens-100K.
+# Penalties, chosen using the latest fifth of each user's training ratings in MovieLens-100K.
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01

@@ -21,7 +21,7 @@ from .model import LOSSES, OPTIMIZERS, WideModel, select_rows
 
 # A split that depended on --seed would test settings on data that was used to choose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-# Loss, number of epochs, batch size, buckets and lengths were chosen on a fifth of the training
+# Loss, number of epochs, batch size, buckets and lengths were chosen using a fifth of the training
 # part. The test part was not used.
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
