@@ -47,14 +47,14 @@ class EmbeddingGroup(torch.nn.Module):
             Ranks perform lookups in the order of layers, or features, so the order must be the same
             on all ranks.
         features: maps each feature's name to a layer's name, or to a `Feature` with its own
-            combiner and max_nnz; both are for bags with one slot. Features with the same layer
-            share its table. None means one feature per layer, with the same name; in a dict, its
-            bags have all of the layer's slots.
+            combiner and max_nnz; a feature's bags have one slot. Features with the same layer
+            share its table. None means one feature per layer, with the layer's name, whose
+            input in a dict has all of the layer's slots.
         output: ``"dict"``: a dict from feature names to ``[batch, dim]``, or jagged
             ``[batch, j, dim]`` if the feature does not pool (zeros for a padding key); without
-            features, to each layer's output. ``"concatenated"``: ``[batch, sum of dims]`` in
-            feature order; all features must pool, and have the same dtype. ``"keyed"``: the same,
-            as a torchrec KeyedTensor.
+            features, a dict from layer names to each layer's output. ``"concatenated"``: ``[batch,
+            sum of dims]`` in feature order; all features must pool, and have the same dtype.
+            ``"keyed"``: the same, as a torchrec KeyedTensor.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names the feature and the layer.
@@ -191,7 +191,7 @@ class EmbeddingGroup(torch.nn.Module):
         return {**self.__dict__, "_begun": None, "_asked": []}
 
     def _tables(self) -> list[EmbeddingLayer]:
-        """Return each feature's layer, in the same list object as before if none has changed."""
+        """Return each feature's layer; the list object is reused until a layer changes."""
         layers: dict[str, Any] = self.layers._modules
         if not dict_has(layers, self._layers_asked, self._asked):
             self._asked = [layers[name] for name in self._layers_asked]
@@ -327,7 +327,7 @@ def group_embedding_lookup_sparse(
 
 
 def _check_names(layers: Mapping[str, EmbeddingLayer]) -> None:
-    """Raise ValueError if two layers share a name, as equal keys would start from equal vectors."""
+    """Raise ValueError if two layers share a name: their equal keys would start out equal."""
     by_name: dict[str, str] = {}
     for name, layer in layers.items():
         other = by_name.setdefault(layer.name, name)

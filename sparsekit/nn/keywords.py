@@ -18,7 +18,7 @@ def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _In
     """Let ``help`` and ``inspect`` show the ``**options`` of a layer's ``__init__`` by name.
 
     Args:
-        drop_in: the class that accepts torch's arguments, if the layer's class does not.
+        drop_in: the class to recommend for torch's arguments, if the layer's own class lacks them.
         ours: our names for some of torch's arguments; see `explain_torch_words`.
 
     Raises:

@@ -90,17 +90,17 @@ class EmbeddingLayer(EmbeddingTable):
             TypeError, ValueError: a wrong dtype or device, or a layer without the hash table;
                 nothing has been changed.
             RuntimeError: the weight has a gradient, whose rows would get other keys; the layer is
-                on meta; or ranks disagree. The backward of an earlier forward then raises
-                RuntimeError, too.
+                on meta; or ranks disagree. After `erase`, the backward of an earlier forward also
+                raises RuntimeError.
         """
         return erase(self, keys)
 
     def evict(self, *, fraction: float | None = None, keep: int | None = None) -> int:
         """Remove the keys with the lowest scores, as `erase` does.
 
-        Keys with equal scores go in the order of a hash of the key. Keys whose rows are still
-        needed, by a pending backward or a gradient, stay. With several ranks this is a collective,
-        and the lowest over all ranks go: the same keys as on a single rank.
+        Ties are broken by a hash of the key. Keys whose rows a pending backward or a gradient still
+        needs are kept. With several ranks this is a collective, and removes the lowest-scoring keys
+        over all ranks: the same keys as on a single rank.
 
         Args:
             fraction: fraction of the rows in use to remove, in [0, 1].
@@ -110,19 +110,19 @@ class EmbeddingLayer(EmbeddingTable):
             The number of keys that have been removed, on all ranks together.
 
         Raises:
-            TypeError, ValueError: neither or both arguments, one out of range, or a layer without
-                scores or without the hash table; nothing has been changed.
+            TypeError, ValueError: neither or both arguments are given, one is out of range, or the
+                layer has no scores or no hash table; nothing has been changed.
             RuntimeError: the layer is on meta; or ranks disagree.
         """
         return evict(self, fraction, keep)
 
     def on_evict(self, callback: Callable[[Evicted], Any] | None) -> None:
-        """Set a function to call with the keys that leave the table, in batches; None removes it.
+        """Set a function to call with each batch of keys dropped from the table; None removes it.
 
-        It is called after each sweep that has dropped rows on this rank: because the table was over
-        its budget, because rows were older than ttl, or because of `evict`; not for `erase` and
-        `clear`. It gets copies, so it may keep them, for example to write them to a larger store.
-        It runs within the lookup, before new keys are inserted. If it raises an error, the rows
+        The function is called after each sweep that has dropped rows on this rank: because the
+        table was over its budget, because rows were older than ttl, or because of `evict`; not for
+        `erase` and `clear`. It gets copies, so it may keep them, for example to write them to a
+        larger store. It runs within the lookup, before new keys are inserted. If it raises an error, the rows
         have been dropped already, and the lookup raises the error. A copy of the layer does not
         have the function.
 
@@ -131,7 +131,7 @@ class EmbeddingLayer(EmbeddingTable):
 
         Raises:
             TypeError: callback cannot be called.
-            ValueError: rows of the layer have no scores, so none are dropped.
+            ValueError: the layer's rows have no scores, so none are ever dropped.
 
         Example:
             >>> layer.on_evict(lambda gone: print(gone.keys, gone.scores, gone.expired))
@@ -143,11 +143,11 @@ class EmbeddingLayer(EmbeddingTable):
     def row_counts(self) -> RowCounts:
         """Return how many rows this rank has in use, and how many came and went, as `RowCounts`.
 
-        Reading them costs nothing, except that on CUDA it waits for the device. A copy of the layer
+        Reading the counts costs nothing, but on CUDA it waits for the device. A copy of the layer
         continues from the original's counts; they are not part of the state.
 
         Raises:
-            ValueError: rows of the layer have no scores.
+            ValueError: the layer's rows have no scores.
             RuntimeError: the layer is on meta.
         """
         self.refuse_meta()
@@ -164,8 +164,8 @@ class EmbeddingLayer(EmbeddingTable):
 
         Raises:
             ValueError: a layer without the hash table.
-            RuntimeError: the weight has a gradient; the layer is on meta; or ranks disagree. The
-                backward of an earlier forward then raises RuntimeError, too.
+            RuntimeError: the weight has a gradient; the layer is on meta; or ranks disagree. After
+                `clear`, the backward of an earlier forward also raises RuntimeError.
         """
         return clear(self)
 

@@ -20,7 +20,7 @@ _WHERE = "load_torch_state_dict"
 def load_torch_state_dict(
     model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
 ) -> Any:
-    """Load a state that the model saved before `replace_embeddings`, in one call.
+    """Load, in one call, a state saved before `replace_embeddings` changed the model.
 
     If the state has only ``<layer>.weight`` ``[n, dim]`` for one of sparsekit's layers, ids 0..n-1
     get its vectors, and the layer's earlier keys are dropped. ``model.load_state_dict`` loads
@@ -53,7 +53,7 @@ def load_torch_state_dict(
             where = f"{_WHERE}: {name}" if name else _WHERE
             weights[f"{prefix}weight"] = _checked(where, layer, state_dict[f"{prefix}weight"])
     rest = {name: value for name, value in state_dict.items() if name not in weights}
-    own = model.state_dict()  # this applies missed optimizer steps first
+    own = model.state_dict()  # state_dict() applies missed optimizer steps first
     given = tuple(name.removesuffix("weight") for name in weights)
     missing = [n for n in own if n not in state_dict and not (given and n.startswith(given))]
     unexpected = [name for name in rest if name not in own]

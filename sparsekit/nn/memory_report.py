@@ -41,8 +41,9 @@ class TableMemory:
             the state's name, such as ``"LazyAdam.exp_avg"``.
         index: size of the hash table. Keys are spread all over it, so all of it is in use.
         scores: size of the rows' scores; 0 without eviction, ttl or admission.
-        waiting: size of the counts of keys that wait for admission, with their index.
-        resident: bytes in memory of the file with vectors and states; None without a file.
+        waiting: size of the counts for keys that wait for admission, including their index.
+        resident: how many bytes of the file with vectors and states are in memory; None without
+            a file.
     """
 
     name: str
@@ -130,7 +131,7 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
     def of_rows(tensor: torch.Tensor | None) -> Bytes:
         if tensor is None:
             return Bytes(0, 0)
-        if tensor.is_sparse:  # such as the momentum in torch's SGD
+        if tensor.is_sparse:  # for example momentum in torch's SGD
             size = tensor._indices().nbytes + tensor._values().nbytes
             return Bytes(size, size)
         of_row = tensor.nbytes // len(tensor)

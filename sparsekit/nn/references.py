@@ -115,7 +115,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
 
 
 def readers(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[str]]:
-    """Find methods that read the weight of one of these layers by name, as ``self.item.weight``.
+    """Find methods that read the weight of one of these layers by name, as in ``self.item.weight``.
 
     Methods whose names suggest initialization or a reset are left out.
     """
@@ -149,7 +149,7 @@ def _attributes_of_modules(model: torch.nn.Module) -> Iterator[Reference]:
 def _inside(place: Reference, value: Any) -> Iterator[Reference]:
     """Yield the references inside the object at this place, one level deep."""
     if isinstance(value, torch.optim.Optimizer):
-        place = place.fixed()  # state is keyed by parameter, so the weight must stay
+        place = place.fixed()  # its state is keyed by parameter, so keep the weight
     if isinstance(value, _ATOMS):
         return
     if isinstance(value, list):

@@ -34,7 +34,7 @@ class Replacement:
         new: the layer that replaced it; None if torch's layer was kept.
         reason: why torch's layer was kept; empty if it was replaced.
         rebound: other references to the old layer or its weight that were changed to the new one,
-            such as in a list of weights to regularise.
+            for example in a list of weights to regularise.
     """
 
     names: tuple[str, ...]
@@ -74,18 +74,18 @@ def replace_embeddings(
     float32, float64 or bfloat16.
 
     References to the old layer or its weight in the model's attributes, lists, dicts, tuples and
-    closures are changed to the new one, so that a regulariser keeps working. A layer is kept where
-    this is impossible, as in an optimizer. A warning lists methods that read a layer's ``.weight``
-    by name, for example for a softmax over all items, if the rows of the new weight are not exactly
-    the old ids.
+    closures are changed to the new one, so that a regulariser keeps working. A layer is kept if
+    this is impossible, as for a reference in an optimizer. A warning lists methods that read a
+    layer's ``.weight`` by name, for example for a softmax over all items, if the rows of the new
+    weight are not exactly the old ids.
 
     Args:
         model: changed in place; if an error is raised, no layer is changed.
         names: one or more patterns for layer names in `model.named_modules()`; ``*`` matches
             anything, as in fnmatch.
         min_rows: layers with fewer rows are left unchanged.
-        extra_rows: number of rows beyond n in each new table, for more ids, which may be any int64.
-            Their vectors start from a normal distribution with the weight's mean and standard
+        extra_rows: number of rows beyond n in each new table, for additional ids (any int64). Their
+            vectors start from a normal distribution with the weight's mean and standard
             deviation.
         verbose: whether to print what was done.
         options: keywords for all new layers, such as placement, or the embedding_initializer for
@@ -95,8 +95,8 @@ def replace_embeddings(
         One report for each layer whose name matches `names`.
 
     Raises:
-        TypeError: the model is itself such a layer, or options has a keyword that differs from
-            layer to layer.
+        TypeError: the model itself is a torch embedding layer, or options has a keyword whose value
+            cannot be the same for all layers.
         ValueError: no layer's name matches a pattern, or the model is wrapped in
             DistributedDataParallel.
         The layers raise further errors.

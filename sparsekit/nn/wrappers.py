@@ -1,6 +1,6 @@
 """Makes torch's tools work with tables, which they would mistake for replicated parameters.
 
-Some tools have a convention for parameters that they must skip; others have none. torch calls the
+Some tools have a convention for marking parameters to skip; others have none. torch calls the
 hooks at the end of this file before each step of an optimizer, and whenever a module becomes part
 of another one, for example when a model is wrapped. The hooks therefore work even if code outside
 this library wraps the model.
@@ -76,7 +76,7 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
 def _begin_averages(
     averaged: torch.nn.Module, model: torch.nn.Module
 ) -> AbstractContextManager[None]:
-    """Prepare an average for new keys in the model: write their initial vectors to its rows.
+    """Write the initial vectors of keys that are new in the model to the averaged model.
 
     Returns:
         A context for computing the average.
@@ -95,8 +95,8 @@ def _begin_averages(
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)
             if not torch.equal(owners, mine.owners):
-                # Assign a copy, since torch copies buffers in place, and other layers may share
-                # this map.
+                # Assign a copy of the map: torch later copies buffers in place, and other layers
+                # may share the old map.
                 mine.owners = owners.clone()
         if mine.table is None or theirs.table is None:
             continue
@@ -111,7 +111,7 @@ def _begin_averages(
 
 
 def _average_tables_of_lightning() -> None:
-    """Let Lightning's StochasticWeightAveraging average tables that grow, if it is imported."""
+    """Let Lightning's StochasticWeightAveraging, if imported, average tables that grow."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = sys.modules.get(f"{package}.callbacks.stochastic_weight_avg")
         callback = getattr(module, "StochasticWeightAveraging", None)
@@ -121,7 +121,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that takes an average and a model, so that it first copies the keys over."""
+    """Wrap a function of an averaged model and a model, to copy the model's keys first."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,8 +159,8 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
         _refuse_fsdp(parent, module)
 
 
-# torch optimizers that refuse sparse gradients, and the optimizer to use instead. torch's own
-# errors recommend other optimizers from this list. SGD refuses them only with weight_decay.
+# torch optimizers that refuse sparse gradients, and the optimizer to use instead of each. torch's
+# own errors recommend others from this list. SGD refuses sparse gradients only with weight_decay.
 _REFUSING = {
     getattr(torch.optim, name): instead
     for name, instead in {

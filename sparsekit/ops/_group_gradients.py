@@ -40,7 +40,7 @@ def group_embedding_bag_backward(
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
-        divisor: divides the sums after they have been rounded to the dtype of grads.
+        divisor: number to divide the sums by, after rounding them to the dtype of grads.
         deterministic: no effect so far; sums are always taken in the order of entries.
 
     Returns:
@@ -82,12 +82,12 @@ def group_embedding_bag_backward_at_(
 
     Args:
         out: contiguous, any shape, in the dtype of grads, changed in place.
-        row_strides: for each table, elements of out from one row to the next.
+        row_strides: for each table, the distance between rows of out, in elements.
         grads: as in `group_embedding_bag_backward`.
         dims: length of a gradient of each table.
         index: as in `group_embedding_bag_backward`.
-        rows: int32 with one element per entry: starting at the first entry of a table, the row of
-            out for the gradient of each distinct row of the table.
+        rows: int32 with one element per entry. The elements that start at a table's first entry
+            are the rows of out to write the gradients of the table's distinct rows to.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.

@@ -15,7 +15,7 @@ STAND_IN_DIM = 4
 
 
 class Of(NamedTuple):
-    """Dtypes and number of dimensions that a tensor, or each tensor of a list, must have."""
+    """Dtypes and number of dimensions that a tensor, or each tensor in a list, must have."""
 
     dtypes: Sequence[torch.dtype] | None  # None accepts any
     dim: int | None  # None accepts any number
@@ -110,7 +110,7 @@ class Op:
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each tensor of an argument with its name; `kind` is its type in the op's schema."""
     if kind == "List[Tensor]" and len(value) == 1 and value[0].dim() == STAND_IN_DIM:
-        return  # stands for a list that the op has taken before; see csrc/torch_ops/kept_list.h
+        return  # a stand-in for a list that the op has kept; see csrc/torch_ops/kept_list.h
     if kind == "List[Tensor]":
         yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
     elif kind == "Tensor" or value is not None:

@@ -47,7 +47,7 @@ def catch_up_rows_(
             have been.
     """
     _catch_up(weight, states, row_step, rows, numbers, first_step, rule, settings)
-    torch.autograd.graph.increment_version(weight)  # for the same reason as in update_rows_
+    torch.autograd.graph.increment_version(weight)  # for the reason given in update_rows_
 
 
 @_catch_up.fake

@@ -61,7 +61,7 @@ def embedding_bag(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, combiner or offset; the message gives its position.
+        ValueError: a wrong shape, combiner or offset; the message gives an offset's position.
         IndexError: a row >= num_rows; the message gives its position.
     """
     name = "embedding_bag"

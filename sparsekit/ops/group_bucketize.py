@@ -102,7 +102,7 @@ def group_exchange_rows(
         come: int64 ``[T, world_size, 2]`` on the CPU. For a table and a rank, the first number is
             the row where the vectors from that rank begin; the second is the number of vectors from
             this and all earlier ranks, at most the table's number of entries if numbers is None.
-        steps: for each table, rows from one vector to the next.
+        steps: for each table, the distance between consecutive vectors, in rows.
         numbers: int64 ``[T]``, the number of keys of each table, as `group_bucketize` returns them;
             None if that is also the number of vectors.
 

@@ -24,7 +24,7 @@ def group_embedding_bag_(
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
 ) -> None:
-    """Pool the bags of all features into outs, each bag like `embedding_bag`.
+    """Pool the bags of all features into outs, each bag as `embedding_bag` does.
 
     ``sparsekit/ops/_group.py`` describes features and entries. After `group_find_or_insert_`, pass
     its results ``inverse`` as index, ``rows`` and ``counts``. After `group_find`, pass its result

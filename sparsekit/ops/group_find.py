@@ -76,8 +76,8 @@ def group_find_or_insert_(
         keys: int64 or int32 ``[n]`` for each source.
         offsets: int64 or int32 ``[bags + 1]`` for each source, or empty.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
-        larger: for each hash table that is about to grow, larger buckets with its seed, which get
-            the new keys too; an empty tensor for every other one.
+        larger: for each hash table that is about to grow, larger buckets with the same seed, into
+            which new keys are inserted too; an empty tensor for each other hash table.
 
     Returns:
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.

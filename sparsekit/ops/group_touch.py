@@ -1,4 +1,4 @@
-"""Updates the scores of rows in many tables that a lookup has touched."""
+"""Updates the scores of the rows that a lookup has touched, in many tables."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -55,8 +55,8 @@ def group_touch_(
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         policies: int64 ``[T, 2]`` on the CPU: a `ScorePolicy`, and halve_every, which only LFU
             uses; 0 if counts are never halved.
-        clocks: int64 ``[1]`` for each table, changed in place if it has ticks. A table without
-            scores may have ``[0]``.
+        clocks: int64 ``[1]`` for each table, advanced in place by the table's ticks, if any. A
+            table without scores may have ``[0]``.
         occurrences: int64 with one element per entry: the number of touches that the entry stands
             for, clamped to [0, 2^32 - 1]. If None, each entry is one touch.
         ticks: for each table, how far its clock is advanced before scores are written; empty to

@@ -74,9 +74,9 @@ def hash_table_find_or_insert_(
         capacity: largest number of rows, at most ``5 * num_buckets`` and below 2^31.
 
     Returns:
-        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``. The status is the size before the call,
-        which is the first new row, and the number of elements of keys that were refused because the
-        table is full (their rows are -1).
+        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``. The status holds the size before the
+        call, which is the first new row, and the number of elements of keys that were refused for
+        lack of free rows (their rows are -1).
 
     Raises:
         TypeError: keys has a wrong dtype.

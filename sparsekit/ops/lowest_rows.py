@@ -26,9 +26,9 @@ def lowest_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the rows of a table with the lowest scores, without sorting them.
 
-    Rows are compared by their order: with ``ScorePolicy.lru`` the score itself, with
-    ``ScorePolicy.lfu`` the count in the score, halved as `group_touch_` would do now. Rows of equal
-    order are compared by a hash of their keys, the finaliser of splitmix64, as unsigned numbers.
+    Rows are compared by a number, their order: with ``ScorePolicy.lru`` the score itself, with
+    ``ScorePolicy.lfu`` the count in the score, halved as `group_touch_` would do now. Ties are
+    broken by a hash of the key, the finaliser of splitmix64, compared as an unsigned number.
 
     Args:
         scores: int64 ``[capacity]``, as `group_touch_` writes them.

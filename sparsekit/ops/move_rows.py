@@ -33,7 +33,7 @@ def move_rows_(
         TypeError: a wrong dtype.
         ValueError: a wrong shape or layout, a mix of devices, tensors share memory with one another
             or with new_rows, or a new row is out of range. On the CPU, nothing has been changed; on
-            CUDA, that row has stayed as it was.
+            CUDA, the row that it belongs to is unchanged.
     """
     _move(tensors, new_rows, left, initial)
     increment_version(tensors)

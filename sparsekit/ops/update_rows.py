@@ -66,11 +66,11 @@ def update_rows_(
     ``"adagrad"``                lr, lr_decay, eps, weight_decay,       sum of squares
                                  decoupled
     ``"row_wise_adagrad"``       lr, lr_decay, eps, weight_decay,       sum of mean squares, one
-                                 decoupled                              for a row
+                                 decoupled                              per row
     ``"rms_prop"``               lr, alpha, eps, momentum, eps_inside,  mean square, then momentum
                                  weight_decay, decoupled                if there is any
     ``"ftrl"``                   lr, l1, l2, lr_power                   n, z
-    ``"partial_row_wise_adam"``  lr, beta1, beta2, eps, weight_decay    m, and v, one for a row
+    ``"partial_row_wise_adam"``  lr, beta1, beta2, eps, weight_decay    m, and one v per row
     ``"lamb"``                   lr, beta1, beta2, eps, weight_decay    m, v
     ===========================  =====================================  ==========================
 

@@ -32,7 +32,7 @@ class _Missed:
         # is interrupted, the number is recomputed from the parameter's step, which is updated
         # together with the rows.
         self.count: int | None = 0
-        # Settings of the missed steps, without the learning rate, and names of the states.
+        # Settings of the missed steps, except the learning rate, and names of the states.
         self.settings: list[float] = []
         self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
@@ -121,7 +121,7 @@ class CatchUpOptimizer(RowOptimizer):
                     missed.numbers,
                     missed.first_step,
                     self.rule,
-                    [0.0, *missed.settings],  # 0.0: the learning rates are in `numbers`
+                    [0.0, *missed.settings],  # 0.0 is unused: `numbers` has the learning rates
                 )
                 count_own_writes([parameter])
             if rows is None:
@@ -159,7 +159,7 @@ class CatchUpOptimizer(RowOptimizer):
                 if missed is not None and count:
                     changed = missed.settings != settings
                     if not moves_all or changed or count == _MOST:
-                        self.catch_up(parameter)  # with the settings of the missed steps
+                        self.catch_up(parameter)  # still uses the missed steps' settings
             if not moves_all:
                 for parameter, _, _ in updates:
                     self._missed.pop(parameter, None)
@@ -182,7 +182,7 @@ class CatchUpOptimizer(RowOptimizer):
     ) -> tuple[_Missed, int]:
         """Let rows catch up, and record the next step; return the missed steps, and their count.
 
-        The other rows are late as soon as the given rows move, so the step is recorded first.
+        Once the update has moved its rows, all others are late, so record the step before that.
         """
         parameter, rows, _ = update
         missed = self._missed.get(parameter)

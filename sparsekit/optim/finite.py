@@ -24,7 +24,7 @@ class NonFiniteGradientError(ArithmeticError):
     Attributes:
         layer: name of the embedding layer, or of the dense parameter.
         key: the key of the gradient's row; None for a dense parameter, and for a row without a key.
-        rank: the rank that has the gradient, within the process group.
+        rank: the rank, within the process group, that has the gradient.
     """
 
     def __init__(self, message: str, layer: str, key: int | None, rank: int) -> None:

@@ -36,22 +36,22 @@ class Steps(Protocol):
 
 @dataclass(slots=True)
 class FusedCall:
-    """A call that has updated weights in backward."""
+    """An earlier update of weights in backward, kept so that it can be repeated."""
 
     weights: list[torch.Tensor]
     distinct: set[torch.Tensor]
     group: dict[str, Any]
     parameters: list[torch.Tensor]  # all parameters of the group
     stepped: list[torch.Tensor]  # the optimizer's parameters that have states
-    states: list[State]  # one for each of `stepped`
-    own_states: list[State]  # one for each of `weights`
+    states: list[State]  # states of each one in `stepped`
+    own_states: list[State]  # states of each one in `weights`
     # Set by the second call, which many programs never make.
     kept: KeptTensors | None = None
     keys: list[str] = field(default_factory=list)  # names of the states in `kept`
-    of_states: list[torch.Tensor] = field(default_factory=list)  # these states, for each weight
+    of_states: list[torch.Tensor] = field(default_factory=list)  # these states of each weight
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
-        """Return whether the next call updates these weights, with states in the same dicts."""
+        """Return whether the call was for these weights, with states in the same dicts as now."""
         return (
             weights is self.weights
             and any(group is self.group for group in optimizer.param_groups)
@@ -70,14 +70,14 @@ class FusedCall:
         if kept is None:
             return False
         step = optimizer._step(group, weights[0].device)
-        optimizer._updated |= self.distinct  # first, so that an interrupted step is not repeated
+        optimizer._updated |= self.distinct  # before the update: if interrupted, it is not repeated
         update(*kept.arguments, **step)
-        increment_version(kept.aliases)  # `update` did so only for their stand-in
+        increment_version(kept.aliases)  # `update` got a stand-in, so did not do it
         count_own_writes(weights)
         return True
 
     def _kept_for(self, names: list[str], row_step: bool) -> KeptTensors | None:
-        """Return the lists for the op; None if a weight or state is no longer the same.
+        """Return the op's lists of tensors; None if a weight or state has been replaced.
 
         Args:
             names: names of the rule's states.
@@ -107,10 +107,10 @@ class FusedCall:
 
 
 class FusedCalls:
-    """An optimizer's latest calls that updated several weights in backward."""
+    """An optimizer's latest updates of several weights in backward."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, FusedCall] = {}  # keys: ids of the first weights
+        self._calls: dict[int, FusedCall] = {}  # by the id of a call's first weight
 
     def find(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> FusedCall | None:
         """Return an earlier call that can be repeated to update these weights, or None."""
@@ -120,7 +120,7 @@ class FusedCalls:
     def keep(self, weights: list[torch.Tensor], optimizer: Steps, group: dict[str, Any]) -> None:
         """Keep a call that has updated weights in a group."""
         if len(weights) == 1:
-            return  # a call for one weight is quick
+            return  # updating a single weight is fast anyway
         if len(self._calls) >= _MOST_KEPT:
             self._calls.clear()
         state = optimizer.state

@@ -1,4 +1,4 @@
-"""Converts saved states to a parameter's states, even from a table with another capacity."""
+"""Converts saved optimizer states for a parameter, even from a table of another capacity."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def loaded_state(
 
 
 def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Return an entry ``keys`` if the saved rows may be in a different order from the table's."""
+    """Return a dict with the entry ``keys`` if the saved rows may not be in the table's order."""
     now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
     if now is None:
         return {}
