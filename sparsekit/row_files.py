@@ -16,7 +16,7 @@ import torch
 
 from .memory import MappedMemory, mapped, parts_written, total_bytes, untouched_zeros
 
-# Shape of a row, and dtype.
+# A column of the file: its shape for one row, and its dtype.
 Column = tuple[Sequence[int], torch.dtype]
 
 _PAGE = mmap.PAGESIZE
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _function(name: str, *types: Any) -> Any:
-    """Return a function from the C library; None if there is none, as on other systems."""
+    """Return a function from the C library; None where it is missing, as outside Linux."""
     if found := getattr(_libc, name, None):
         found.argtypes = types
     return found
@@ -49,7 +49,7 @@ _mincore = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_
 
 
 class _File(MappedMemory):
-    """A file of records, mapped as a whole; its first records have disk space."""
+    """A file of records, mapped as a whole; only its first records have disk space."""
 
     fd: int
     table: tuple[str, str]  # its name and folder
@@ -86,7 +86,7 @@ class _File(MappedMemory):
             yield slice(first, min(count, -(-end // self.record_bytes) - origin))
 
     def bytes_written(self, begin: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each part of the file that has been written to, from `begin`."""
+        """Yield the bounds of each part of the file, after `begin`, that has been written to."""
         while True:
             try:
                 begin = os.lseek(self.fd, begin, os.SEEK_DATA)
@@ -108,7 +108,7 @@ class _File(MappedMemory):
         return copy.copy_(tensor[:rows])
 
     def bytes_of(self, first: int, end: int) -> tuple[int, int]:
-        """Return the offset and length of these pages, in bytes."""
+        """Return the offset and length, in bytes, of pages `first` to `end` - 1."""
         return first * _PAGE, min(end * _PAGE, len(self)) - first * _PAGE
 
     def leave(self, rows: slice) -> None:
@@ -160,7 +160,7 @@ class RowFiles:
         self._main: weakref.ref[_File] | None = None  # the weight's file
         # All files with records of the table; states may be in older files than the weight.
         self._files: weakref.WeakSet[_File] = weakref.WeakSet()
-        self._states: dict[str, torch.Tensor] = {}  # columns of the file not in use yet
+        self._states: dict[str, torch.Tensor] = {}  # columns that no state uses yet
         self._known = np.empty(0, np.uint8)  # state of each page
         self._resident = self._hand = 0  # number of pages in memory; next page to look at
         self._leaving = _NO_PAGES  # pages being written
@@ -223,7 +223,7 @@ class RowFiles:
     def _lay_out(
         self, columns: Mapping[str, Column], before: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], _File]:
-        """Return the columns of a new file, which start with the rows of `before`, and the file."""
+        """Return a new file's columns, with the vectors of `before` copied to it, and the file."""
         made, file = self._new_file(self._capacity, self._allocated, columns)
         self._files.add(file)
         if before is not None:
@@ -261,7 +261,7 @@ class RowFiles:
                 file.fd, file.record_bytes = os.dup(made.fileno()), record
                 file.table = self.name, self.folder
                 weakref.finalize(file, os.close, file.fd)
-            file.madvise(mmap.MADV_RANDOM)  # otherwise each read would include neighbours
+            file.madvise(mmap.MADV_RANDOM)  # else a read would load neighbouring pages
             file.allocate(allocated)
         except OSError as error:
             raise self._refused(error, allocated, record) from None
@@ -274,7 +274,7 @@ class RowFiles:
         return tensors, file
 
     def holding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a weight as from `vectors`, beginning with as many of these rows as have space."""
+        """Return a weight as `vectors` does, with these rows, as far as they have disk space."""
         return self._new_main({"": (rows.shape[1:], rows.dtype)}, rows)
 
     def allocate(self, rows: int) -> None:
@@ -322,7 +322,7 @@ class RowFiles:
             file.madvise(mmap.MADV_WILLNEED, *file.bytes_of(first, end))
 
     def have_passed(self) -> None:
-        """Record that code passes over all rows, so that any of them may be in memory."""
+        """Record that code reads all rows, which may load any of them into memory."""
         file = self._file()
         for begin, end in () if file is None else file.bytes_written():
             known = self._known[begin // _PAGE : -(-end // _PAGE)]
@@ -359,7 +359,8 @@ class RowFiles:
     def _drop(self, file: _File, most: int) -> None:
         """Drop pages until at most `most` are left; those not asked for go first.
 
-        They leave memory in the next call; by then they have been written, so no step has to wait.
+        Here they only start being written to the disk; the next call removes them from memory, so
+        no step has to wait.
         """
         file.wait()
         for first, end in _runs(self._leaving[self._known[self._leaving] == _GONE]):
@@ -392,7 +393,7 @@ def _with_space(rows: int, *made: Any) -> RowFiles:
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield the first number and the end of each run of consecutive numbers."""
+    """Yield each run of consecutive numbers as its first number and its last number + 1."""
     if len(numbers):
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
         firsts, ends = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]] + 1

@@ -122,9 +122,9 @@ class EmbeddingLayer(EmbeddingTable):
         The function is called after each sweep that has dropped rows on this rank: because the
         table was over its budget, because rows were older than ttl, or because of `evict`; not for
         `erase` and `clear`. It gets copies, so it may keep them, for example to write them to a
-        larger store. It runs within the lookup, before new keys are inserted. If it raises an error, the rows
-        have been dropped already, and the lookup raises the error. A copy of the layer does not
-        have the function.
+        larger store. It runs within the lookup, before new keys are inserted. If it raises an
+        error, the rows have been dropped already, and the lookup raises the error. A copy of the
+        layer does not have the function.
 
         Args:
             callback: takes a `sparsekit.Evicted`; replaces the function of an earlier call.

@@ -204,7 +204,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return False, or refuse GradScaler, which reads this property before a step.
+        """Return False, or raise to stop GradScaler, which reads this property before a step.
 
         Raises:
             RuntimeError: a layer has been updated in backward, with a scaled gradient.
@@ -335,7 +335,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return, by name, each state's value for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # A row that does not count its own steps counts as having made all, without a gradient.
+            # Unless rows count their own steps, an untouched row has made all steps so far.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial
@@ -381,12 +381,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
         States of bfloat16 parameters stay float32. Settings are replaced by the saved settings, as
         in torch, including mode, form and bias correction. A learning rate that is a tensor stays
-        the same tensor, and a number stays a number. The saved table of a layer with a hash table
-        may have another capacity; rows that the state lacks start like new rows.
+        the same tensor, and a number stays a number. For a layer with a hash table, the saved
+        table's capacity may have been different; rows that the state lacks start like new rows.
 
         Raises:
-            ValueError: the state belongs to another optimizer, has other shapes, has more rows than
-                the table or fewer than are in use, or has settings that this optimizer lacks;
+            ValueError: the state belongs to another optimizer, has the wrong shapes, has more rows
+                than the table or fewer than are in use, or has settings that this optimizer lacks;
                 nothing has been changed.
         """
         loaded = loaded_states(self, state_dict)

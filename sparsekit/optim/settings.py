@@ -58,7 +58,7 @@ class _AllowedRates(Allowed):
 
 
 def rate_on(device: torch.device, name: str, lr: Any) -> tuple[float, torch.Tensor | None]:
-    """Return a learning rate as a number, or as a tensor on the device, which kernels read.
+    """Return ``(lr, None)``, or ``(0.0, lr)`` if lr is a tensor on `device`, for kernels to read.
 
     Raises:
         ValueError: lr is neither on the CPU nor on `device`. Errors begin with `name`.
@@ -73,7 +73,7 @@ def rate_on(device: torch.device, name: str, lr: Any) -> tuple[float, torch.Tens
 
 
 def in_float64(lr: Any) -> float | torch.Tensor:
-    """Return a learning rate as a float or, without waiting for it, as a 0-dim float64 tensor."""
+    """Return a number as a float, and a tensor as a 0-dim float64 tensor without waiting for it."""
     return lr.double().reshape(()) if isinstance(lr, torch.Tensor) else float(lr)
 
 

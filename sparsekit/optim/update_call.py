@@ -25,7 +25,7 @@ Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 class UpdateCall:
     """Parameters that one call updates together, and their states."""
 
-    positions: Sequence[int]  # positions of these parameters in the arguments of `by_kind`
+    positions: Sequence[int]  # positions of these parameters in `by_kind`'s argument
     weights: Sequence[torch.Tensor]  # the parameters as matrices
     states: list[torch.Tensor]
     row_steps: list[torch.Tensor]
@@ -83,7 +83,7 @@ def _call(
 
 def with_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient."""
-    # Return early in the usual case, when backward updates hundreds of tables.
+    # Return early in a common case: backward has updated all tables, so none has a gradient.
     if without_overrides(each_is, parameters, "grad", None):
         return []
     return [parameter for parameter in parameters if parameter.grad is not None]
@@ -109,7 +109,7 @@ def new_states(
     row_states: Collection[str],
     row_step: bool,
 ) -> State:
-    """Return the states of a parameter that no step has touched.
+    """Return new states for a parameter, as they are before its first step.
 
     Args:
         parameter: the parameter.
@@ -158,7 +158,7 @@ def prepare_states(
 def _columns_of(
     parameter: torch.Tensor, names: Collection[str], row_states: Collection[str]
 ) -> dict[str, Column]:
-    """Return the shape of a row and the dtype of each state."""
+    """Return, by name, each state's shape of a row and its dtype."""
     dtype = accumulate_dtype(parameter.dtype)
     return {name: (() if name in row_states else parameter.shape[1:], dtype) for name in names}
 

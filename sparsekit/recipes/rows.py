@@ -1,4 +1,4 @@
-"""Number of rows in an application's tables, if the user gives none."""
+"""Chooses the number of rows in an application's tables, if the user gives none."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ def rows_of_table(rows: int | None, options: Mapping[str, Any]) -> int | None:
 
     Args:
         rows: the user's number; None to choose one.
-        options: the table's options; some of them need a number.
+        options: the table's options; some rule out growth.
     """
     if rows is not None:
         return rows

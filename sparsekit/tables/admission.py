@@ -32,7 +32,7 @@ class MinCount:
 
     Args:
         count: number of times, at least 1. Batches are counted as a whole, over all ranks: a key is
-            admitted in the batch that reaches this number.
+            admitted in the batch that brings its count to this number.
         sketch_bytes: size, on each rank, of a count-min sketch for approximate counts; at least 64,
             rounded down to a power of two. An estimate is never too low; with a probability of at
             most 2%, it is too high by more than ``44 / sketch_bytes`` times the sum of all counts.
@@ -41,7 +41,8 @@ class MinCount:
             dropped; None for never.
 
     Raises:
-        TypeError, ValueError: an argument is not an int or out of range, or a sketch is to expire.
+        TypeError, ValueError: an argument is not an int or out of range, or expire_after is given
+            for a sketch.
     """
 
     count: int
@@ -70,7 +71,7 @@ class Probability:
 
     Args:
         p: the probability, in (0, 1].
-        seed: another seed gives other choices; in [0, 2^63).
+        seed: a different seed gives different choices; in [0, 2^63).
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range.
@@ -129,9 +130,9 @@ class ExactCounts:
         return [partial(torch.Tensor.index_fill_, self.words, 0, rows[rows >= 0], 0)]
 
     def erasure(self, gone: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that remove int64 keys ``[n]`` themselves, so that no trace is left.
+        """Return the calls that remove int64 keys ``[n]`` themselves, not just their counts.
 
-        They take time proportional to the number of all counts.
+        The calls take time proportional to the number of all counts.
         """
         buckets, hash_seed, size = self.index.tensors()
         rows = self.index.find(gone).unique()
@@ -165,13 +166,13 @@ class ExactCounts:
         self.words = torch.zeros(capacity, 2, dtype=_INT64, device=device)
 
     def _alive(self, words: torch.Tensor, now: int) -> torch.Tensor:
-        """Return whether counts have not expired."""
+        """Return a mask of the counts that have not expired."""
         if self._expire_after is None:
             return torch.ones_like(words[:, 1], dtype=torch.bool)
         return words[:, 1] >= now - self._expire_after
 
     def _reserve(self, new: int, now: int) -> None:
-        """Make room for new keys: remove zero and expired counts, and free half of the capacity."""
+        """Make room for new keys: remove zero and expired counts; keep half of the places free."""
         state = self.state()
         state = state[self._alive(state[:, 1:], now)]
         self._make(max(self.index.capacity, 2 * (len(state) + new)), self.words.device)
@@ -229,7 +230,7 @@ class Sketch:
 
 
 def largest_counts(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elementwise maximum of sketches; its estimates are not too low for any of them."""
+    """Return the elementwise maximum of sketches, with no estimate below that of any sketch."""
     return torch.stack(list(states)).amax(0)
 
 

@@ -63,8 +63,8 @@ class EmbeddingTable(TableTensors):
     ``table``, a `HashTable`, unless use_hashtable is False; ``seed`` int64 [1]; ``shard`` int64
     [2], the rank and world size; and, on several ranks with ``placement="hash"``, ``owners`` int16
     [65536], the rank of each virtual shard (see `sparsekit.ops.bucketize`). Layers may share the
-    tensor ``owners``: instead of writing to it, assign another tensor, the same on all ranks,
-    before there are any keys.
+    tensor ``owners``, so do not write to it: before there are any keys, assign another tensor, the
+    same on all ranks.
     """
 
     # Limit on the norm of rows that are read, and the p of that norm; see `Embedding`.
@@ -140,7 +140,7 @@ class EmbeddingTable(TableTensors):
     def reset_parameters(self) -> None:
         """Reset the table: drop all keys, or write initial vectors if there is no hash table.
 
-        A layer without a name and a seed draws a new seed. Owners and optimizer states are left
+        A layer with neither a name nor a seed draws a new seed. Owners and optimizer states are left
         unchanged. Ranks do not communicate here, so call this method on all of them.
         """
         self.catch_up()
@@ -205,7 +205,7 @@ class EmbeddingTable(TableTensors):
         return self._process_group.group
 
     def process_exchange(self) -> Exchange | None:
-        """Return the exchange, without checking that the layer was made for the same ranks."""
+        """Return the exchange, without checking that the layer was made for its ranks."""
         self.refuse_meta()
         return exchange_of(self.process_group, self.weight.device)
 
@@ -334,7 +334,7 @@ class EmbeddingTable(TableTensors):
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"
 
     def _apply(self, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> EmbeddingTable:
-        # Catch up while the optimizer's state still has the device and dtype of the weight.
+        # Apply missed steps while the optimizer's state still fits the weight's device and dtype.
         self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
         with self.rows_in_reach(fn):

@@ -63,7 +63,7 @@ def fallback_rows(fallback: Fallback | None, index: HashTable) -> list[torch.Ten
 def count_fallbacks(
     fallback: Fallback | None, keys: torch.Tensor, occurrences: torch.Tensor | None
 ) -> int:
-    """Return how many keys of fallback rows are among the keys that a lookup inserts."""
+    """Return how many of the keys that a lookup inserts belong to fallback rows."""
     if fallback is None:
         return 0
     asked = fallback.has(keys)

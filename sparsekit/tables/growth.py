@@ -1,4 +1,4 @@
-"""Grows the index of a hash table, bit by bit, so that no lookup takes long."""
+"""Grows the index of a hash table in small steps, so that no lookup takes long."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .rows_of import RowsOf
 _STEPWISE = 1 << 16
 # Rows in use, as a fraction of the capacity C, at which work on a larger index begins.
 _BEGIN = 0.7
-# Buckets to clear or to copy for each new key: 2/3 C must be cleared and C/3 copied, so that the
-# index is replaced when 0.95 C rows are in use. Starting earlier would waste room.
+# Buckets to clear or to copy for each new key: 2/3 C are cleared and C/3 copied during C/4 new
+# keys, so the index is replaced when 0.95 C rows are in use. Starting earlier would waste room.
 _BUCKETS_PER_KEY = 4
 # Further buckets to clear or to copy in each lookup with new keys.
 _LEAST_BUCKETS = 1024
@@ -48,7 +48,7 @@ class Growth:
     """A larger index being built: it is cleared, and then gets all keys from the one it replaces.
 
     Keys inserted before it has been cleared are copied with the others; keys inserted later go into
-    both.
+    both indexes.
 
     Attributes:
         before: buckets of the index to replace.
@@ -123,8 +123,8 @@ class CanGrow(torch.nn.Module):
         capacity: number of rows that there is room for.
         max_capacity: largest capacity that the table may grow to.
         reach: number of leading rows that optimizers have initial states for: those in use and some
-            more. Later rows have never been in use. On a device, these are the rows with memory, at
-            least the capacity, since the host does not know which are in use.
+            more. Later rows have never been in use. On a device, it is the number of rows with
+            memory, at least the capacity, since the host does not know which are in use.
         load_factor: fraction of the buckets' places that a full table uses.
         rows_of: the table's reference to the layer whose rows it assigns.
     """
@@ -200,7 +200,7 @@ class CanGrow(torch.nn.Module):
                 return
             try:
                 growth = self._growth = self._new_growth(2 * self.capacity, after)
-            except (RuntimeError, OSError):  # out of memory or disk: no error while there is room
+            except (RuntimeError, OSError):  # no memory or disk space: not an error yet
                 return
         changes_of_growth.next()
         growth.step(self.tensors()[1], after)
@@ -214,7 +214,7 @@ class CanGrow(torch.nn.Module):
         return growth.buckets if growth is not None and growth.takes_keys else None
 
     def stop_growing(self) -> None:
-        """Give up the larger index being built, since rows get other keys."""
+        """Discard the larger index being built, which would miss changes made to this one."""
         if self._growth is not None:
             changes_of_growth.next()
             self._growth = None

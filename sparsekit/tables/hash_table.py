@@ -32,8 +32,8 @@ class HashTable(CanGrow):
     ``hash_seed`` int64 ``[1]``, a random number that is needed to read the buckets, and ``size``
     int64 ``[1]``. Rows do not depend on the seed. Any number of threads may call `find` at the same
     time; while one thread inserts, no other thread may use the table. ``load_state_dict`` accepts
-    the state of a table of any capacity whose keys fit. It refuses a damaged state, and leaves the
-    table unchanged.
+    the state of a table of any capacity, if its keys fit. It refuses a damaged state, and leaves
+    the table unchanged.
 
     Args:
         capacity: number of keys that there is room for, in [1, 2^31 - 1].
@@ -166,10 +166,10 @@ class HashTable(CanGrow):
         return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
     def make_room_for(self, keys: int) -> bool:
-        """Grow, on a device, if this number of new keys might not fit; return whether it has grown.
+        """On a device, grow if this number of new keys might not fit; return whether it has grown.
 
-        The call waits for the device only if the table grows, or may be full for good. If there is
-        no memory, the keys may still fit: the lookup finds out.
+        The call waits for the device only if the table grows, or might exceed max_capacity. If
+        there is no memory to grow, the keys may still fit: the lookup finds out.
         """
         capacity, size = self.capacity, self.tensors()[2]
         for bound in (self.row_bound.most_for(size), None):
@@ -177,7 +177,7 @@ class HashTable(CanGrow):
             if most <= self.capacity:
                 break
             if bound is not None and most > self.max_capacity:
-                continue  # there may be far fewer rows
+                continue  # the bound may be far too high
             try:
                 self.reserve(int(min(most, self.max_capacity)))
                 break
@@ -186,7 +186,7 @@ class HashTable(CanGrow):
         return self.capacity != capacity
 
     def _count_rows(self) -> int:
-        """Wait for the device, return the number of rows in use, and make it their bound."""
+        """Wait for the device; return the number of rows in use, recorded as their new bound."""
         rows = len(self)
         self.row_bound.learn(rows, self.row_bound.add(self.tensors()[2], 0))
         return rows
@@ -282,7 +282,7 @@ class HashTable(CanGrow):
         return {"buckets": buckets, "hash_seed": hash_seed, "size": size}
 
     def _make_room(self, rows: int) -> None:
-        """Do what `reserve` does, also for a table without memory or content."""
+        """Do what `reserve` does, even for a table that is on meta or uninitialized."""
         buckets, _, size = self.tensors()
         if rows > self.capacity and (buckets.is_meta or not 0 <= int(size) <= self.capacity):
             capacity = min(max(rows, 2 * self.capacity), self.max_capacity)
@@ -329,7 +329,7 @@ class HashTable(CanGrow):
         error_messages: list[str],
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
-        release_kept()  # torch may swap tensors
+        release_kept()  # so that torch can swap tensors
         entries = saved.entries(state_dict, prefix, self._buffers)
         # If a layer has loaded its table itself, the state has the table's own tensors; skip them.
         if entries and any(entries.get(name) is not own for name, own in self._buffers.items()):

@@ -20,10 +20,10 @@ class InFlight:
 
     Attributes:
         moved: whether rows have been renumbered. The backward must then read `found`, since
-            saved-tensor hooks may give it copies.
+            saved-tensor hooks may give it outdated copies.
         done: whether the backward has run. It may run again, if its graph was retained.
-        stale: whether rows have been renumbered after a backward. Its gradients have the old row
-            numbers, so they can no longer be differentiated.
+        stale: whether rows have been renumbered after the backward. The gradients from it have the
+            old row numbers, so they can no longer be differentiated.
         lost: whether a row has been removed, so that the backward can no longer run.
     """
 

@@ -1,4 +1,4 @@
-"""Functions as initializers, such as those of torch.nn.init.
+"""Lets functions, such as those in torch.nn.init, serve as initializers.
 
 The initial vector of a key in a hash table depends only on (seed, key, column), not on when or on
 which rank the key first occurs. A function that fills a tensor does not see keys. It is therefore
@@ -136,7 +136,7 @@ _MADE_BY: dict[Any, Callable[..., Initializer]] = {
 
 
 def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
-    """Return the distribution of trunc_normal_, which does nothing to a tensor without memory."""
+    """Return the distribution of trunc_normal_, read from its arguments: on meta it is a no-op."""
     signature = inspect.signature(torch.nn.init.trunc_normal_)
     # Read the keywords of a functools.partial; trunc_normal_ itself has none.
     given = signature.bind(None, **getattr(function, "keywords", {}))

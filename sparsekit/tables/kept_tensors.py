@@ -17,7 +17,7 @@ _in_use: weakref.WeakSet[KeptTensors] = weakref.WeakSet()
 
 
 class Tensors(NamedTuple):
-    """Tensors of several tables, or arguments of ops; the last three belong to hash tables."""
+    """Lists of tables' tensors, or of arguments made from them; the last three are hash tables'."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]
@@ -62,7 +62,7 @@ class KeptTensors:
         return arguments
 
     def are(self, lists: Sequence[list[torch.Tensor]]) -> bool:
-        """Return whether these lists contain the same tensors, and `in_place` holds."""
+        """Return whether `lists` contain the same tensors as `self.lists`, and `in_place` holds."""
         return all(map(lists_are, self.lists, lists)) and self.in_place()
 
     def in_place(self) -> bool:
@@ -78,7 +78,7 @@ def release_kept() -> None:
     """Drop all references from C++ to tensors; the next steps create new ones.
 
     While C++ refers to a tensor, torch refuses to swap it with another one, as `load_state_dict`
-    does if `torch.__future__` says so.
+    does if an option in `torch.__future__` is set.
     """
     for kept in list(_in_use):
         kept.arguments = []

@@ -76,26 +76,27 @@ class RowLife:
     """Settings and counts for the life of a table's rows.
 
     Attributes:
-        score: how rows are valued.
+        score: how rows are scored.
         max_rows: budget of rows over all ranks; None if a full table is an error.
         low_watermark: fraction of the budget that a sweep leaves in use. The next sweep comes when
             the difference has been used up, so the cost of a sweep, which reads all scores, is
             spread over many new keys.
         admission: decides which new keys get a row; None for all.
         before_admission: vector of a key before its admission: "initial", "zero", or fallback rows.
-        counts: how often keys have come that have not been admitted, if admission counts them.
+        counts: how often each key that is not yet admitted has come; None if admission needs none.
         ttl: a row expires after this many units of the clock without a lookup; None for never.
-        set_by_user: whether the clock is set by `sparsekit.set_clock`, and lookups do not advance
-            it.
+        set_by_user: whether the clock is set by `sparsekit.set_clock`, so that lookups do not
+            advance it.
         evicted, expired: number of this rank's rows that sweeps have dropped.
         erased: number of this rank's rows that the user has dropped.
-        admitted, refused: number of this rank's keys that got a row, and how often a key in a batch
-            got none.
-        looked_up: number of this rank's keys in lookups in training that have rows, on the CPU.
+        admitted, refused: number of this rank's keys that admission gave a row, and how often it
+            gave a key in a batch none.
+        looked_up: number of this rank's keys with a row in lookups in training, counted on the CPU
+            only.
         new: number of these keys that got their row in the lookup, other than by admission.
         on_evict: called with the rows that a sweep drops.
-        makes_room_first: whether lookups make room before they insert keys, since a lookup in a
-            full table once had more new keys than there were free rows.
+        makes_room_first: whether lookups make room before they insert keys; set once a lookup has
+            had more new keys than there were free rows.
         keys_finished: total of the distinct keys that all ranks have asked for in finished lookups.
     """
 
@@ -125,7 +126,7 @@ class RowLife:
         # The clock's value when last read or written, its tensor, and the tensor's version then.
         self._now = 0
         self._known: tuple[torch.Tensor | None, int | None] = None, None
-        # Period of the clock with the last sweep for expired rows.
+        # Period of the clock during which the last sweep for expired rows ran.
         self._expired_in: int | None = None
 
     def __str__(self) -> str:
@@ -164,7 +165,7 @@ class RowLife:
         )
 
     def now(self, clock: torch.Tensor) -> int:
-        """Return the value of a table's clock, waiting for its device only if it was replaced."""
+        """Return the value of a table's clock; wait for the device only if others changed it."""
         known = clock, _version(clock)
         if self._known[0] is not clock or known[1] is None or self._known[1] != known[1]:
             self._now, self._known = int(clock), known
@@ -219,15 +220,15 @@ class RowLife:
         return [] if self.counts is None else self.counts.removal(keys)
 
     def erase_counts(self, keys: torch.Tensor) -> None:
-        """Remove keys that wait for admission, and overwrite their counts, if they are exact."""
+        """Remove keys that wait for admission, and overwrite their counts, if counts are exact."""
         if self.counts is not None:
             saved.run_all(self.counts.erasure(keys))
 
     def oldest(self, now: int) -> int:
-        """Return the earliest clock that a row's last lookup may have if the row is not to expire.
+        """Return the clock that a row's last lookup must have reached for the row not to expire.
 
-        It depends only on the period, so a program that resumes within a period, and sweeps again,
-        drops nothing that the original program would have kept.
+        The result depends only on the clock's period, so a program that resumes within a period,
+        and sweeps again, drops nothing that the original program would have kept.
         """
         return now - now % self._every - cast(int, self.ttl)
 
@@ -244,7 +245,7 @@ class RowLife:
         self.counts.load(state)
 
     def forget_counts(self, device: torch.device) -> None:
-        """Restart the counts of keys that have not been admitted from 0, on a device."""
+        """Drop the counts of keys that have not been admitted; keep new counts on `device`."""
         self.counts = counts_of(self.admission, device)
 
     def __getstate__(self) -> dict[str, Any]:

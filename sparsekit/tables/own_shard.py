@@ -15,7 +15,7 @@ from ..distributed import Exchange
 class OwnShard(torch.Tensor):
     """A saved ``shard``: a plain tensor, except that torch.distributed.checkpoint refuses it.
 
-    torch.distributed.checkpoint mistakes tensors of the same name on several ranks for copies of
+    torch.distributed.checkpoint mistakes tensors with the same name on several ranks for copies of
     one tensor, and would save only one of them.
     """
 

@@ -25,7 +25,7 @@ _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 
 def states_of(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Yield name, tensor and initial value of each state with one row per row of the weight."""
+    """Yield name, tensor and initial value of each state that has a row for every weight row."""
     for optimizer in _optimizers(weight):
         for name, tensor, initial in row_tensors(optimizer, weight):
             yield f"{type(optimizer).__name__}.{name}", tensor, initial
@@ -39,16 +39,16 @@ def _optimizers(weight: torch.Tensor) -> list[torch.optim.Optimizer]:
 def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     """Remove the keys of rows, and overwrite everything that belongs to them.
 
-    The last rows in use move to the rows that become free, with their vectors, scores and states;
-    lookups with a pending backward and a gradient follow them. Afterwards, every free row is as it
-    was before its first key.
+    The last rows in use move to the rows that become free, with their vectors, scores and states.
+    Lookups with a pending backward, and a gradient, get the new row numbers. Afterwards, every free
+    row is as it was before its first key.
 
     Args:
         table: a table with a hash table.
         gone: int64 ``[k]``, distinct rows in use, in ascending order.
 
     Returns:
-        int32 ``[rows in use before]``, the new number of each row, or -1 for one that is removed.
+        int32 ``[rows in use before]``, the new number of each row, or -1 for a removed row.
     """
     index = cast(HashTable, table.table)
     weight = table.weight
@@ -59,7 +59,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     buckets, hash_seed, size = index.tensors()
     grad = weight.grad
     if grad is not None and not grad.is_sparse and not grad.is_contiguous():
-        weight.grad = grad = grad.contiguous()  # moving rows needs contiguous ones
+        weight.grad = grad = grad.contiguous()  # `_move` needs contiguous rows
     of_rows: list[tuple[torch.Tensor, float]] = [(weight, 0.0)]
     of_rows += [(tensor, initial) for _, tensor, initial in states_of(weight)]
     of_rows += [(tensor, 0.0) for tensor in (table.scores, grad) if tensor is not None]

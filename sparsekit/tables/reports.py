@@ -32,7 +32,7 @@ _STATUS_WORDS = 3
 
 
 class Inserting(NamedTuple):
-    """Facts about a table that inserts keys, without a reference that would keep it alive."""
+    """Facts about a table that inserts keys, without a reference that keeps the table alive."""
 
     number: int  # index among the tables of a lookup
     bound: RowBound
@@ -47,7 +47,7 @@ class Inserting(NamedTuple):
 
 
 def bounds_of(inserting: Sequence[Inserting]) -> RowBounds:
-    """Return the bounds of these tables."""
+    """Return the bounds on the rows in use in these tables."""
     return RowBounds(
         [table.bound for table in inserting],
         [table.capacity for table in inserting],
@@ -87,7 +87,7 @@ class Report:
         inserting: the tables among them that insert keys.
         sizes: the tensor `size` of each table in `inserting`.
         entries: for each table, an upper bound on the number of keys that are looked up.
-        bounds: `bounds_of` the tables in `inserting`.
+        bounds: result of `bounds_of` for the tables in `inserting`.
 
     Attributes:
         words: the argument ``report`` of the op: the error words, then the words of each table.
@@ -125,7 +125,7 @@ class Report:
         self._fits = self._bounds.fit()
 
     def asked(self) -> Iterator[tuple[RowBound, int]]:
-        """Yield, for each table that inserts keys, its bound and the largest number of new keys."""
+        """Yield, for each table that inserts keys, its bound and the most new keys possible."""
         for table in self._inserting:
             yield table.bound, self._entries[table.number]
 

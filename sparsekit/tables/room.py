@@ -96,14 +96,14 @@ class RowsWithRoom(torch.nn.Module):
     def rows_in_reach(self, fn: Callable[[Any], Any]) -> Iterator[None]:
         """Return a context in which weight and scores contain only the rows in reach.
 
-        Applying a function to them there takes no memory for the other rows.
+        Applying a function to these two inside the context takes no memory for the other rows.
 
         Args:
             fn: the function.
 
         Raises:
             NotImplementedError: fn moves or converts tensors in files.
-            RuntimeError: fn shares their memory with other processes.
+            RuntimeError: fn shares memory with other processes.
         """
         weight = self.weight
         if not (self.grows or self.files) or not isinstance(weight, EmbeddingWeight):

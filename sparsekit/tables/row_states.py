@@ -74,7 +74,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
 def row_tensors(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor
 ) -> list[tuple[str, torch.Tensor, float]]:
-    """Return name, tensor and initial value of each state with one row per row of the weight."""
+    """Return name, tensor and initial value of each state that has a row for every weight row."""
     state = optimizer.state.get(weight)
     if not state:
         return []
@@ -101,7 +101,7 @@ def initial_rows(
 
 
 def states_of_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the states with one row per row of the weight, without moving them."""
+    """Return the states that have a row for every weight row, without moving them."""
     state = optimizer.state.get(weight) or {}
     return [state[name] for name in _of_rows(state, weight)]
 
@@ -109,7 +109,7 @@ def states_of_rows(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> li
 def sparse_writes(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor, new_rows: torch.Tensor
 ) -> list[partial[Any]]:
-    """Return the calls that renumber the rows of sparse states, such as a momentum.
+    """Return the calls that renumber the rows of sparse states, such as momentum.
 
     Args:
         optimizer: any optimizer.
@@ -126,7 +126,7 @@ def sparse_writes(
 
 
 def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
-    """Return the names of the states with one row per row of the weight."""
+    """Return the names of the states that have a row for every weight row."""
     return [
         name
         for name, value in state.items()
@@ -137,7 +137,7 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
 
 
 def _new_like(tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return zeros with rows like those of `tensors`, in the weight's files if it has any."""
+    """Return zeros with the row shapes and dtypes of `tensors`, in the weight's file if any."""
     if (files := files_of(weight)) is None:
         return untouched_like(tensors, len(weight), reach_of(weight))
     # Step counts stay in memory, as in `new_states`.
@@ -218,5 +218,5 @@ def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch
 
 
 def _belongs_in_file(state: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a state was copied out of a weight's file, or for fewer rows."""
+    """Return whether a state must move into the weight's file: it is in memory or too short."""
     return len(state) < len(weight) or (state.is_floating_point() and not is_mapped(state))

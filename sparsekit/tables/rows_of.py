@@ -22,7 +22,7 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context in which rows get other keys; optimizer states follow them at its end.
+        """Return a context for giving rows other keys; on exit, optimizer states follow the keys.
 
         If the body raises, the states move at the optimizer's next step. Nested calls do nothing.
         """

@@ -27,8 +27,8 @@ def entry(
     """Check and return one entry of a state; None in `shape` accepts any size.
 
     Raises:
-        TypeError: the entry is not a tensor, or has another dtype.
-        ValueError: the entry is missing, has another shape, or has no values.
+        TypeError: the entry is not a tensor, or has the wrong dtype.
+        ValueError: the entry is missing, has the wrong shape, or has no values.
     """
     if name not in entries:
         raise ValueError(

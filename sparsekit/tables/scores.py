@@ -67,7 +67,7 @@ class _Dated:
 class LFU(_Dated):
     """Least frequently used: the score of a key is the number of times that it came in training.
 
-    All positions of a batch count, repeats included. Counts age: they are halved every
+    All positions in a batch count, repeats included. Counts age: they are halved every
     `halve_every` units of the clock, since otherwise keys that were popular once would stay
     forever, and no new key could displace them. Counts stop at 2^32 - 1.
 

@@ -99,7 +99,7 @@ class TableTensors(RowsWithRoom, Sharded):
         error_messages: list[str],
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
-        release_kept()  # torch may swap tensors
+        release_kept()  # so that torch can swap tensors
         entries = entries_of(state_dict, prefix)
         if entries:
             try:
@@ -270,7 +270,7 @@ def _loaded_counts(
     """Return the counts in a state, or empty counts if the state has none.
 
     Raises:
-        TypeError, ValueError: the entry is damaged, or has another kind of counts.
+        TypeError, ValueError: the entry is damaged, or has the wrong kind of counts.
     """
     if layer.life is None or layer.life.counts is None:
         return None
@@ -357,7 +357,7 @@ def _replace(
         (layer._buffers, buffers),
     ]
     if layer.table is not None:
-        parameter.note_version()  # the rows have the new keys; `follow_keys` below reads them
+        parameter.note_version()  # else `belongs_to` would check rows against the old keys
         parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)

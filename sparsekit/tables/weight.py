@@ -23,7 +23,7 @@ from .row_states import follow_keys, initial_rows, states_of_rows
 SEEN_ROWS = 64
 
 
-# Counts changes to rows' keys.
+# Counts, over all tables, the changes to rows' keys.
 key_changes = Counter()
 
 
@@ -48,7 +48,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     _table: "weakref.ref[HashTable] | None" = None
     # Weak references to optimizers that may have states for these rows; see `is_stepped_by`.
     _optimizers: "weakref.WeakSet[torch.optim.Optimizer] | None" = None
-    # Address and number of the row indices in a coalesced gradient that autograd will put in
+    # Address and count of the row indices in a coalesced gradient that autograd will put in
     # ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
     # Lookups whose backward may still run, kept if rows may be removed before it; see `InFlight`.
@@ -76,7 +76,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             self._note_rows()
 
     def _note_rows(self) -> None:
-        """Treat all values as written by the library, including rows without a key.
+        """Treat all values, including those in rows without a key, as written by the library.
 
         An optimizer may have changed rows without a key before they were saved.
         """
@@ -90,7 +90,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Return whether code outside the library wrote to the weight, by torch's version counter.
+        """Return whether other code wrote to the weight, according to torch's version counter.
 
         The counter misses writes to ``weight.data``, and writes in inference mode to a weight that
         was made in that mode.
@@ -170,7 +170,7 @@ class EmbeddingWeight(torch.nn.Parameter):
                 state[before:after].fill_(initial)
 
     def note_change(self) -> None:
-        """Record that rows get other keys, so earlier lookups can no longer run a backward."""
+        """Record that rows get other keys, so that earlier lookups' backward is refused."""
         self.keys_changed_at = key_changes.next()
 
     def note_keys(self) -> None:
@@ -230,13 +230,13 @@ class EmbeddingWeight(torch.nn.Parameter):
         return EmbeddingWeight, (self.data, self.requires_grad)
 
     def rows_to_copy(self) -> int | None:
-        """Return how many leading rows a copy needs; None means all, in memory."""
+        """Return how many leading rows a copy needs; None means all, copied in memory."""
         if (reach := self.reach) is not None or self.files is None or self.is_meta:
             return reach
         table = None if self._table is None else self._table()
         if table is None or self.moved or self.written():
             return len(self)
-        # Without keys there may be values that the next lookup must refuse.
+        # If there are no keys, rows may have values that the next lookup must refuse.
         parts = () if len(table) else parts_written(self.data)
         return max((part.stop for part in parts), default=len(table))
 
@@ -334,8 +334,8 @@ def _sparse(
     weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, shard_of: str | None
 ) -> torch.Tensor:
     if not len(rows):
-        # Give it memory of its own: torch adds to an empty gradient by resizing it in place, and
-        # the next table's gradient follows it in memory.
+        # Give an empty gradient its own memory: torch adds to it by resizing it in place, which
+        # would overwrite the next table's gradient, right after it in memory.
         rows, grad = torch.empty_like(rows), torch.empty_like(grad)
     _watch_gradient(weight)
     if isinstance(weight, EmbeddingWeight):

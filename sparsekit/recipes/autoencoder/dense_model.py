@@ -17,7 +17,7 @@ HIDDEN = (10, 5, 10)
 
 
 class DenseAutoencoder(SavedModel):
-    """An autoencoder with layers n-10-5-10-n, on rows of the dense matrix of users by items.
+    """An autoencoder of layer sizes n-10-5-10-n, on rows of the dense users-by-items matrix.
 
     All activations are sigmoids. Weights and biases are drawn from N(0, 1). The loss is the mean
     squared error over all cells, rated or not, of ratings scaled to [0, 1]. This has two
@@ -60,7 +60,7 @@ class DenseAutoencoder(SavedModel):
         return self.score(self.encode(rows), self.vectors(0, len(self.history.items)))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a 1 and the last hidden layer for each user, ``[n, 11]``."""
+        """Return a 1 followed by the last hidden layer's values for each user, ``[n, 11]``."""
         return self._encode(self._matrix(rows))
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:

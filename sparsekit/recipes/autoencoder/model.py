@@ -33,16 +33,17 @@ class Autoencoder(SavedModel):
     The loss of a user is the cross entropy between a softmax over scores and the rated items,
     weighted by :math:`w`. It is masked: the softmax covers only the rated items and `negatives`
     random other items, which are drawn once per step for all users. Thus a missing rating is weak
-    evidence: it only means that the user prefers other items. In training, a random part of the bag
-    is dropped; otherwise h could learn to copy its input. Random draws depend on the step and the
-    entry, but not on the rank. Sources: Liang et al., "Variational autoencoders for collaborative
-    filtering", WWW 2018, for Mult-DAE, and Jean et al., ACL 2015, for the sampled softmax.
+    evidence: it only means that the user prefers other items. In training, random items in a user's
+    bag are dropped; otherwise h could learn to copy its input. Random draws depend on the step and
+    the entry, but not on the rank. Sources: Liang et al., "Variational autoencoders for
+    collaborative filtering", WWW 2018, for Mult-DAE, and Jean et al., ACL 2015, for the sampled
+    softmax.
 
     Args:
         history: ratings by all users, which are both input and target in training.
         dim: number of elements of h, e and v, >= 1.
         layers: number of dense layers (W, b), >= 0.
-        dropout: fraction of the bag that is dropped in training, in [0, 1).
+        dropout: fraction of a bag's items that are dropped in training, in [0, 1).
         negatives: number of items to draw in each step, >= 1; duplicates count once.
         seed: seed of the initial vectors and of all random draws.
         source: name of the data, saved with the model.
@@ -194,8 +195,8 @@ class Autoencoder(SavedModel):
 
     def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a bool mask of the entries to keep in bags, and the sorted columns of negatives."""
-        # Use hashes instead of a generator. Hashes are the same on all ranks, whatever the ranks'
-        # shares of a batch are.
+        # Use hashes instead of a generator. Hashes are the same on all ranks, however a batch is
+        # split among them.
         seed = (self._noise + 2 * int(self.steps)) % 2**63
         self.steps += 1
         kept = ops.hash_integers(entries, seed) >= int((self.dropout - 0.5) * 2**64)

@@ -34,7 +34,7 @@ class RatedItems(torch.nn.Module):
         items, column = train.items.unique(return_inverse=True)
         cells, cell = (row * len(items) + column).unique(return_inverse=True)
         by_time = train.timestamps.argsort(stable=True)
-        # Find the index of each cell's latest rating; assignment by index could keep any rating.
+        # Find each user-item pair's latest rating; assigning by index could keep any of them.
         latest = torch.zeros_like(cells)
         place = torch.arange(len(by_time), device=cell.device)
         latest.scatter_reduce_(0, cell[by_time], place, "amax")
@@ -74,7 +74,7 @@ class RatedItems(torch.nn.Module):
         return (self.ratings - low) / (high - low)
 
     def weights(self) -> torch.Tensor:
-        """Return all ratings scaled to [0.2, 1], float32 ``[n]``, since 0 means unrated."""
+        """Return all ratings scaled to [0.2, 1], since 0 means unrated; float32 ``[n]``."""
         return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
 
     @classmethod

@@ -91,7 +91,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
     """Find the k items with the highest scores for each user in the model's history.
 
     Candidates are the items in the history that the user has not rated. At most 256 x 4096 scores
-    are in memory at a time. A collective: each rank computes the results of some users, and all
+    are in memory at a time. A collective: each rank computes the results for some users, and all
     ranks return the whole result.
 
     Raises:
@@ -103,7 +103,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
         rank, ranks = dist.get_rank(), dist.get_world_size()
     device = model.history.users.device
     mine = torch.arange(users, device=device).tensor_split(ranks)[rank]
-    # Lookups are collectives, so cut into the same number of parts on all ranks.
+    # Lookups are collectives, so split the users into equally many parts on all ranks.
     parts = mine.tensor_split(math.ceil(math.ceil(users / ranks) / USERS))
     training = model.training
     model.train(False)
@@ -124,7 +124,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
 def popular(history: RatedItems, k: int = 10) -> Recommendations:
     """Recommend the items with the most ratings, as a baseline; ties go to the lowest id."""
     counts = torch.bincount(history.columns, minlength=len(history.items))
-    # Score items by their position in the order, so that no two scores are equal.
+    # Score items by their position in the sorted order, so that no two scores are equal.
     order = counts.argsort(descending=True, stable=True)
     scores = torch.empty(len(order), dtype=torch.float64, device=order.device)
     scores[order] = -torch.arange(len(order), dtype=torch.float64, device=order.device)

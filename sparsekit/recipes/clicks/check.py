@@ -1,4 +1,4 @@
-"""Checks the files of `sparsekit train dlrm` and `deepfm` before training begins."""
+"""Checks the files for `sparsekit train dlrm` and `deepfm` before training begins."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) 
 def _write_adult(
     data: tuple[Adult, Adult], config: RunConfig, folder: Path
 ) -> tuple[RunConfig, QuantileBuckets]:
-    """Write the Adult data to CSV files, to be read like a user's; return their config."""
+    """Write the Adult data to CSV files; return a config that reads them, and the buckets."""
     train, test = data
     parts = {"train": train, "test": test}
     if config.trainer.patience is not None:

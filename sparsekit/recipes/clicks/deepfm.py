@@ -27,11 +27,12 @@ class DeepFM(torch.nn.Module):
         features: names of the categorical features; batches may contain others.
         dense: number of dense inputs per sample.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
-            With None they grow on the CPU, and are 100,000 on CUDA.
+            With None, tables grow on the CPU, and have 100,000 rows on CUDA.
         dim: number of elements of a vector v.
         deep: widths of the stack's layers, except the last, which is 1.
         seed: seed of the initial weights.
-        options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
+        options: other options of each table, as for `DistributedEmbedding`, such as
+            ``on_full="evict"``.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DeepFM(torch.nn.Module):
 
         Args:
             dense: float32 ``[n, dense]``.
-            sparse: bags of keys of all features.
+            sparse: bags of keys for all features.
         """
         rows = self.embeddings(sparse).view(-1, *self._shape)
         weights, vectors = rows[:, :, 0], rows[:, :, 1:]

@@ -24,7 +24,7 @@ def tables(
     Args:
         features: names of the features, in the order of the output.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
-            With None they grow on the CPU, and are 100,000 on CUDA.
+            With None, tables grow on the CPU, and have 100,000 rows on CUDA.
         dim: number of elements of a vector.
         seed: seed of the initial vectors. They are uniform in +-0.01, which is DLRM's
             +-(1 / rows) ** 0.5 for 10,000 rows.

@@ -57,14 +57,15 @@ class DLRM(torch.nn.Module):
         features: names of the categorical features; batches may contain others.
         dense: number of dense inputs per sample.
         rows: number of rows of each table on each rank; or a dict from names to numbers of rows.
-            With None they grow on the CPU, and are 100,000 on CUDA.
+            With None, tables grow on the CPU, and have 100,000 rows on CUDA.
         dim: number of elements of a vector.
         bottom: widths of the bottom stack's layers, except the last, which is dim.
         top: widths of the top stack's layers, except the last, which is 1.
         cross_layers: number of layers of the cross network.
         cross_rank: rank of the cross network's matrices.
         seed: seed of the initial weights.
-        options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
+        options: other options of each table, as for `DistributedEmbedding`, such as
+            ``on_full="evict"``.
 
     Example:
         >>> model = DLRM(["user", "item"], dense=1, rows=1000, bottom=[8], top=[8])
@@ -99,7 +100,7 @@ class DLRM(torch.nn.Module):
 
         Args:
             dense: float32 ``[n, dense]``.
-            sparse: bags of keys of all features.
+            sparse: bags of keys for all features.
         """
         vectors = self.embeddings(sparse)
         if self.bottom is not None:

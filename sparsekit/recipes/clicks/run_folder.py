@@ -19,7 +19,7 @@ from .trained import MODELS
 
 
 class Run(NamedTuple):
-    """The data that a run read, and its tables.
+    """The data that a training run read, and facts about the run's tables.
 
     Attributes:
         reader: the batches of all ranks together, shuffled with seed 0.

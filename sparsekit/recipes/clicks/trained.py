@@ -139,7 +139,7 @@ def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader
 
 
 def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
-    """Copy a CSV file, and add the bucket columns that the model was trained on.
+    """Copy a CSV file, adding the bucket columns that the model was trained on.
 
     Raises:
         DataFormatError, ValueError: a column is missing, or a row is malformed.

@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn``: predicts ratings from text, on one rank or with layers on two."""
+"""``sparsekit train deepconn``: predicts ratings from text, with layers on one rank or on two."""
 
 from __future__ import annotations
 

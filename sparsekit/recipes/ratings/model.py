@@ -81,12 +81,12 @@ class RatingModel(SavedModel):
     Args:
         train: training ratings, which determine the history, the mean and the range of ratings.
         dim: number of elements of p, q and y.
-        capacity: number of rows of each table on each rank. With None they grow on the CPU, and
-            are 100,000 on CUDA.
+        capacity: number of rows of each table on each rank. With None, tables grow on the
+            CPU, and have 100,000 rows on CUDA.
         history_size: maximum number of items in a history.
         seed: seed of the initial vectors.
-        options: other options of each table, as for `DistributedEmbedding`: ``on_full="evict"``.
-            `save` leaves them out.
+        options: other options of each table, as for `DistributedEmbedding`, such as
+            ``on_full="evict"``. `save` leaves them out.
     """
 
     FORMAT = "sparsekit ratings 1"
@@ -149,9 +149,9 @@ class RatingModel(SavedModel):
         """Compute the squared errors and penalties to be minimized in training.
 
         Returns:
-            ``(squared errors [n], penalties [n])``. A sample's penalty is the sum of squares of the
-            vectors that it looked up, times the constants above. Thus a vector is regularized in
-            proportion to its use.
+            ``(squared errors [n], penalties [n])``. A sample's penalty is a sum of squares of the
+            user's and item's vectors (times L2_VECTORS) and biases (L2_BIASES), and of the user's
+            pooled history (L2_RATED). Thus a vector is regularized in proportion to its use.
         """
         scores, penalty = self._score(users, items)
         return (scores - ratings).square(), penalty
@@ -179,8 +179,8 @@ class RatingModel(SavedModel):
 
         Args:
             path: path of the file.
-            capacity: number of rows of each table on each rank; None means as in the saved model,
-                or more if the saved rows of all ranks exceed that number.
+            capacity: number of rows of each table on each rank; None means the saved model's
+                capacity, or more if the saved rows of all ranks exceed that.
 
         Raises:
             ValueError: the file does not contain such a model.

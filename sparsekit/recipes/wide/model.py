@@ -100,7 +100,7 @@ class WideModel(SavedModel):
         return self.head(self.embedding(matrix)[:, 0])[:, 0]
 
     def losses(self, matrix: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the loss of each sample, float32 ``[n]``; labels ``[n]`` are floating, 0 or 1."""
+        """Compute the loss of each sample, float32 ``[n]``; labels ``[n]`` are floats, 0 or 1."""
         scores = self(matrix)
         if self.loss == "mse":
             return (scores - labels).square()
@@ -116,9 +116,9 @@ class WideModel(SavedModel):
     def optimizer(self, name: str = "adam", batch_size: int = 1) -> torch.optim.Optimizer:
         """Make the optimizer: `Adam` with lr 0.002, or `Ftrl` with lr 0.2 and l1 = l2 = 1.0.
 
-        The values of l1, l2 and Ftrl's initial accumulator, 0.1, suit gradients of the sum over a
-        batch. The loss is the mean over a batch, so l1 and l2 are divided by batch_size, and the
-        accumulator by the square of batch_size. This gives the same weights.
+        The values of l1, l2 and Ftrl's initial accumulator, 0.1, suit a loss summed over a batch.
+        Here the loss is the mean over a batch, so l1 and l2 are divided by batch_size, and the
+        accumulator by its square, which gives the same weights as with the sum.
 
         Only the table has penalties. If the head also had them, small batches could set all weights
         of the table and the head to zero in the first steps. Then all gradients are zero, too, and
