@@ -32,7 +32,7 @@ BY_CHANCE = ("atomics", "KB accessed", "KB moved")
 
 
 class Step:
-    """A training step with LazyAdam and constant gradients of the outputs, to be counted.
+    """A training step to count, with LazyAdam and constant gradients of the outputs.
 
     Args:
         tables: 1 for a single layer, more for an EmbeddingGroup.
@@ -121,7 +121,7 @@ def rounded(number: float) -> str:
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Format a table of our ops and, optionally, their kernels, with totals for torch and all."""
+    """Format a table of our ops and, optionally, their kernels, with torch's and overall totals."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}

@@ -140,7 +140,7 @@ class EmbeddingTable(TableTensors):
     def reset_parameters(self) -> None:
         """Reset the table: drop all keys, or write initial vectors if there is no hash table.
 
-        A layer with neither a name nor a seed draws a new seed. Owners and optimizer states are left
+        A layer with neither a name nor a seed draws a new seed. Owners and optimizer states stay
         unchanged. Ranks do not communicate here, so call this method on all of them.
         """
         self.catch_up()

@@ -29,7 +29,7 @@ class Graph:
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
-        """Run a function on the capture stream, as if it ran on the current stream."""
+        """Run a function on the capture stream, ordered as if it ran on the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -75,22 +75,22 @@ class CapturedStep:
     Args:
         step: the step; its arguments are tensors, or dicts, lists or tuples of them.
         model: the module that the step trains, on a CUDA device.
-        optimizers: all optimizers that the step calls, or the only one.
+        optimizers: all optimizers that the step calls, or the optimizer if it calls just one.
         warm_ups: number of calls before the capture, at least 1.
 
     Raises:
         TypeError: warm_ups is not an int.
         ValueError: the model is not on one CUDA device, its tables are sharded over ranks or have
             scores, or warm_ups is less than 1; (in a call) a table is not updated in backward, or
-            not by one of the optimizers; or inputs differ from the first call's in structure,
-            shape, dtype or, if they are not tensors, value.
+            its optimizer is not in `optimizers`; or inputs differ from the first call's in
+            structure, shape, dtype or, if they are not tensors, value.
         RuntimeError: (in a call) the step cannot be captured; or something that is part of the
             capture has changed since: a parameter, buffer or state is another tensor, a layer or
             the model is in another mode or has other options, a setting of an optimizer has
             another value, an optimizer has been detached, or `sparsekit.checked` is on. Changes in
             place, such as by a model's ``load_state_dict``, are allowed.
-        IndexError, TableFullError: (in a call) the error of an earlier lookup or replay, or of this
-            one.
+        IndexError, TableFullError: (in a call) an error from an earlier lookup or replay, or from
+            this one.
 
     Example:
         >>> def step(keys, labels):
@@ -221,7 +221,7 @@ class CapturedStep:
         except Exception as error:
             for optimizer in self._optimizers:
                 if isinstance(optimizer, RowOptimizer):
-                    optimizer.forget_updates()  # their kernels have not run
+                    optimizer.forget_updates()  # the updates' kernels have not run
             raise RuntimeError(
                 "CapturedStep: the step cannot be captured, since it waits for the device or "
                 "fails; the errors above say where"
@@ -232,7 +232,7 @@ class CapturedStep:
         self._conditions = Conditions(self._modules, self._optimizers)
 
     def _grow(self) -> bool:
-        """Make room in tables that grow; return whether one has, as the graph has its old index.
+        """Make room in tables that grow; return whether one grew, which makes the graph outdated.
 
         While there is room, the call does not wait for the device.
         """
@@ -288,7 +288,7 @@ class CapturedStep:
 
 
 def _alike(own: Any, leaf: Any) -> bool:
-    """Return whether two leaves are tensors with equal shape and dtype, or equal other values."""
+    """Return whether two leaves are tensors with equal shape and dtype, or equal non-tensors."""
     if isinstance(own, torch.Tensor) and isinstance(leaf, torch.Tensor):
         return own.shape == leaf.shape and own.dtype == leaf.dtype
     return not isinstance(own, torch.Tensor) and not isinstance(leaf, torch.Tensor) and own == leaf

@@ -58,15 +58,16 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "", prefix: 
     """Return a copy of the settings with some values replaced.
 
     Args:
-        config: a dataclass. The type of a field is a dataclass, int, float, bool, str, a tuple of
-            int, float or str, or one of these or None. A field's metadata ``"also"`` is an alias.
+        config: a dataclass. A field's type is a dataclass, int, float, bool, str, or a tuple of
+            ints, floats or strings; any of these may be optional (``| None``). A field's metadata
+            ``"also"`` is an alias.
         values: the new values, by name; for a field that is a dataclass, another mapping.
         where: start of error messages, such as the name of a file.
         prefix: name of the section that ``config`` represents, followed by a dot.
 
     Raises:
         ConfigError: a name is unknown (the message suggests the nearest one), or a value has
-            another type.
+            the wrong type.
     """
     start = f"{where}: " * bool(where)
     kinds = typing.get_type_hints(type(config))
@@ -100,7 +101,7 @@ def with_setting(config: Config, setting: str) -> Config:
     None if the setting's type allows None.
 
     Raises:
-        ConfigError: as for `updated`, or ``setting`` has another form.
+        ConfigError: as for `updated`, or ``setting`` is not of the form KEY=VALUE.
     """
     key, equals, text = setting.partition("=")
     if not equals:

@@ -79,7 +79,7 @@ class FitData:
 
     @functools.cached_property
     def facts(self) -> dict[str, int]:
-        """Return numbers that identify the data: a checksum of tensors, or sizes of a loader.
+        """Return numbers that identify the data: sizes, and a checksum if the data is tensors.
 
         For a reader, the result is empty, since the reader's state identifies the data.
         """

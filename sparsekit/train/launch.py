@@ -23,7 +23,7 @@ class RankError(RuntimeError):
 
     Attributes:
         rank: the failed rank.
-        kind: class name of the error it raised; empty if it raised none.
+        kind: class name of the error that the rank raised; empty if it raised none.
         reason: the error's message, or a description of how the process ended.
     """
 
@@ -42,7 +42,7 @@ class RankError(RuntimeError):
 
 
 def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call ``function(*arguments)`` in new processes, with the environment of torchrun.
+    """Call ``function(*arguments)`` in new processes, with the environment that torchrun sets.
 
     If one process fails, the others are terminated. Ctrl-C and SIGTERM terminate all processes.
 

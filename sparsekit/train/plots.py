@@ -16,7 +16,7 @@ from ..checkpoint.table_figures import TableFigures
 from ..checkpoint.table_lines import shown
 from .logs import METRICS
 
-# Maximum number of tables to plot, chosen by their number of rows.
+# Maximum number of tables to plot; those with the most rows are chosen.
 MOST_TABLES = 8
 OF_TABLES = {
     "rows": "rows in the tables",
@@ -60,7 +60,8 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Plot the loss, metrics, speed and table statistics of a run in one picture.
 
-    A third line of plots shows what happens to rows, if a table has scores.
+    If a table has scores, a third row of plots shows the hit rate and how table rows come, go
+    and age.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -131,7 +132,7 @@ def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _coming_and_going(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
-    """Plot how many rows come and go in a step, and on the right how many there are."""
+    """Plot how many rows come and go per step, and, on the right axis, how many there are."""
     points = []
     for before, record in pairwise([{"step": 0}, *records]):
         steps = record["step"] - before["step"]
@@ -274,7 +275,7 @@ def _spread(axes: Any, spread: Spread | None) -> None:
 
 
 def _largest_tables(records: Sequence[Mapping[str, Any]], having: str) -> list[str]:
-    """Return the names of the largest tables that have the figure `having`."""
+    """Return the names of the largest tables that have the statistic named by `having`."""
     tables = records[-1]["tables"]
     known = [name for name, figures in tables.items() if having in figures]
     return sorted(known, key=lambda name: -tables[name]["rows"])[:MOST_TABLES]

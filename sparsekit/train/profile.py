@@ -22,11 +22,11 @@ class Op:
     """Profile of an op, summed over all ranks.
 
     Attributes:
-        name: name of a torch or sparsekit op or of a GPU kernel; or ``"exchange: PURPOSE"`` for the
-            communication of layers, of dense gradients or of a placement (see `DeepCoNN`).
+        name: name of a torch or sparsekit op or of a GPU kernel; or ``"exchange: PURPOSE"`` for
+            communication by layers, for dense gradients or for a placement (see `DeepCoNN`).
         calls: number of calls.
-        seconds: time in the op itself, without ops that it calls. This is GPU time if the op used
-            the GPU, otherwise CPU time.
+        seconds: time in the op itself, excluding the ops that it calls. This is GPU time if the op
+            used the GPU, otherwise CPU time.
         share: fraction of the total seconds of all ops.
         bytes_moved: number of bytes sent to other ranks.
     """
@@ -64,7 +64,8 @@ class Profile:
         """Format a table of the slowest ops and of all ops that send bytes to other ranks.
 
         Args:
-            most: maximum number of lines for single ops; one more line sums up the others.
+            most: number of slowest ops to list; ops that send bytes are always listed, and one line
+                sums up the others.
         """
         shown = [op for i, op in enumerate(self.ops) if i < most or op.bytes_moved]
         rest = [op for op in self.ops if op not in shown]

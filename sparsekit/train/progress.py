@@ -19,7 +19,7 @@ class Progress:
         title: start of the line.
         total: total number of samples; 0 if unknown.
         stream: stream to write to; None means ``sys.stderr``.
-        unit: word for samples, in the plural.
+        unit: plural word for the things that are counted.
     """
 
     def __init__(

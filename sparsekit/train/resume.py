@@ -105,8 +105,8 @@ class Position:
     def _batches_there(self, fit: FitData) -> int:
         """Return the number of batches to skip: either all finished batches, or none.
 
-        A loader's batches cannot be skipped if the number of ranks has changed, since they are
-        different batches then.
+        A loader's batches cannot be skipped if the number of ranks has changed, since that changes
+        how samples are split into batches.
         """
         return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
 

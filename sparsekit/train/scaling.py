@@ -18,7 +18,7 @@ from ..optim import LazyAdam, split_embedding_variable_from_others
 from .trainer import Trainer
 
 STEPS = 8  # number of steps in an epoch; each step has a different batch
-WARM_UP = 2  # number of epochs not timed: the first one inserts new keys
+WARM_UP = 2  # number of untimed epochs before the timed ones: the first inserts new keys
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def samples_per_second(case: Case) -> float:
     model = DLRM(
         names,
         13,
-        rows=2 * case.rows // ranks + 1000,  # twice, since ranks get unequal numbers of keys
+        rows=2 * case.rows // ranks + 1000,  # with a margin, as ranks get unequal numbers of keys
         dim=case.dim,
         bottom=[case.dim],
         top=[64],
@@ -72,7 +72,7 @@ def samples_per_second(case: Case) -> float:
 def _batch(
     case: Case, names: list[str], generator: torch.Generator, rank: int, ranks: int
 ) -> Batch:
-    """Generate one rank's share of a batch. The batch does not depend on the number of ranks."""
+    """Generate one rank's share of a batch that is the same for any number of ranks."""
     uniform = torch.rand(case.tables, case.batch, generator=generator, device="cpu")
     # Sample from the density 1 / x on [1, rows] by inverting its distribution function.
     keys = (case.rows**uniform).long()

@@ -27,7 +27,7 @@ def linear_warmup(
     sparsekit's SGD, the velocity is a sum of gradients alone, so no correction is needed.
 
     Args:
-        optimizer: optimizer with the learning rate for the batch of a single rank.
+        optimizer: optimizer whose learning rate is the one for a single rank's batch.
         scale: ratio of the batch size to a single rank's, usually the number of ranks; > 0.
         warmup_steps: number of steps of the warm-up, >= 0.
         total_steps: the learning rate is zero after this many steps, > warmup_steps. With None, the

@@ -144,7 +144,7 @@ def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | 
             f"nothing; got {got}"
         )
     losses, penalty = returned
-    # Without this check, a mean instead of one loss per sample would be weighted wrongly.
+    # Without this check, a mean returned instead of one loss per sample would be misweighted.
     if losses.shape != (samples,):
         raise ValueError(
             f"loss_fn must return one loss for each of the {samples} samples, "

@@ -15,7 +15,7 @@ from ..tables.life import RowCounts
 SAMPLED_LINES = 4096
 # Maximum number of rows to sample for ages and scores, for the same reason.
 SAMPLED_ROWS = 4096
-# Counts in `RowCounts` to report, as differences.
+# Counts in `RowCounts` to report; the report is their growth since the last one.
 FLOWS = ("inserted", "admitted", "refused", "evicted", "expired")
 
 
@@ -58,7 +58,7 @@ class Telemetry:
     ) -> dict[str, dict[str, Any]]:
         """Return the statistics for each table, by layer name. A collective on several ranks.
 
-        If there was no step since the last call, they are the same as then.
+        If there has been no step since the last call, the statistics are the same as then.
 
         Args:
             steps: number of updates so far.
@@ -100,7 +100,7 @@ class Telemetry:
         return figures
 
     def _of_life(self, layer: EmbeddingTable, counts: list[float]) -> dict[str, float | None]:
-        """Return how much a table's counts, summed over all ranks, have grown."""
+        """Return the growth of a table's counts since the last call, and its hit rate."""
         before, self._counts[layer.name] = self._counts[layer.name], counts
         grown = [now - then for now, then in zip(counts, before, strict=True)]
         since = dict(zip(RowCounts._fields, grown, strict=True))
@@ -150,13 +150,13 @@ def _of_ranks(here: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
 
 
 def _sample(layer: EmbeddingTable) -> torch.Tensor:
-    """Return the numbers of rows and of sampled rows, and their ages and scores, in one tensor."""
+    """Return a tensor of the counts of rows and sampled rows, and the sample's ages and scores."""
     sample = torch.zeros(2 + 2 * SAMPLED_ROWS, dtype=torch.int64)
     life, scores, clock, table = layer.life, layer.scores, layer.clock, layer.table
     if life is None or scores is None or clock is None or table is None:
         return sample
     rows, now = len(table), life.now(clock)
-    # Row numbers follow the order in which keys came, so take rows at equal distances.
+    # Row numbers follow the order of the keys' arrival, so sample rows at equal distances.
     places = (
         torch.arange(SAMPLED_ROWS) * rows // SAMPLED_ROWS
         if rows > SAMPLED_ROWS

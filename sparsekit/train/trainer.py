@@ -51,9 +51,9 @@ class Trainer:
             per sample, shape ``[samples of batch]``. In training, the penalty, such as a
             regularizer, is added to their mean. It is either one number per sample, to be averaged,
             or a single number that does not depend on the batch (0.0 for none).
-        optimizers: optimizers, all of which are stepped after each batch; sparse and dense
-            parameters need separate optimizers.
-        schedulers: learning rate schedulers, stepped after each step; see `linear_warmup`.
+        optimizers: optimizers, which all step in every update; sparse and dense parameters need
+            separate optimizers.
+        schedulers: learning rate schedulers, stepped after each update; see `linear_warmup`.
         seed: seed for shuffling the samples, if the data is tensors.
         stream: stream to which rank 0 writes progress; None means ``sys.stderr``.
         accumulate: number of batches whose gradients are accumulated for one step.
@@ -155,7 +155,7 @@ class Trainer:
 
         Args:
             data: a tuple of tensors of equal length, or a loader. With tensors, an epoch uses each
-                row once, in random order, and a batch is a tuple of rows of all tensors. A loader
+                row once, in random order, and a batch is a tuple of rows from all tensors. A loader
                 is an iterable over the batches of an epoch, such as a reader of `sparsekit.data` or
                 a DataLoader. Its batches are a `Batch`, a tensor, or a tuple, list or dict that
                 begins with one of these. The loader is read in another thread. On several ranks, it
@@ -171,8 +171,8 @@ class Trainer:
             stop: early stopping, based on rank 0's value of a metric from ``evaluate``.
             resume: whether to continue from the trainer's latest checkpoint, if there is one. Then
                 ``epochs`` includes the epochs already trained, so that a restarted script ends at
-                the same epoch. The data must be the same as before and, in the middle of an epoch,
-                also the batches. Tensors are compared by size and checksum, readers by their state,
+                the same epoch. The data and, in the middle of an epoch, the batches must be the
+                same as before. Tensors are compared by size and checksum, readers by their state,
                 other loaders by size. If the number of ranks has changed in the middle of an epoch,
                 a loader restarts the epoch; tensors continue if global_batch_size is the same.
 
