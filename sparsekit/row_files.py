@@ -52,7 +52,7 @@ class _File(MappedMemory):
     """A file of records, mapped as a whole; only its first records have disk space."""
 
     fd: int
-    table: tuple[str, str]  # its name and folder
+    table: tuple[str, str]  # the table's name and folder
     record_bytes: int
     allocated: int = 0
 
@@ -246,7 +246,7 @@ class RowFiles:
     def _new_file(
         self, rows: int, allocated: int, columns: Mapping[str, Column]
     ) -> tuple[dict[str, torch.Tensor], _File]:
-        """Return the columns of a new file with this number of records, and the file."""
+        """Return the columns of a new file with `rows` records, and the file itself."""
         begins, end = [], 0
         for shape, dtype in columns.values():
             end = -(-end // dtype.itemsize) * dtype.itemsize

@@ -108,7 +108,7 @@ def memory_report(module: torch.nn.Module) -> MemoryReport:
     """Report the memory of all tables in a module, without gradients and without the dense part.
 
     Each rank reports its own part. Optimizer states exist from the first step on. On CUDA the call
-    waits for the device, which knows the number of rows in use.
+    waits for the device to learn the number of rows in use.
 
     Args:
         module: a layer, a group, or a model with layers; without any, the report has no tables.

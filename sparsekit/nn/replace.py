@@ -204,7 +204,7 @@ def _why_not_rebound(held: Sequence[Reference]) -> str:
 
 def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) -> DropIn:
     weight = layer.weight.detach()
-    # Round, since ranks may add in different orders, but must get the same numbers.
+    # Round: ranks may sum in different orders, but must get the same numbers.
     std, mean = (float(f"{x:.3g}") for x in torch.std_mean(weight.double(), correction=0))
     keywords = {
         "freeze": not layer.weight.requires_grad,

@@ -7,7 +7,7 @@ has one key.
 **features**, int64 ``[F, 9]``, assigns bags to tables. A row describes a run of bags from one
 source; its columns are those in `FeatureColumn`:
 
-- ``table``: index of the table; rows are sorted by table.
+- ``table``: index of the table; the rows of ``features`` are sorted by it.
 - ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
   belongs to at most one feature: if two tables look up the same keys, pass the source twice.
 - ``combiner``: a number from `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose

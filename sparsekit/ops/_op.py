@@ -18,7 +18,7 @@ class Of(NamedTuple):
     """Dtypes and number of dimensions that a tensor, or each tensor in a list, must have."""
 
     dtypes: Sequence[torch.dtype] | None  # None accepts any
-    dim: int | None  # None accepts any number
+    dim: int | None  # None accepts any number of dimensions
     # True for descriptors, which are always on the CPU.
     on_cpu: bool = False
 
@@ -108,7 +108,7 @@ class Op:
 
 
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor of an argument with its name; `kind` is its type in the op's schema."""
+    """Yield each tensor of an argument with its name; `kind` is the type in the op's schema."""
     if kind == "List[Tensor]" and len(value) == 1 and value[0].dim() == STAND_IN_DIM:
         return  # a stand-in for a list that the op has kept; see csrc/torch_ops/kept_list.h
     if kind == "List[Tensor]":

@@ -13,7 +13,7 @@ Tensors = Sequence[torch.Tensor]
 
 class _UpdateRows(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Check like `Op`; with several tables, error messages name the table instead of a list."""
+        """Check like `Op`; with several tables, error messages give the table's number."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         op, weights, states = "update_rows_", named["weights"], named["states"]
         if not weights:

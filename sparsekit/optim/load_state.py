@@ -165,7 +165,7 @@ def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Ten
     if now is None:
         return {}
     if not isinstance(saved, torch.Tensor) or saved.dtype != torch.int64 or saved.dim() != 1:
-        return {"keys": None}  # torch saves no keys
+        return {"keys": None}  # a state from torch has no keys
     if len(ops.unique(saved)[0]) < len(saved):
         raise ValueError(f"{name}: the state to load is damaged: keys has one of them twice")
     keys = saved[: len(weight)].to(now.device, copy=True)

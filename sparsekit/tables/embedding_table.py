@@ -30,7 +30,7 @@ from .weight import EmbeddingWeight
 
 _names = itertools.count()
 
-# Counts changes to attributes of all tables.
+# Counts attribute changes in all tables.
 table_changes = Counter()
 
 

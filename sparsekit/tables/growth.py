@@ -86,7 +86,7 @@ class Growth:
         return self.takes_keys and self._copied == len(self.before)
 
     def step(self, hash_seed: torch.Tensor, rows: int) -> None:
-        """Continue, after a lookup that left this number of rows in use."""
+        """Continue building the index after a lookup that left this number of rows in use."""
         count = _LEAST_BUCKETS + _BUCKETS_PER_KEY * (rows - self.rows)
         self.rows = -1
         if self.takes_keys:
@@ -96,7 +96,7 @@ class Growth:
         self.rows = rows
 
     def finish(self, hash_seed: torch.Tensor) -> None:
-        """Do all remaining work."""
+        """Do all remaining work on the larger index."""
         rows, self.rows = self.rows, -1
         if not self.takes_keys:
             self._clear(len(self.buckets), rows)
@@ -220,7 +220,7 @@ class CanGrow(torch.nn.Module):
             self._growth = None
 
     def _current_growth(self, rows: int | None) -> Growth | None:
-        """Return the growth under way, unless keys have been inserted without it."""
+        """Return the growth in progress; discard it if the table has changed without it."""
         growth = self._growth
         if growth is not None and (
             growth.before is not self.tensors()[0]

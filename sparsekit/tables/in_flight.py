@@ -44,7 +44,7 @@ class InFlight:
         self.lost = False
 
     def renumbering(self, new_rows: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that renumber the rows.
+        """Return the calls that renumber the lookup's rows.
 
         Args:
             new_rows: int32 ``[rows in use]``, the new number of each row, or -1 for a removed row.

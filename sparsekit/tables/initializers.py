@@ -21,7 +21,7 @@ class Initializer:
 
     @cached_property
     def numbers(self) -> tuple[float, float, float]:
-        """The distribution in the form that ops require: its number in `DISTRIBUTIONS`, a, b."""
+        """The distribution in the form that ops require: number in `DISTRIBUTIONS`, a and b."""
         name, a, b = self._distribution
         return DISTRIBUTIONS[name], a, b
 

@@ -146,7 +146,7 @@ class TableOptions:
         )
 
     def _without_rows(self, name: str) -> TableOptions:
-        """Return the options with growth chosen, which is the default without a number of rows."""
+        """Return options that let the table grow, the default if no number of rows is given."""
         for given, reason in (
             (not self.use_hashtable, "use_hashtable=False"),
             (self.on_full == "evict", "on_full='evict'"),
@@ -183,8 +183,8 @@ class TableOptions:
                 f"are as many as there are keys"
             )
         if self.max_capacity is None:
-            # Choose more than fits into memory or on the disk, so that a copy of the room, such as
-            # a state in one of torch's optimizers, fails at once rather than when memory is used
+            # Choose more rows than fit into memory or on the disk, so that a copy of the room, such
+            # as a state in one of torch's optimizers, fails at once rather than when memory is used
             # up.
             disk = None if folder is None else shutil.disk_usage(folder)
             bound = memory.total_bytes(device) if disk is None else disk.total

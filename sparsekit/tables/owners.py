@@ -12,7 +12,7 @@ _even: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def even_map(world_size: int, device: torch.device) -> torch.Tensor:
-    """Return the map, int16 ``[65536]``, with an equal range of virtual shards for each rank.
+    """Return the map, int16 ``[65536]``, that gives each rank an equal share of virtual shards.
 
     Layers share it, so do not write to it.
     """

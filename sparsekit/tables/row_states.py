@@ -159,7 +159,7 @@ def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> 
     """Return a sparse tensor, such as the momentum of torch's SGD, with rows moved to `to`."""
     coalesced = state.coalesce()
     indices = coalesced.indices()[0]
-    # A table that grows may have room for far more rows than occur here.
+    # Cover only the rows that occur here: a table that grows may have room for far more.
     count = 1 + max(int(part.max()) if len(part) else -1 for part in (rows, indices))
     places = torch.full((count,), -1, dtype=torch.int64, device=state.device)
     places[rows] = to
@@ -187,7 +187,7 @@ def files_of(weight: torch.Tensor) -> RowFiles | None:
 def with_rows(
     state: Mapping[str, Any], weight: torch.Tensor, rows: int | None = None
 ) -> Mapping[str, Any]:
-    """Return a weight's state with only its first rows, if a copy needs no more.
+    """Return a weight's state cut to its first rows, or unchanged if a copy needs all rows.
 
     Args:
         state: the state.

@@ -169,8 +169,7 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
 
     Args:
         layer: the layer.
-        entries: the state's entries by the names of `own_entries`, and any other entries of a
-            table.
+        entries: the state's entries, named as in `own_entries`, and any other entries of a table.
         assign: whether the saved weight replaces the layer's, as in load_state_dict.
 
     Raises:

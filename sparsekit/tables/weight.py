@@ -230,7 +230,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         return EmbeddingWeight, (self.data, self.requires_grad)
 
     def rows_to_copy(self) -> int | None:
-        """Return how many leading rows a copy needs; None means all, copied in memory."""
+        """Return how many leading rows a copy needs; None means a plain copy of them all."""
         if (reach := self.reach) is not None or self.files is None or self.is_meta:
             return reach
         table = None if self._table is None else self._table()

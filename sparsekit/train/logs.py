@@ -132,7 +132,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = None
-        self._step = -1  # last step to show of an older run; TensorBoard hides later events
+        self._step = -1  # last step of an older run to show; TensorBoard hides later events
         self._make = lambda: SummaryWriter(os.fspath(folder), purge_step=self._step + 1)
 
     def forget_after(self, step: int) -> None:

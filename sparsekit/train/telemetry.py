@@ -170,7 +170,7 @@ def _sample(layer: EmbeddingTable) -> torch.Tensor:
 
 
 def _weighted_deciles(values: torch.Tensor, weights: torch.Tensor) -> list[int]:
-    """Return minimum, deciles and maximum; empty if there are no values."""
+    """Return the weighted minimum, deciles and maximum; empty if there are no values."""
     if len(values) == 0:
         return []
     ordered, order = values.sort()

@@ -229,7 +229,7 @@ def _sum(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _logsumexp(ragged: torch.Tensor, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return each row's logsumexp over its elements of block ``[n, m]`` and of ragged ``[e]``."""
+    """Return each row's logsumexp over its elements in block ``[n, m]`` and in ragged ``[e]``."""
     top = block.detach().amax(1).scatter_reduce(0, row, ragged.detach(), "amax")
     total = (block - top[:, None]).exp().sum(1)
     return total.index_add(0, row, (ragged - top[row]).exp()).log() + top

@@ -53,7 +53,7 @@ class DeepFMConfig:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """Options for each table, named as in `DistributedEmbedding`; None means its default.
+    """Options for each table, named as in `DistributedEmbedding`; None keeps the default.
 
     A number for admission becomes a `MinCount` if it is at least 1, else a `Probability`.
     """

@@ -39,7 +39,7 @@ class LowRankCross(torch.nn.Module):
                 torch.nn.init.zeros_(parameter)
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
-        """Apply all layers to x, ``[n, width]``; return the same shape."""
+        """Apply all layers to x_0, ``[n, width]``; the result has the same shape."""
         x = first
         for down, up in zip(self.down, self.up, strict=True):
             x = first * up(down(x)) + x
