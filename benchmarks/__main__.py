@@ -162,7 +162,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if suite == "gpu" and not options.rehearse and not torch.cuda.is_available():
         parser.error("suite gpu: torch finds no GPU; --rehearse runs it on the CPU")
     chosen = {name: benchmarks[name] for name in options.names or benchmarks}
-    threads = torch.get_num_threads()  # restored below, since a suite sets its own number
+    threads = torch.get_num_threads()  # restored below, since a suite sets its own thread count
     device: Cpu | Gpu
     if suite == "gpu":
         where = torch.device("cpu" if options.rehearse else "cuda")

@@ -46,7 +46,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time steps with one key per bag; 1M ids per table need 40 GB; halve them until they fit."""
+    """Time steps with one key per bag. 1M ids per table need 40 GB: halve them until they fit."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))
@@ -104,7 +104,8 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
         return torch.stack([bag(c) for bag, c in zip(bags, columns, strict=True)], 1)
 
     peer = gpu.time(step_of(theirs, bags, torch.optim.SparseAdam(list(bags.parameters()))))
-    # Read each key's vector and gradient once; read and write weight and two states per row.
+    # Read each key's vector and gradient once; for each row, read and write its weight and two
+    # states.
     distinct = sum(len(of_table.unique()) for of_table in keys)
     num_bytes = 4 * dim * (2 * batch * TABLES + 6 * distinct)
     for name, timing in timings.items():

@@ -49,7 +49,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time bags on an 8 GiB table; the roof reads all inputs and writes the outputs."""
+    """Time bags on an 8 GiB table, against just reading all inputs and writing the outputs."""
     floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=5)
     storage = gpu.randn(floats)
     for dim in (16, 32, 64, 128, 256):
@@ -80,7 +80,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
-    """Time bags of raw keys; the roof pools known rows and reads one bucket per key."""
+    """Time bags of raw keys, against pooling known rows plus reading one bucket per key."""
     table = sparsekit.HashTable(len(weight), device=gpu.device)
     keys = gpu.distinct_keys(0, table.capacity)
     for part in keys.split(4 << 20):

@@ -12,7 +12,7 @@ from .gpu import Gpu
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time gathering random rows from a large table; the roof reads row numbers and copies rows."""
+    """Time gathering random rows of a large table, against reading row numbers and copying rows."""
     floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=6)
     storage = gpu.randn(floats)
     for dim in (16, 64, 128, 256):

@@ -1,7 +1,7 @@
 """Times steps of an EmbeddingGroup with many tables, and of a single layer with few keys.
 
-Peers get row numbers and need no hash table. A constant gradient of the outputs replaces the dense
-part of a model.
+Peers get row numbers and need no hash table. A constant gradient for the outputs stands in for a
+model's dense part.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,7 @@ class Tables:
         return layers
 
     def one_layer(self) -> list[Call]:
-        """Return steps of one layer with a slot per table; offsets make the keys distinct."""
+        """Return steps of one layer with a slot per table; offsets keep slots' keys distinct."""
         (nnz,) = set(self.nnz)
         slots, ids = len(self.rows), sum(self.rows)
         layer = sparsekit.DistributedEmbedding("sum", ids, self.dim, slots, nnz)
@@ -242,7 +242,7 @@ def _small_layer(cpu: Cpu) -> Iterator[Comparison]:
         layer = sparsekit.DistributedEmbedding("sum", ids, dim, 1, 1)
         _fill(layer, ids)
         bag = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True)
-        # Create the views now, so that they are not timed; the layers need different shapes.
+        # Create the views now, so that they are not timed; the two layers need different shapes.
         ours = [k.view(-1, 1, 1) for k in keys]
         theirs = [k.view(-1, 1) for k in keys]
         layer.eval()

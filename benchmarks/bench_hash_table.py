@@ -1,4 +1,4 @@
-"""Compares HashTable with boost's flat map, R2 and, for find, binary search in a sorted array."""
+"""Compares HashTable with boost's flat map, random reads (R2) and, for find, binary search."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -83,7 +83,7 @@ def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time find and find_or_insert in a table with 64M places; R2 assumes one bucket per key."""
+    """Time find and find_or_insert in a table with 64M places, against reading a bucket per key."""
     slots = gpu.fit(gpu.size(64 << 20, 500), bytes_each=64)
     for load in (0.6, 0.75, 0.9):
         table = sparsekit.HashTable(int(slots * load), device=gpu.device, load_factor=load)

@@ -12,7 +12,7 @@ from .gpu import Gpu
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time initialization of consecutive rows; the roof reads the keys and writes the rows."""
+    """Time initialization of consecutive rows, against just reading keys and writing rows."""
     for dim in (16, 64, 128):
         n = gpu.fit(gpu.size((1 << 29) // dim, 100), bytes_each=8 * dim)
         keys = gpu.distinct_keys(0, n)

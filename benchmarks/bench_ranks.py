@@ -1,9 +1,9 @@
 """Times a training step, and the exchange alone, on two ranks with one thread each.
 
 The peer is TorchRec's DistributedModelParallel over an EmbeddingBagCollection of two tables, one on
-each rank (its CPU mode refuses row-wise sharding). It gets row numbers, and uses fused row-wise
-Adagrad. sparsekit looks up raw keys in hash tables, and uses LazyAdam. Both get the same batches
-and start with the same vectors. Ranks time all sides in turns, from barrier to barrier.
+each rank (its CPU mode refuses row-wise sharding). TorchRec gets row numbers, and uses fused
+row-wise Adagrad. sparsekit looks up raw keys in hash tables, and uses LazyAdam. Both get the same
+batches and start with the same vectors. Ranks time all sides in turns, from barrier to barrier.
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ class Case:
 
 
 def make_group(case: Case, dedupe: bool) -> sparsekit.EmbeddingGroup:
-    """Return a group of the tables; equal names give equal initial vectors."""
-    capacity = case.ids * 6 // 10  # per rank, for half of the ids
+    """Return a group of the case's tables; layers of the same name get equal initial vectors."""
+    capacity = case.ids * 6 // 10  # per rank: its half of the ids, and a margin
     layers = {}
     for name in case.batches[0]:
         layers[name] = sparsekit.DistributedEmbedding(

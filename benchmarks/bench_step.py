@@ -1,7 +1,7 @@
 """Times a whole training step, from raw keys to updated rows.
 
-The peers get row numbers and need no hash table. A constant gradient of the bags replaces the dense
-part of a model.
+The peers get row numbers and need no hash table. A constant gradient for the bags stands in for a
+model's dense part.
 """
 
 from collections.abc import Callable, Iterator
@@ -156,7 +156,7 @@ def _parts(
     inputs: tuple[object, ...],
     grad: torch.Tensor,
 ) -> tuple[Timing, Timing]:
-    """Time backward and optimizer alone, and the whole step."""
+    """Time backward and optimizer together, without forward, and then the whole step."""
     outputs = []
 
     def forward() -> None:

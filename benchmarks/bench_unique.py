@@ -69,7 +69,7 @@ def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time the public op, which waits for the number of keys, and the padded op, which does not."""
+    """Time the public op, which waits for the number of distinct keys, and the padded op."""
     for full, quick in (1 << 20, 1_000), (4 << 20, 1_500), (16 << 20, 2_000):
         n = gpu.size(full, quick)
         for name, keys in (

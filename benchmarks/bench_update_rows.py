@@ -29,7 +29,7 @@ PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
     """Time steps, each on a different 6% of the rows, so that exact optimizers must catch up."""
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad would warn
+    torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch's Adagrad would warn
     num_rows, touched = cpu.size(1_000_000, 1_000), cpu.size(63_819, 60)
     for name, (ours, theirs, takes_sparse) in PAIRS.items():
         for dim in (16, 64, 128) if name == "LazyAdam" else (64,):
@@ -78,7 +78,8 @@ def _steps(
     return [partial(step, gradient) for gradient in gradients]
 
 
-# Optimizers, and their passes over a row: gradients are read, weight and states read and written.
+# Optimizers, and their passes over a row's elements: one to read the gradient, and two (read and
+# write) for the weight and for each full-width state.
 PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "SGD": (lambda p: optim.SGD(p, lr=0.01), 3),
     "SGD momentum": (lambda p: optim.SGD(p, lr=0.01, momentum=0.9), 5),

@@ -46,9 +46,9 @@ class Cpu:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        # Minimum number of rounds. Further rounds are run until the milliseconds are used up.
+        # Minimum number of rounds, and the milliseconds to fill with further rounds.
         self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
-        # Minimum milliseconds of a sample; shorter calls are repeated within a sample.
+        # Minimum duration of a sample in milliseconds; shorter calls are repeated within a sample.
         self.least_ms = 0.01 if quick else 1.0
         self.cache_bytes = 1 << 12 if quick else 2 * common.last_cache_bytes()
         self.skipped: dict[str, str] = {}
@@ -62,7 +62,7 @@ class Cpu:
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
-        """Return how many inputs of `num_bytes` together exceed the cache, in [2, most]."""
+        """Return how many inputs of `num_bytes` together exceed the cache, limited to [2, most]."""
         return max(2, min(most, -(-self.cache_bytes // max(1, num_bytes))))
 
     def has(self, against: str, reason: str | None) -> bool:
@@ -121,12 +121,12 @@ class Cpu:
     def time(
         self, calls_or_sides: Sequence[Side | Sequence[Call]], rounds: int = 0
     ) -> list[list[float]]:
-        """Return milliseconds per call by side and round; 0 means as many rounds as time allows."""
+        """Return milliseconds per call by side and round; rounds=0 runs as many as time allows."""
         sides = [x if isinstance(x, Side) else Side(x) for x in calls_or_sides]
         loops, round_ms = [], 0.0
         for i, side in enumerate(sides):
-            # Warm up, since the first call may load code, start threads or grow a heap. Long calls
-            # need no second call, since this hardly affects their time.
+            # Warm up, since the first call may load code, start threads or grow a heap. A long call
+            # is not repeated: warming up hardly affects its time.
             ms = _time(side, i * 7, 1)
             if ms < 500:
                 ms = _time(side, i * 7 + 1, 1)
@@ -164,7 +164,7 @@ class Cpu:
         return [ms * num_bytes for ms in self._copy_ms_per_byte[threads]]
 
     def gather_sides(self, table_bytes: int, n: int) -> list[list[Call]]:
-        """Return several sides that gather n random lines of an array of this size, for R2."""
+        """Return several sides that gather n random lines from an array of this size, for R2."""
         lines = max(1, table_bytes // 64)
         generator = torch.Generator().manual_seed(1)
         count = self.copies(8 * n, most=8)
@@ -197,7 +197,7 @@ class Cpu:
             table_bytes: size of the array.
             n: number of lines that a call reads.
             line: as for `compare`.
-            threads: number of threads of both.
+            threads: number of threads for both.
             curve: as for `compare`.
         """
         self.has("R2 by a C++ loop", native.missing("gather"))
@@ -210,7 +210,7 @@ class Cpu:
         yield Comparison(case, "R2", times[0], times[1], line, target, 64 * n, curve=curve)
 
     def roofs(self) -> str:
-        """Return a line about R1 to print at the end; R2 differs between tables."""
+        """Return a line about R1 to print at the end (R2 is omitted: it differs between tables)."""
         rates = [
             f"{1e-6 / statistics.median(ms):,.1f} GB/s with {threads} threads"
             for threads, ms in self._copy_ms_per_byte.items()

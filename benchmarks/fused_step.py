@@ -2,7 +2,7 @@
 
 This is a sketch of a fused mode for layers: the step pools the vectors of keys, and updates rows
 with the gradient of the result. Each tensor has one row per key, since only the device knows the
-number of distinct keys. The other rows are padding, which takes memory and time.
+number of distinct keys. Rows beyond that number are padding, which takes memory and time.
 """
 
 import torch
@@ -38,7 +38,7 @@ class FusedStep:
         self.settings = [lr, *SETTINGS]
 
     def __call__(self, keys: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Return the pooled vectors of keys, and update the rows with `grad`, their gradient."""
+        """Return the keys' pooled vectors; update rows with `grad`, the gradient of the result."""
         unique, inverse, _, number = torch.ops.sparsekit.unique_padded(keys)
         rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
             self.table.buckets, self.table.hash_seed, self.table.size, unique,

@@ -112,7 +112,7 @@ class Gpu:
     # ---- roofs ----
 
     def _measure_copy(self) -> float:
-        """Measure R1 in bytes per second, as the best of several sizes."""
+        """Measure R1 in bytes per second, as the best result over several sizes."""
         best = 0.0
         for size in (1 << 10,) if self.quick else (1 << 28, 1 << 30, 1 << 32):
             size = self.fit(size, bytes_each=2)
@@ -123,13 +123,13 @@ class Gpu:
         return best
 
     def gather_roof(self, table_bytes: int) -> float:
-        """Measure R2 in lines per second for an array of this size, as the best of several ways."""
+        """Measure R2 in lines per second for an array of this size, as the best of several ops."""
         lines = max(1, table_bytes // 64)
         if lines not in self.gather_roofs:
             table = torch.zeros(lines, 16, device=self.device)
             n = self.size(16 << 20, 1_000)
             keys = self.randint(lines, n)
-            # The last two ways sum up the lines, so they write almost nothing.
+            # The last two ops sum up the lines, so they write almost nothing.
             offsets = torch.arange(0, n + 1, 64, device=self.device)
             keys = keys[: int(offsets[-1])]
             ways: list[Callable[[], object]] = [
@@ -180,7 +180,7 @@ class Gpu:
 
     def fit(self, count: int, bytes_each: float) -> int:
         """Return `count`, halved until that many items leave some memory free."""
-        # Free modules with hooks, which are in reference cycles, and torch's cached memory.
+        # Free modules with hooks (they are in reference cycles), and then torch's cached memory.
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -207,7 +207,7 @@ class Gpu:
         cumulative = ranks.pow_(-exponent).cumsum_(0)
         draws = torch.rand(n, generator=self.generator, device=self.device, dtype=torch.float64)
         rank = torch.searchsorted(cumulative, draws * cumulative[-1]).clamp_(max=num_ids - 1)
-        return rank * 2654435761 % num_ids  # a prime, so that all ranks get distinct ids
+        return rank * 2654435761 % num_ids  # prime, so each popularity rank gets its own id
 
     def array_module(self) -> Any:
         """Return the module cupy on a GPU, or None if it is not installed; numpy on the CPU."""

@@ -22,7 +22,7 @@ WARM_UP = 4
 
 
 def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-    """Call ``function(rank, *arguments)`` on all ranks; return rank 0's result, after JSON.
+    """Call ``function(rank, *arguments)`` on all ranks; return rank 0's result, converted by JSON.
 
     Functions are pickled by name, so they must be at the top level of a module.
     """

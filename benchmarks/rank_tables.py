@@ -135,7 +135,7 @@ class Tables:
         return self.step(group, optimizer)
 
     def one_layer(self) -> Step:
-        """Return a step of one layer with a slot per table; offsets make the keys distinct."""
+        """Return a step of one layer with a slot per table; offsets keep slots' keys distinct."""
         tables, ids, dim = self.shape.tables, self.shape.ids, self.shape.dim
         layer = sparsekit.DistributedEmbedding(
             "sum", self._capacity(tables * ids), dim, tables, 1, name="one", process_group=self.over

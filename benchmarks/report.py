@@ -80,9 +80,9 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     """Return a line about the change in each case, and the names of slower cases and benchmarks.
 
     The measure is the quotient of our time and the peer's time, since the speed of machines drifts
-    and both were timed in turns. If there are several peers, the median change counts. If both runs
-    used the same processor, our time alone must also have changed by half of the threshold;
-    otherwise a peer that happened to run faster would make us look slower.
+    and both were timed in turns. If there are several peers, the median of their changes is used.
+    If both runs used the same processor, our time alone must also have changed by half of the
+    threshold; otherwise a peer that happened to run faster would make us look slower.
 
     A case is slower if its quotient has grown by more than the threshold, and the new lower
     quartile is above the old upper quartile. All cases of a benchmark together can reveal a change
@@ -153,14 +153,14 @@ def _in_turns(row: Row) -> bool:
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:
-    """Return the growth of the median of `_quotients`, and its bounds from opposite quartiles."""
+    """Return how much the median of `_quotients` grew, with bounds from opposite quartiles."""
     old, new = _quotients(before), _quotients(after)
     (a25, a50, a75), (b25, b50, b75) = (statistics.quantiles(x, n=4) for x in (old, new))
     return b50 / a50, b25 / a75, b75 / a25
 
 
 def _quotients(row: Row) -> list[float]:
-    """Divide our samples by the peer's in pairs, or by the peer's median if the counts differ."""
+    """Divide our samples by the peer's pairwise, or by the peer's median if the counts differ."""
     ours, theirs = row["samples"], row["against_samples"]
     if len(ours) != len(theirs):
         theirs = [statistics.median(theirs)] * len(ours)

@@ -1,6 +1,6 @@
 """Lists targets: the required speed of each case, as a multiple of the roof's or the peer's speed.
 
-A key is a pair: the target's name, which cases have as their `line`, and the roof or peer. If a
+A key is a pair: the target's name (the `line` of its cases), and the name of the roof or peer. If a
 case may take 1.15 times as long as the peer, its target is 1 / 1.15. For collectives, the target is
 the peer's number divided by ours. Targets are raised once they are met.
 """

@@ -36,7 +36,7 @@ def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
 
     Args:
         call: called once. Run it before as a warm-up, since a first call waits more often.
-        library: library that counts the waits; pass the host runner's if there is no GPU.
+        library: library that counts the waits; pass the host runner's library if there is no GPU.
     """
     own = ctypes.CDLL(str(library)).sparsekit_num_waits
     own.restype = ctypes.c_int64

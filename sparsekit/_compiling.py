@@ -65,8 +65,8 @@ _skip_frames_of(_compiles_calls)
 def refuse_recording(name: str) -> None:
     """Raise NotImplementedError: a layer was called while torch was recording a graph.
 
-    The graph would contain the current row numbers of keys as constants, or the result for a batch
-    that has no values. `name` is the layer's name.
+    The graph would contain constants: the keys' current row numbers, or the result for a
+    placeholder batch without values. `name` is the layer's name.
     """
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     raise _not_supported(name, "torch.jit.trace" if tracing else "torch.export")

@@ -64,7 +64,7 @@ def _library(name: str) -> ctypes.CDLL:
     target = BUILD / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        # Compile to a temporary file and rename it, since another process may load the library.
+        # Compile to a temporary file and rename it: another process may load the library meanwhile.
         part = target.with_suffix(f".{os.getpid()}")
         command = [compiler, *flags, str(source), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's flags, which distinguish builds from different machines in BUILD."""
+    """Return the processor's flags, which tell apart the builds for different machines in BUILD."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def pages(num_bytes: int, huge: bool) -> torch.Tensor:
-    """Return zeros, uint8 ``[num_bytes]``, in pages of 2 MiB or 4 KiB if a compiler is present."""
+    """Return uint8 zeros ``[num_bytes]``; given a compiler, in pages of 2 MiB (`huge`) or 4 KiB."""
     if missing("gather") is not None:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     address = _function("gather", "pages_new", ctypes.c_void_p)(

@@ -1,13 +1,14 @@
-"""Trains a table three times the size of its memory budget from a file, and one held in memory.
+"""Compares a table in a file, three times the size of its memory budget, with one in memory.
 
     python -m benchmarks.systems.beyond_memory [--rows 1000000] [--dim 64] [--batch 4096]
         [--optimizer LazyAdam] [--folder FOLDER]
 
-The file is created in FOLDER, which should be on a disk. Run as root with control groups, the
-process with the file gets 1.5 times its budget, 32 bytes per row, and its memory without a table; a
-table in memory is shown not to fit there. Batches take 90% or 99% of their keys from a 20th of the
-rows, scattered over the file, and the others from all rows. Halfway through, the table in the file
-is saved, and a new process continues. Exits with 1 if the bits differ.
+The file is created in FOLDER, which should be on a disk. If run as root with control groups, the
+process that uses the file is limited to 1.5 times the budget, plus 32 bytes per row, plus what it
+needs without a table; a table in memory is shown to exceed this limit. Batches take 90% or 99% of
+their keys from a twentieth of the rows, scattered over the file, and the rest from all rows.
+Halfway through, the table in the file is saved, and a new process continues. Exits with 1 if the
+two tables end with different bits.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def present(layer: Any, keys: torch.Tensor) -> float:
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train a part of the run; return times, hit rates, memory and a digest of the table."""
+    """Train for a part of the run; return times, hit rates, memory and a digest of the table."""
     rows, dim, size = (settings[name] for name in ("rows", "dim", "batch"))
     storage = settings["storage"]
     layer = sparsekit.Embedding(rows, dim, name="table", **storage)

@@ -145,7 +145,7 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _measured(function: Callable[[], object]) -> tuple[float, int]:
-    """Return the call's seconds, and its peak memory in MiB above that before the call."""
+    """Return the seconds that a call takes, and its peak memory above the start in MiB."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     seconds = _timed(function)
@@ -173,7 +173,7 @@ def _torch_save(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, path: 
         os.fsync(file.fileno())
 
 
-# The process prints its peak memory last. The peak from wait4 would include this process's memory.
+# The child prints its own peak memory last. The peak from wait4 would include the parent's memory.
 _COMMAND = """
 import sys
 from sparsekit.cli import main

@@ -21,7 +21,7 @@ from sparsekit.train import Trainer
 
 
 def losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
-    """Return a loss for each sample, and no penalty."""
+    """Return each sample's loss, and 0 as the penalty."""
     assert batch.label is not None
     scores = model(batch.dense.clamp(min=0).log1p(), batch.sparse)
     return binary_cross_entropy_with_logits(scores, batch.label, reduction="none"), 0.0

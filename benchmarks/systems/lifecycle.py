@@ -45,7 +45,7 @@ IDS, EXPONENT, BATCH, STEPS = 1_000_000, 1.05, 4096, 400
 
 
 class FirstCome:
-    """Gives rows to new keys until there are `most` of them, and to none afterwards."""
+    """Gives rows to the first `most` distinct keys, and to no others."""
 
     def __init__(self, layer: EmbeddingLayer, most: int) -> None:
         self._layer, self._most = layer, most
@@ -61,7 +61,7 @@ class FirstCome:
 
 
 def limit(layers: Mapping[EmbeddingLayer, int], policy: str) -> dict[EmbeddingLayer, FirstCome]:
-    """Limit the rows of layers that were created with a policy's options."""
+    """Limit the layers' rows; return a `FirstCome` for each layer if the policy needs them."""
     for layer, most in layers.items():
         if layer.life is not None and layer.life.max_rows is not None:
             layer.life.max_rows = most

@@ -33,14 +33,14 @@ def batches(rows: int) -> list[Batch]:
 
 
 def losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
-    """Return a loss for each sample, and no penalty."""
+    """Return each sample's loss, and 0 as the penalty."""
     assert batch.label is not None
     scores = model(batch.dense, batch.sparse)
     return binary_cross_entropy_with_logits(scores, batch.label, reduction="none"), 0.0
 
 
 def model_and_optimizers() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
-    """Return a DLRM with a small dense part, so that the trainer's overhead is visible."""
+    """Return a DLRM, whose small dense part lets the trainer's overhead show, and optimizers."""
     names = [f"C{i}" for i in range(TABLES)]
     model = DLRM(names, 13, rows=60_000, bottom=[64], top=[64], cross_layers=1, cross_rank=16)
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)

@@ -46,8 +46,8 @@ struct FixedTexts {
 };
 
 // Reads an array of 16-byte views. A view begins with the string's length. A string of at most 12
-// bytes follows. For a longer string, its first four bytes, the index of a buffer and the offset in
-// that buffer follow.
+// bytes follows directly; a longer one is given by its first four bytes, the index of a buffer, and
+// its offset in that buffer.
 struct ViewTexts {
   const char* views;
   const void* const* data;

@@ -37,8 +37,8 @@ void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& w
   });
 }
 
-// Calls visit with a null pointer to the integer type of a format. Returns false for formats that
-// are not integers.
+// Calls visit with a null `const T*`, where T is the integer type that `format` stands for. Returns
+// false if the format is not that of an integer.
 template <class Visit>
 bool with_integer(std::string_view format, const Visit& visit) {
   const auto is = [&](const char* name, const auto* type) {

@@ -38,7 +38,8 @@ struct RowBound {
     return entries;
   }
 
-  // Returns the bound if the given tensor has the table's size, without counting keys.
+  // Returns the bound if it still holds for this size tensor, otherwise infinity. Unlike add(),
+  // counts no keys.
   double most_for(const py::object& of_size) const {
     const bool known = !lost && size.is(of_size) && version == version_of(of_size);
     return known ? most : std::numeric_limits<double>::infinity();

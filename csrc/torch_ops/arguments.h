@@ -61,7 +61,7 @@ struct Span {
 };
 
 // Cached facts about a tensor, for an op that needs each of them more than once, since every query
-// is a call into torch. Valid as long as the tensor.
+// is a call into torch. Valid as long as the tensor exists.
 class View {
  public:
   // `is_kept` is true for a tensor of a KeptList.

@@ -68,8 +68,8 @@ void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t
   given.check_size("report", *report, 0, kNumErrors + num_words);
 }
 
-// Returns the destination of the error words. Without a report, as in a graph with replays that
-// send none, the words stay on the device.
+// Returns the destination of the error words. Without a report, as in a graph whose replays send
+// none, the words stay on the device.
 cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
   if (!report.has_value()) return {};
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};

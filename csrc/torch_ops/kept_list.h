@@ -15,7 +15,7 @@
 
 namespace sparsekit::ops {
 
-// The views are valid as long as the tensors.
+// The views are valid as long as the tensors exist.
 inline std::vector<View> views_of(const Tensors& tensors, bool are_kept) {
   std::vector<View> views;
   views.reserve(tensors.size());
@@ -64,7 +64,7 @@ class KeptList {
     }
   };
 
-  // Returns the current tensors. A tensor whose memory has changed is recognized by its address. A
+  // Returns the current tensors. A tensor that now has other memory is recognized by its address. A
   // tensor with a new shape in the same memory keeps its old facts, as in an op that began before
   // the change.
   std::shared_ptr<const Facts> current() {
@@ -109,7 +109,7 @@ class KeptList {
 };
 
 // Facts about the tensors of a list, or of the list represented by its only item. Valid as long as
-// the list.
+// the list exists.
 class Views {
  public:
   explicit Views(const Tensors& given) {

@@ -25,7 +25,7 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   return torch::stable::copy_(copy, view);
 }
 
-// Results as long as the input. Only num_unique elements of unique_keys and counts are valid.
+// Results, each as long as the input. Only num_unique elements of unique_keys and counts are valid.
 struct Padded {
   Tensor unique_keys;
   Tensor inverse;

@@ -22,9 +22,9 @@ POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "
 _SIZES = 5
 # Rows of the smallest miniature: with fewer rows, it says little about a large table.
 _LEAST_ROWS = 512
-# Keys to process together: the minimum, the divisor of the number of keys so far, the maximum.
+# Keys to process together: the number of keys so far divided by _PART, within these bounds.
 _LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 17
-# Keys that wait before the first pass, and the overhead of a lookup, expressed in keys.
+# Number of keys to collect before the first pass; overhead of a lookup, expressed in keys.
 _FIRST, _LOOKUP = 1 << 20, 64
 
 
@@ -33,8 +33,8 @@ class Point(NamedTuple):
 
     Attributes:
         policy: the table's policy.
-        rows: the table's rows over all ranks: its budget, ``max_rows``; with a ttl, the most in
-            use.
+        rows: the table's rows over all ranks: its budget (``max_rows``) or, with a ttl, the most
+            rows in use at a time.
         hit_rate: fraction of the keys that have a row before their lookup. A key counts once for
             each lookup, as in `Telemetry`.
     """
@@ -55,7 +55,7 @@ class Curve(NamedTuple):
             once.
         rate: fraction of the keys used for the estimates; 1 if they are exact.
         points: predictions, by policy, in ascending order of rows. For a policy without a ttl, the
-            last is for a table that never sweeps.
+            last point is for a table that never sweeps.
     """
 
     lookups: int
@@ -69,7 +69,7 @@ class Curve(NamedTuple):
 class CapacityCurve:
     """Predicts hit rates for tables of any size from a sample of the keys in their lookups.
 
-    Memory is fixed, whatever the number of keys. Up to `sample` distinct keys, predictions are
+    Memory is fixed, whatever the number of keys. With up to `sample` distinct keys, predictions are
     exact for a single table whose lookups are all in training. With more, the keys are sampled by
     hash, and a miniature of each table is simulated; see `KeySample` and `Miniature` for the
     sources. The sample's misses are divided by an exact count of all keys, since keys in every
@@ -121,7 +121,7 @@ class CapacityCurve:
             Miniature(policy, math.inf, low_watermark, sample) for policy in dict.fromkeys(policies)
         ]
         self._limited: list[list[Miniature]] = [[] for _ in self._unlimited]
-        self._largest = [0] * len(self._unlimited)  # of the tables that have filled up
+        self._largest = [0] * len(self._unlimited)  # rows of the largest table filled so far
         self._expiry = Expiry(self._ttls)
         self._waiting: list[torch.Tensor] = []
         self._waiting_size = 0
@@ -187,7 +187,7 @@ class CapacityCurve:
                 pieces.append([])
                 size = 0
         if self._lookups == 0:
-            # Find the rate first: few of the keys simulated at a higher rate would remain.
+            # Find the sampling rate first: of keys simulated at a higher rate, few would remain.
             for piece in filter(None, pieces):
                 keys = torch.cat(piece)
                 self._make_room(keys[self._sample.chosen(keys)], reserve=True)
@@ -198,7 +198,7 @@ class CapacityCurve:
         return min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
 
     def _make_room(self, keys: torch.Tensor, reserve: bool = False) -> None:
-        """Make room in the sample for chosen keys; `reserve` inserts those that stay chosen."""
+        """Make room in the sample for chosen keys; `reserve` also inserts those that stay chosen."""
         unique, _, _ = ops.unique(keys)
         kept = self._sample.make_room(unique)
         if kept is not None:

@@ -54,12 +54,12 @@ def bytes_per_row(
         if optimizer is not None:
             layer(torch.zeros(1, dtype=torch.int64, device="cpu")).sum().backward()
             made = optimizer(list(layer.parameters()))
-            made.step()  # memory_report finds the optimizer's states while the optimizer exists
+            made.step()  # memory_report finds states only while their optimizer exists
     return memory_report(layer).total.reserved / _ROWS
 
 
 def size_of(max_rows: int, row_bytes: float, ranks: int = 1) -> tuple[int, int]:
-    """Return the rows per rank for a budget of rows, and their bytes on all ranks."""
+    """Return the rows per rank for a budget of rows, and their total bytes on all ranks."""
     each = math.ceil(max_rows / DEFAULT_BUDGET / ranks)
     return each, round(each * ranks * row_bytes)
 
@@ -145,7 +145,7 @@ def _sizes(curve: Curve, least: int) -> list[tuple[int, float]]:
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the vertices of the upper concave hull, as far as it rises."""
+    """Return the vertices of the upper concave hull, up to its highest point."""
     hull: list[tuple[int, float]] = []
     for x, y in points:
         while len(hull) > 1:

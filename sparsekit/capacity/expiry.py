@@ -23,8 +23,8 @@ class Expiry:
         ttls: ttl values, ascending; None for all powers of two.
 
     Attributes:
-        rows: estimated maximum of rows in use at the end of a period, ``[len(ttls)]``, sampled at
-            the end of each `run`.
+        rows: estimated maximum number of rows in use just before a sweep, ``[len(ttls)]``; updated
+            at the end of each `run`.
     """
 
     def __init__(self, ttls: Sequence[int] | None) -> None:

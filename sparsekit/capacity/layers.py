@@ -14,10 +14,10 @@ from .curve import CapacityCurve, Curve
 
 
 class LayerCurves:
-    """Adds the keys of each training lookup to a curve for each table of a model.
+    """Records the training lookups of a model's tables, with one curve per table.
 
-    Any layer with a hash table works, including tables that grow. Each lookup also takes the time
-    of `CapacityCurve.add`; on CUDA, it waits for the device, since the keys are there.
+    Any layer with a hash table works, including tables that grow. Each lookup takes longer by the
+    time of `CapacityCurve.add`; on CUDA, `add` waits for the device, since the keys are there.
 
     Args:
         model: a model that contains sparsekit layers, on a single rank.

@@ -11,7 +11,7 @@ from .curve import Curve, Point
 
 
 class Measure:
-    """One table per prediction of a curve, all making the same lookups.
+    """Real tables, one per prediction of a curve, for the same lookups.
 
     Args:
         curve: the predictions.
@@ -25,7 +25,7 @@ class Measure:
         ]
 
     def add(self, keys: torch.Tensor) -> None:
-        """Look up one lookup's int64 keys ``[n]`` in all tables."""
+        """Look up the same int64 keys ``[n]`` in all tables."""
         with torch.no_grad():
             for layer in self._layers:
                 layer(keys)

@@ -42,8 +42,8 @@ class Miniature:
         self._halve_every = policy.halve_every
         self._low_watermark = low_watermark
         self._period = 0  # number of halvings of counts so far
-        # Occurrences of keys when they lost their rows, and what to subtract from a key's
-        # occurrences to get its LFU count.
+        # For each key: its occurrences when it last lost its row, and the number to subtract from
+        # its occurrences to get its LFU count.
         self._since = np.zeros(most, np.int64)
         self._uncounted = np.zeros(most if policy.score == "lfu" else 0, np.int64)
         self._held = np.zeros(0, np.int64)  # slots of the keys that have rows
@@ -60,7 +60,7 @@ class Miniature:
         return made
 
     def held_after(self, lookups: Lookups) -> int:
-        """Return how many keys would have rows after these lookups without a sweep."""
+        """Return how many keys would have rows after these lookups if there were no sweep."""
         return len(self._held) + int(self._find(lookups, 0, len(lookups.slots))[1].sum())
 
     def keep(self, slots: np.ndarray) -> None:
@@ -125,7 +125,7 @@ class Miniature:
         return absent, absent & (come + lookups.times[here] >= self.policy.admission)
 
     def _age(self, clock: int, total: np.ndarray) -> None:
-        """Halve the counts of keys with rows, if it is time."""
+        """Halve the counts of keys with rows, if a halving is due."""
         every = self._halve_every
         if every == 0 or clock // every == self._period:
             return

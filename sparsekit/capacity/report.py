@@ -109,7 +109,7 @@ def plot(
     Args:
         features: predictions by feature.
         out: path of the PNG file.
-        allotted: each table's allotment from a budget, to be marked.
+        allotted: each table's allotment from a budget, to mark in the plot.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -27,7 +27,7 @@ template <class A>
 }
 
 // Returns the divisor for the sum of the entries [begin, end) of a bag, or 0 if the bag's vector is
-// zeros.
+// all zeros.
 template <class A>
 inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;

@@ -50,8 +50,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int64_t
 // each key.
 constexpr int64_t kFewRanks = 16;
 
-// Computes, for each key of a table, the row where its vector begins. Unsigned intermediate results
-// may wrap around; only the final rows must fit in an int32.
+// Computes, for each key of a table, the row of the receive buffer where its vector begins.
+// Unsigned intermediate results may wrap around; only the final rows must fit in an int32.
 void rows_of_few_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
                        const int32_t* places, int64_t num_keys, int32_t* rows) {
   const auto at = [=](int64_t r, int64_t place) {
@@ -122,7 +122,7 @@ RouteErrors group_bucketize(const RoutedTable* tables, int64_t num_tables, const
                                    to.places + first, to.counts + t, num_tables);
                  if (!good) bad_owners.report(t);
                });
-  // For each rank, concatenate the keys of all tables that it owns.
+  // For each rank, concatenate the keys that the rank owns, table by table.
   for (int64_t t = 0; t < num_tables; ++t) next[t] = tables[t].first_entry;
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {

@@ -34,7 +34,7 @@ SharedJobs shared_tables(const TouchedTable* tables, int64_t num_tables, const F
                     [=](int64_t t) { return Entries(tables[t], found).n; });
 }
 
-// Calls write(j, score) for the distinct rows [begin, end) of a table that have a score.
+// Calls write(j, score) for each of a table's distinct rows [begin, end) that has a score.
 template <class Write>
 void each_score(const TouchedTable& table, const int32_t* rows, int64_t begin, int64_t end,
                 const Write& write) {

@@ -98,7 +98,7 @@ Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& p
   return {least, most};
 }
 
-// End of the wanted rows.
+// The limit up to which rows are wanted.
 struct Limit {
   int64_t order;       // the highest order
   int64_t tied;        // number of rows with this order; 0 if all are taken
@@ -106,7 +106,8 @@ struct Limit {
 };
 
 // Finds the limit by a radix selection. Each round counts the rows by one digit of their order,
-// finds the digit that reaches `count`, and continues with the rows that have it.
+// finds the digit value at which the running count reaches `count`, and continues with the rows
+// that have this digit.
 Limit find_limit(const ScoredRows& table, const Work& work, const Range& orders, int64_t num_pinned,
                  const ParallelFor& parallel_for) {
   if (table.size - num_pinned <= table.count) return {orders.most, 0, 0};

@@ -62,7 +62,7 @@ SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
   return combiner == Combiner::kMean ? weight : weight * weight;
 }
 
-// Returns the divisor of a pooled sum, or 0 if the bag's vector is zeros.
+// Returns the divisor of a pooled sum, or 0 if the bag's vector is all zeros.
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};

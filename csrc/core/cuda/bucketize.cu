@@ -8,7 +8,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Number of keys per tile that each thread handles. The host runner gets few, so that small tests
+// Number of keys per tile that each thread handles. The host runner uses fewer, so that small tests
 // have several tiles.
 #ifdef __CUDACC__
 constexpr int kSteps = 8;
@@ -101,7 +101,7 @@ struct ScatterBlock {
   Key* keys;        // [kTile]
   Source* sources;  // [kTile]
 
-  // The length of `to` is even, so that keys are aligned.
+  // The length of `to` is even, so that `keys` is aligned.
   SPARSEKIT_DEVICE ScatterBlock(int world_size)
       : to(reinterpret_cast<int32_t*>(simt::shared<SumBlock>() + 1)),
         begins(reinterpret_cast<uint16_t*>(to + (world_size + 1) / 2 * 2)),

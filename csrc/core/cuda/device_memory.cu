@@ -79,7 +79,8 @@ class Staging {
   }
 
   void allocate(int64_t bytes) {
-    // In other modes, this allocation would invalidate a graph that another thread is capturing.
+    // In other capture modes, this allocation would invalidate a graph that another thread is
+    // capturing.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     simt::check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
     void* memory = nullptr;

@@ -31,7 +31,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t num_slots(int64_t n) {
   return n + n * 2 / 3 + 1;
 }
 
-// Number of bit words that each warp handles in a tile of rank_tile(). The host runner gets few
+// Number of bit words that each warp handles in a tile of rank_tile(). The host runner uses fewer
 // words, so that small tests have several tiles.
 #ifdef __CUDACC__
 constexpr int kMarkSteps = 8;
@@ -133,8 +133,8 @@ inline simt::Grid enter_grid(int64_t n) {
   return grid;
 }
 
-// Adds `count` keys, whose first position is `position`, to a slot that has their key. `first` is a
-// value that the slot's `first` has had. Returns true if the key has not been seen before
+// Adds `count` equal keys, the first of them at `position`, to the slot that has this key. `first`
+// is a value that the slot's `first` has had. Returns true if the key has not been seen before
 // `position`.
 //
 // The bit of a position is flipped once when it becomes the first of its key and once more when a
@@ -201,7 +201,8 @@ SPARSEKIT_DEVICE void enter_tile(const FirstSeen& seen, int64_t capacity, int64_
   }
   simt::barrier();
 
-  // Enter the first of equal keys. In each round, a thread examines one slot for each of its keys.
+  // Enter only the first of equal keys. In each round, a thread examines one slot for each of its
+  // keys.
   const auto position = [=](int step) { return static_cast<int32_t>(begin) + place(step); };
   const simt::Pair free_slot{{kNoKey, first_and_count(INT32_MAX, 0)}};
   simt::Pair found[kEnterSteps];

@@ -1,5 +1,5 @@
-// Groups the keys of all tables by owner and table, by a stable sort of the entries. The sorted
-// order also gives the number and the position of the keys of each (owner, table).
+// Groups the keys of all tables by owner and table, with a stable sort of the entries. The sorted
+// order also gives the number and the position of the keys for each pair (owner, table).
 #include "sparsekit/group_bucketize.h"
 
 #include <algorithm>

@@ -174,7 +174,7 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   const int lane_in_tile = simt::thread() & ((1 << in.log2_lanes) - 1);
   const int64_t element = ((column << in.log2_lanes) + lane_in_tile) * kWidth;
   const bool long_too = long_bags.capacity > 0 && column == 0;
-  // Longer bags are enough work for a block, and a loop would need more registers.
+  // With longer bags, one round is enough work for a block, and a loop would need more registers.
   const int rounds = kShortBags ? group.rounds : 1;
   for (int round = 0; round < rounds; ++round) {
     const int64_t own_block = block / in.feature.columns * rounds + round;

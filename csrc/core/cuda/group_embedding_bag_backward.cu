@@ -22,7 +22,8 @@ struct Ways {
   }
 };
 
-// The tables of a call, whose features are stored contiguously, and totals over the tables.
+// The tables of a call, with the features of all tables stored contiguously, and totals over the
+// tables.
 template <class T>
 struct SumCall {
   const SummedTable<T>* tables;

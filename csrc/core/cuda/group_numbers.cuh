@@ -1,5 +1,5 @@
-// Prepares sums of many tables: finds where the entries, rows and chunks of each table begin, the
-// row that each entry is added to, and the order of the rows.
+// Prepares sums of many tables: finds where the entries, rows and chunks of each table begin, which
+// row each entry is added to, and the order of the rows.
 #pragma once
 
 #include "cuda/group_sums.cuh"

@@ -25,8 +25,8 @@ struct Digit {
   }
 };
 
-// End of the rows to take: up to this order and, within this order, up to this hash. Digits that
-// are not yet known are zeros.
+// The limit of the rows to take: all rows with a lower order, and rows with this order up to this
+// hash. Digits that are not yet known are zeros.
 struct Limit {
   uint64_t order, hash;
   int64_t missing;  // number of rows to take among those with the same digits; 0 if all are known
@@ -58,8 +58,9 @@ SPARSEKIT_KERNEL mark_pinned_kernel(Candidates rows) {
   }
 }
 
-// Counts the free rows by one digit of their order or, among rows with the limit's order, by one
-// digit of their hash. Only rows whose higher digits equal the limit's are counted.
+// Counts the free rows (those not pinned) by one digit of their order or, among rows with the
+// limit's order, by one digit of their hash. Only rows whose higher digits equal the limit's are
+// counted.
 template <bool kOfHash>
 SPARSEKIT_KERNEL count_digits_kernel(Candidates rows, Digit digit, int32_t* counts) {
   const Limit limit = *rows.limit;
@@ -84,7 +85,8 @@ SPARSEKIT_KERNEL count_digits_kernel(Candidates rows, Digit digit, int32_t* coun
   }
 }
 
-// Finds the digit where enough rows are taken, and clears the counts. Runs in one block.
+// Finds the digit value at which the running count reaches the number of rows to take, and clears
+// the counts. Runs in one block.
 template <bool kOfHash>
 SPARSEKIT_KERNEL choose_digit_kernel(Limit* limit, Digit digit, int32_t* counts) {
   Limit now = *limit;

@@ -12,8 +12,8 @@ constexpr int kDigits = 1 << kDigitBits;
 static_assert(kDigits == kSumThreads, "a block has a thread for each digit");
 constexpr int kMostDigits = 32 / kDigitBits;  // digits in a key
 
-// Number of pairs per tile that each thread handles. The host runner gets few, so that small tests
-// have several tiles.
+// Number of pairs per tile that each thread handles. The host runner uses fewer, so that small
+// tests have several tiles.
 #ifdef __CUDACC__
 constexpr int kSortSteps = 16;
 #else

@@ -25,7 +25,7 @@ struct Share {
 
 // Maximum number of blocks of a launch, not counting one for each table and column. It is more than
 // any device runs at a time. With this limit, each block has enough rows to amortize the two powers
-// that it computes per step. The host runner gets few blocks, so that small tests loop, too.
+// that it computes per step. The host runner uses fewer blocks, so that small tests loop, too.
 #ifdef __CUDACC__
 constexpr int64_t kMostUpdateBlocks = 2048;
 #else

@@ -31,7 +31,8 @@ inline Grid grid_for(int64_t n, int threads = 256) {
 
 // Like grid_for, for kernels that loop over their items with the stride of the grid. The grid is
 // limited to a few full waves of the largest chip, so that a kernel costs little if the device
-// finds that there is little to do. The host runner gets few blocks, so that small tests loop, too.
+// finds that there is little to do. The host runner uses fewer blocks, so that small tests loop,
+// too.
 #ifdef __CUDACC__
 constexpr int64_t kMostBlocks = 2112;
 #else

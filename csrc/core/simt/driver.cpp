@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kUnit = size_t{1} << 16;
 constexpr int kInvalid = 1, kOutOfMemory = 2;  // as in CUresult
-// New memory is filled with these bytes, since a device's is not zeroed either.
+// New memory is filled with these bytes, since a device does not zero new memory either.
 constexpr int kGarbage = 0x5B;
 
 std::mutex mutex;

@@ -215,7 +215,7 @@ using Pair = Vec<int64_t, 2>;
 inline Pair load(const Pair* address) {
   return {{load(&address->at[0]), load(&address->at[1])}};
 }
-// Does what chips before sm_90 do.
+// Behaves like a chip before sm_90.
 inline Pair claim(Pair* address, const Pair& free, const Pair& own) {
   const int64_t seen = atomic_cas(&address->at[0], free.at[0], own.at[0]);
   return {{seen == free.at[0] ? own.at[0] : seen, free.at[1]}};

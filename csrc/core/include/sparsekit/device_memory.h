@@ -1,5 +1,5 @@
 // Copies small values between host and device. read_back() waits for the stream, so ops call it
-// only where the host must know a result's size or an error.
+// only where the host must know the size of a result or whether an error occurred.
 #pragma once
 
 #include <cstdint>

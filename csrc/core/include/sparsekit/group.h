@@ -1,5 +1,5 @@
-// Arguments of ops that process many tables in one call. They describe where the keys are, and in
-// which table each run of bags is looked up.
+// Arguments of ops that process many tables in one call. They describe where the keys are, and
+// which table each run of bags uses.
 #pragma once
 
 #include <cstdint>

@@ -12,8 +12,8 @@ namespace sparsekit {
 // One table of a group_bucketize call, with the owners of its keys.
 struct RoutedTable : AskedTable {
   Owners owners;
-  // With a fixed number of places (see RoutedKeys), the table's places per rank, and the index of
-  // the first one among the rank's places.
+  // If the number of places is fixed (see RoutedKeys): the table's number of places per rank, and
+  // the index of its first place among all places for the rank.
   int64_t max_keys = 0, first_place = 0;
 };
 
@@ -95,8 +95,8 @@ struct ExchangeCall {
   const int64_t* first_bags;  // [num_tables + 1] index of each table's first bag among all bags
   const ComeVectors* come;
   const int64_t* steps;
-  const int64_t* numbers;  // in device memory, [num_tables] keys of each table; null if each key
-                           // has one of the vectors
+  const int64_t* numbers;  // in device memory, [num_tables] number of keys; null if it equals the
+                           // table's number of vectors
   const int32_t* bags;     // in device memory
   const int32_t* places;   // in device memory, [entries]
 };

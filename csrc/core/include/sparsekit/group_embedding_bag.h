@@ -188,8 +188,8 @@ int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums
 // Like group_embedding_bag_backward, but writes the sums for sums.rows to `room`. Does not read the
 // field `grad` of sums.tables. Each table's num_rows is only an upper bound. A table has at most as
 // many rows as entries, even if `counts` is larger. Sums that do not fit in `room` are dropped;
-// *bad_row then becomes the position of the row of one such sum among the rows of all tables. The
-// host does not wait for the number of rows.
+// *bad_row then becomes the position of one such row among the rows of all tables. The host does
+// not wait for the number of rows.
 template <class T>
 void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
                                      int64_t* bad_index, int64_t* bad_row, void* workspace,

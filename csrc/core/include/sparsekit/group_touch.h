@@ -54,7 +54,7 @@ class LfuClock {
   uint32_t halve_every_ = 1, halvings_ = 0, last_halving_ = 0;
 };
 
-// A table with scores, and its bags among those of the lookup.
+// A table with scores, and the range of the lookup's bags that use the table.
 struct TouchedTable {
   ScorePolicy policy;
   int64_t halve_every;
@@ -94,8 +94,8 @@ int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tabl
                                     const ParallelFor& parallel_for);
 
 // Advances the clocks, and writes the score of each distinct row. Skips rows outside [0, capacity),
-// and entries whose index is not a distinct key's. Preconditions: check_bags reports no error, and
-// the counts of distinct keys do not exceed the numbers of entries.
+// and entries whose index is not that of a distinct key. Preconditions: check_bags reports no
+// error, and the counts of distinct keys do not exceed the numbers of entries.
 void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows& found,
                  int32_t* order, void* workspace, const ParallelFor& parallel_for);
 
@@ -103,7 +103,7 @@ void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows
 
 // Like the CPU version, but without preconditions: bags and counts are clamped to the actual
 // entries. `tables` and `on_device` are the same tables in host and device memory, in the order of
-// their bags. Makes one launch, or two if any table has LFU or ticks.
+// their bags. Makes one launch, or two if any table uses LFU or has nonzero ticks.
 namespace cuda {
 
 void group_touch(const TouchedTable* tables, const TouchedTable* on_device, int64_t num_tables,

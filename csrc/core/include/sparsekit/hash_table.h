@@ -84,10 +84,10 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
-// Inserts the keys in buckets `from` whose rows are below `rows`, with these rows, into another
-// table `to`, which has none of these keys. `from` may be part of a table's buckets. Returns false
-// if `to` has no free slot. Buckets are in hash order, so both tables are accessed from one end to
-// the other. Precondition: both tables have the same seed.
+// Copies the keys whose rows are below `rows` from the buckets `from` to another table, `to`, with
+// the same rows. `to` must not have any of these keys. `from` may be part of a table's buckets.
+// Returns false if `to` has no free slot. Buckets are in hash order, so both tables are accessed
+// from one end to the other. Precondition: both tables have the same seed.
 bool hash_table_copy(const Bucket* from, int64_t num_from, int64_t seed, int64_t rows, Bucket* to,
                      int64_t num_to);
 

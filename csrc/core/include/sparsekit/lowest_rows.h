@@ -1,4 +1,4 @@
-// Finds the rows of a table with the lowest scores, which a full table drops first.
+// Finds a table's rows with the lowest scores, which are dropped first when the table is full.
 #pragma once
 
 #include <cstdint>
