@@ -164,7 +164,7 @@ class Cpu:
         return [ms * num_bytes for ms in self._copy_ms_per_byte[threads]]
 
     def gather_sides(self, table_bytes: int, n: int) -> list[list[Call]]:
-        """Return several sides that gather n random lines from an array of this size, for R2."""
+        """Return sides that gather n random lines from an array of this size, to measure R2."""
         lines = max(1, table_bytes // 64)
         generator = torch.Generator().manual_seed(1)
         count = self.copies(8 * n, most=8)

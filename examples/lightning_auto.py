@@ -1,4 +1,7 @@
-"""Lightning, automatic optimization: `torchrun --nproc-per-node 2 examples/lightning_auto.py`."""
+"""Trains with Lightning and automatic optimization.
+
+torchrun --nproc-per-node 2 examples/lightning_auto.py
+"""
 
 import os
 

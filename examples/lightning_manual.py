@@ -1,4 +1,7 @@
-"""Lightning, manual optimization: `torchrun --nproc-per-node 2 examples/lightning_manual.py`."""
+"""Trains with Lightning and manual optimization.
+
+torchrun --nproc-per-node 2 examples/lightning_manual.py
+"""
 
 import os
 

@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(size: int) -> str:
-    """Return a size in the largest binary unit that makes it at least 1."""
+    """Return a size as text, in the largest binary unit that does not exceed it."""
     value, units = float(size), list(_UNITS)
     while value >= 1024 and len(units) > 1:
         value /= 1024

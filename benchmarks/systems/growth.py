@@ -33,7 +33,7 @@ def _memory(name: str) -> int:
 
 
 def train(grows: bool, rows: int, dim: int, optimizer_name: str) -> dict[str, Any]:
-    """Train a table on all keys; each occurs in one step."""
+    """Train a table on all keys; each key occurs in only one step."""
     options: dict[str, Any] = {"on_full": "grow"} if grows else {}
     first = FIRST_ROWS if grows else rows
     layer = sparsekit.Embedding(first, dim, name="table", **options)

@@ -40,7 +40,7 @@ def losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def model_and_optimizers() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
-    """Return a DLRM, whose small dense part lets the trainer's overhead show, and optimizers."""
+    """Return a DLRM and its optimizers; a small dense part makes the trainer's overhead visible."""
     names = [f"C{i}" for i in range(TABLES)]
     model = DLRM(names, 13, rows=60_000, bottom=[64], top=[64], cross_layers=1, cross_rank=16)
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)

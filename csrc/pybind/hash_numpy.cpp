@@ -50,7 +50,7 @@ struct NumpyStrings {
     size_t size;
     const char* data;
   };
-  // Loads a string. Returns 0, 1 if the string is missing, or -1 on failure.
+  // Loads a string. Returns 0 on success, 1 if the string is missing, or -1 on failure.
   int (*load)(void* allocator, const void* packed, Text* text);
   void* (*acquire)(PyObject* dtype);
   void (*release)(void* allocator);

@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// Maximum time that abort() waits until another thread's call has stopped.
+// Maximum time that abort() waits for another thread's call to stop.
 constexpr std::chrono::seconds kPatience{10};
 
 // A communicator whose errors any thread can check. Only one thread at a time may send. Meanwhile,

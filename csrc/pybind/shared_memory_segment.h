@@ -56,7 +56,7 @@ class RingWriter {
     return free_bytes();
   }
 
-  // Writes `size` bytes, at most room(), and padding.
+  // Writes `size` bytes (at most room()) and padding.
   void put(const void* data, uint64_t size) {
     if (size == 0) return;
     const uint64_t begin = written_ % capacity_;
@@ -89,7 +89,7 @@ class RingReader {
 
   uint64_t available() const { return distance(read_, state_->written.load(), capacity_); }
 
-  // Reads `size` bytes, at most available(), and skips the padding.
+  // Reads `size` bytes (at most available()) and skips the padding.
   void take(void* data, uint64_t size) {
     if (size == 0) return;
     const uint64_t begin = read_ % capacity_;

@@ -33,7 +33,7 @@ struct DLPackExchangeAPI {
 Py_ssize_t size_of(const py::list& list) {
   return PyList_GET_SIZE(list.ptr());
 }
-// Returns a borrowed reference. A caller that runs Python code must keep it valid.
+// Returns a borrowed reference. A caller that then runs Python code must keep the object alive.
 PyObject* item(const py::list& list, Py_ssize_t i) {
   return PyList_GET_ITEM(list.ptr(), i);
 }
@@ -46,7 +46,7 @@ PyObject* find(PyObject* dict, PyObject* key) {
   if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
   return value;
 }
-// Returns null if there is no such attribute.
+// Returns the attribute, or null if there is none of this name.
 py::object attribute(const py::object& object, const py::str& name) {
   PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
   if (value == nullptr) PyErr_Clear();
@@ -160,7 +160,7 @@ class TensorPlaces {
   // Address, offset, device, dtype, number of dimensions, sizes and strides.
   using Place = std::array<uint64_t, 5 + 2 * kDims>;
 
-  // Returns false, and sets a Python error, if torch cannot tell.
+  // Returns false, and sets a Python error, if torch cannot describe the tensor.
   static bool read(const py::object& tensor, Place& place) {
     DLTensor of;
     if (api()->borrow(tensor.ptr(), &of) != 0) return false;

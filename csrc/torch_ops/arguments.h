@@ -154,10 +154,11 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
 // numbers computed from sizes (in bytes, elements or threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
-// Limit on the number of entries, tables and features, whose indices have 32 bits.
+// Limit on the numbers of entries, of tables and of features; their indices have 32 bits.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
-// Pass these for arguments whose dtype or shape the op itself checks, since it allows several.
+// Pass these for arguments that may have several dtypes or dimensions; the op itself then checks
+// them.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
@@ -307,7 +308,7 @@ class Arguments {
   }
 
   // Calls body(table) for each table. If there are several tables, adds the table's index to errors
-  // that `body` throws and to later errors about the arguments that it checks.
+  // that `body` throws and to later errors about the arguments that `body` checks.
   template <class Body>
   void for_each_table(size_t count, const Body& body) {
     for (size_t t = 0; t < count; ++t) {

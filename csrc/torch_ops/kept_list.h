@@ -33,15 +33,15 @@ class KeptList {
                                     ScalarType::Long, &KeptList::free);
   }
 
-  // Returns the list represented by a list's only item, or null.
+  // Returns the kept list that the only item of `given` represents, or null.
   static KeptList* of(const Tensors& given) {
     if (given.size() != 1 || given[0].dim() != kDim) return nullptr;
     const Tensor& item = given[0];
     if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return nullptr;
     if (!item.is_contiguous() || item.numel() != kWords) return nullptr;
     const int64_t* words = int64_data(item);
-    // A copy of the words, at another address, does not keep the tensors alive, so it is not a
-    // list.
+    // A copy of the words, at another address, does not keep the tensors alive, so it does not
+    // represent the list.
     if (!std::equal(kMark, kMark + kMarkWords, words) || words[kMarkWords] != address(words)) {
       return nullptr;
     }
@@ -65,7 +65,7 @@ class KeptList {
   };
 
   // Returns the current tensors. A tensor that now has other memory is recognized by its address. A
-  // tensor with a new shape in the same memory keeps its old facts, as in an op that began before
+  // tensor with a new shape in the same memory keeps its old facts, as for an op that began before
   // the change.
   std::shared_ptr<const Facts> current() {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -94,7 +94,7 @@ class Changes(NamedTuple):
 
     @staticmethod
     def between(before: np.ndarray, now: np.ndarray) -> Changes:
-        """Compare the keys in each row, int64 ``[rows in use]``, but not the rows' values."""
+        """Compare each row's old and new key, int64 ``[rows in use]``, but not the rows' values."""
         shared = min(len(before), len(now))
         differ = np.flatnonzero(before[:shared] != now[:shared])
         left = np.concatenate([before[differ], before[shared:]])
@@ -103,7 +103,7 @@ class Changes(NamedTuple):
         return Changes(rows, removed, moved=len(left) > 0)
 
     def columns(self) -> list[Column]:
-        """Return the extra columns that a file with these changes has."""
+        """Return the extra columns needed in a file of these changes."""
         columns = []
         if self.moved:
             columns.append(column_of("rows", torch.from_numpy(self.rows.astype(np.int32))))

@@ -39,8 +39,8 @@ class DistinctKeys {
   int64_t* counts = nullptr;   // [num_tables] number of distinct keys
   bool distinct = true;        // if false, every entry counts as a distinct key
 
-  // Returns the size in bytes of the workspace for each(). The workspace must be 64-byte aligned.
-  // Pass the same buffer `order` [num_tables] to both functions.
+  // Returns the size in bytes of the workspace that each() needs. The workspace must be 64-byte
+  // aligned. Pass the same buffer `order` [num_tables] to both functions.
   int64_t workspace_bytes(int32_t* order, const ParallelFor& parallel_for) const {
     const SharedJobs jobs = shared(order, parallel_for);
     int64_t together = 0, alone = 0;

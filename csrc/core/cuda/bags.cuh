@@ -50,7 +50,7 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
-// Returns true if a bag's sum is divided.
+// Returns true if the combiner divides a bag's sum.
 SPARSEKIT_DEVICE bool has_divisor(Combiner combiner) {
   return combiner == Combiner::kMean || combiner == Combiner::kSqrtn;
 }

@@ -45,7 +45,7 @@ struct Keys {
   }
 
   // If a key's owner is not a valid rank, reports the key's shard in *bad (see bucketize.h), and
-  // uses rank 0.
+  // assigns the key to rank 0.
   SPARSEKIT_DEVICE Keys(const Key* keys, int64_t n, const Owners& owners, int64_t* bad) {
     const auto world_size = static_cast<int>(owners.world_size);
     const int64_t first = simt::block() * kTile;
@@ -89,7 +89,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads)
 // Shared memory of scatter_kernel: the part for prefix sums, then these arrays.
 template <class Key>
 struct ScatterBlock {
-  // Origin of a key.
+  // The origin of a key in the sorted tile.
   struct Source {
     uint16_t owner;
     uint16_t place;  // in the tile

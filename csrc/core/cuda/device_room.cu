@@ -100,7 +100,7 @@ void check(int result, const char* what) {
                            (text == nullptr ? std::to_string(result) : text));
 }
 
-// Makes torch's context of a device current during its lifetime.
+// Makes torch's context for a device current as long as this object exists.
 class OnDevice {
  public:
   explicit OnDevice(int device) {

@@ -9,7 +9,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// The launch bounds request two blocks per multiprocessor. Without them, ptxas aims at more blocks
+// The launch bounds request two blocks per multiprocessor. Without them, ptxas aims for more blocks
 // and spills a few registers.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {

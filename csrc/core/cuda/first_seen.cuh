@@ -48,7 +48,7 @@ struct Ranks {
   int64_t words;
   LookBack totals;  // totals for the launch that ranks the entries
 
-  // Each tile of `totals` has words_of_tile words.
+  // Each tile of `totals` covers words_of_tile words of bits.
   static LookBack look_back(Arena& arena, int64_t n, int64_t words_of_tile) {
     return LookBack(arena, num_words(n) / words_of_tile + 1, 1);
   }

@@ -32,8 +32,8 @@ struct Pieces {
   SPARSEKIT_HOST_DEVICE int64_t count() const { return int64_t{world_size} * num_tables; }
 };
 
-// Numbers the keys, and finds the piece of the first entry of each key. On entry, `inverse` holds
-// the slots of keys if `distinct` is true. Also clears pieces.totals.
+// Numbers the keys, and finds the piece for each key's first entry. If `distinct` is true,
+// `inverse` holds the slots of the entries' keys on entry. Also clears pieces.totals.
 SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bool distinct,
                                       Pieces pieces, uint32_t* piece_of, int32_t* entries_of,
                                       int32_t* inverse, int64_t* bad_owners) {
@@ -76,7 +76,8 @@ SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, i
   return begin;
 }
 
-// Counts the keys in each piece, with one thread per piece, in the order of tables.
+// Counts the keys in each piece, with one thread per piece. The threads follow the pieces by table,
+// then by rank.
 SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* counts) {
   const int64_t tile = pieces.totals.take_tile();
   const int64_t i = tile * kSumThreads + simt::thread();

@@ -87,7 +87,7 @@ struct SumWorkspace {
     }
   }
 
-  // The entries, sorted.
+  // Returns the sorted entries.
   Pairs sorted() const { return {levels.level[0].keys, levels.level[0].values}; }
 };
 

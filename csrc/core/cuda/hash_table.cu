@@ -65,8 +65,7 @@ constexpr int kInsertSteps = 4;
 constexpr int kInsertBlocksAtOnce = 5;
 constexpr int kInsertThreads = 256;
 
-// Returns a bit for each slot of a bucket, set if the slot is free, while other threads may claim
-// slots.
+// Returns a bit mask of a bucket's free slots. Other threads may be claiming slots meanwhile.
 SPARSEKIT_DEVICE uint32_t free_slots(const Bucket& bucket) {
   static_assert(kSlotsPerBucket == 5 && offsetof(Bucket, rows) % 8 == 0, "two rows are a word");
   const auto* words = reinterpret_cast<const int64_t*>(simt::global(&bucket)->rows);

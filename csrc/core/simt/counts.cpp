@@ -106,8 +106,8 @@ Range own_stack() {
 
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
-// Starts an empty list of records for the calling thread if `on` is nonzero; otherwise drops it. If
-// `on` is 2, calls are only planned, not executed.
+// If `on` is nonzero, starts an empty list of the calling thread's records; otherwise drops the
+// list. If `on` is 2, calls are only planned, not executed.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);

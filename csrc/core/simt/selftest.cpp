@@ -34,7 +34,7 @@ SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   if (thread() == 0) atomic_add(sum, part[0]);
 }
 
-// Counts successful claims of 64 elements. There are 64 such claims if claims are atomic.
+// Counts successful claims on 64 elements. If claims are atomic, exactly 64 succeed.
 SPARSEKIT_KERNEL claim_kernel(int32_t* places, int32_t* claims, bool atomic) {
   int32_t* place = &places[global_thread() % 64];
   bool mine = false;

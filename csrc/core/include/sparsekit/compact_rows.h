@@ -19,7 +19,7 @@ int64_t compact_rows(const int64_t* gone, int64_t k, int64_t size, int32_t* new_
 
 }  // namespace cpu
 
-// Like the CPU version, but sets *bad_row to that position.
+// Like the CPU version, but sets *bad_row to the first bad position, if there is one.
 namespace cuda {
 
 void compact_rows(const int64_t* gone, int64_t k, int64_t size, int32_t* new_rows, int64_t* bad_row,

@@ -110,7 +110,7 @@ struct ErrorReport {
   int64_t count;
 };
 
-// Outputs of begin_group, the same as cpu::write_bags writes.
+// Outputs of begin_group, the same as those of cpu::write_bags.
 struct GroupBags {
   int32_t* bags;        // [num_bags + 1]
   int64_t* key_starts;  // [num_features]

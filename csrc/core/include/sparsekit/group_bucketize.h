@@ -63,9 +63,9 @@ RouteErrors group_bucketize(const RoutedTable* tables, int64_t num_tables, const
                             int64_t seed, const RoutedKeys& to, int32_t* order, void* workspace,
                             const ParallelFor& parallel_for);
 
-// Sets rows[first_entry + j] to the row where the vector of the table's key j begins. numbers
-// [tables] is the number of keys of each table. come [tables, world_size] locates the received
-// vectors. steps [tables] is the number of rows per vector.
+// Sets rows[first_entry + j] to the row of the receive buffer where the vector of the table's key j
+// begins. numbers [tables] is the number of keys of each table. come [tables, world_size] locates
+// the received vectors. steps [tables] is the number of rows per vector.
 void exchange_rows(const RoutedTable* tables, int64_t num_tables, const int64_t* numbers,
                    int64_t world_size, const ComeVectors* come, const int64_t* steps,
                    const int32_t* places, int32_t* rows, const ParallelFor& parallel_for);
@@ -78,7 +78,7 @@ namespace cuda {
 // Returns the size in bytes of the workspace. Pass the workspace to begin_group first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
-// The words of RouteErrors in device memory. Each becomes the smallest index of a bad table.
+// The fields of RouteErrors, in device memory. Each becomes the smallest index of a bad table.
 struct RouteErrorWords {
   int64_t* bad_owners;
   int64_t* too_many_keys;

@@ -31,7 +31,7 @@ struct ScoredRows {
   }
 };
 
-// The rows found, in ascending order of row: [min(count, size)] each.
+// The rows found, in ascending order of row; each array has min(count, size) elements.
 struct LowestRows {
   int64_t* rows;
   int64_t* orders;
