@@ -55,7 +55,7 @@ class Keyed:
 
 
 class Tables:
-    """Sizes of tables with one slot each, and batches of keys; methods return steps to time."""
+    """Table sizes and batches of keys, with one slot per table; methods return steps to time."""
 
     def __init__(self, cpu: Cpu, rows: Sequence[int], nnz: Sequence[int], batch: int, dim: int):
         self.rows, self.nnz, self.batch, self.dim = rows, nnz, batch, dim

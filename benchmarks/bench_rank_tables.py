@@ -109,7 +109,7 @@ def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
 
 
 def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
-    """Time an exchange and an equally long dense part, with and without prefetch."""
+    """Time an exchange plus a dense part of the same duration, with and without prefetch."""
     tables = Tables(shape, [rank])
     group, ahead = tables.group(), tables.group()
     exchange = tables.step(group)
@@ -120,7 +120,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
         for _ in range(times):
             torch.mm(matrix, matrix, out=product)
 
-    for _ in range(2):  # twice: the second estimate starts from the first, so it is better
+    for _ in range(2):  # twice: starting from the first estimate, the second one is better
         each = time_in_turns({ALONE: exchange, DENSE: dense}, rounds)
         found = [round(times * statistics.median(each[ALONE]) / statistics.median(each[DENSE]))]
         dist.broadcast_object_list(found)  # the same number on all ranks
@@ -150,7 +150,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start ranks that time all cases; `bytes` is the amount that one rank sends per step."""
+    """Start ranks that time all cases; "bytes" in their results is what a rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     sizes = Sizes(cpu.quick)
     found = on_ranks.run(_two_ranks, WORLD, sizes)

@@ -32,7 +32,7 @@ from ..on_ranks import run
 # Requirements: upper bound of the loss, and lower bound of the precision.
 LARGEST_LOSS = 0.0205
 POPULARITY = 0.104
-# Speed-up reported by the original for 2 GPUs.
+# Speed-up that the original reports for 2 GPUs.
 THEIR_SPEED_UP = 1.53
 WARM_UP = 5  # number of epochs that are not timed
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.systems.capacity [--speed] [--plot FILE]
 
-Predicts the hit rates of LRU, LFU, admission at 2, and ttl at five sizes, and looks up the same
-keys in real tables. The keys are a zipf stream whose popular keys drift, and the values in the
-Adult census data, for three epochs in different row orders. Then, or with --speed alone, it times a
+Predicts hit rates at five sizes for LRU, LFU, admission at 2, and ttl, and looks up the same keys
+in real tables. The keys are a zipf stream whose popular keys drift, and the values in the Adult
+census data, for three epochs in different row orders. Then, or with --speed alone, it times a
 feature with ten million keys, and reports how much the process's memory grows. Exits with 1 if a
 prediction is off by more than a point, or memory grows by more than 100 MB.
 """

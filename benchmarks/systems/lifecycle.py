@@ -3,7 +3,7 @@
     python -m benchmarks.systems.lifecycle [--seeds 3]
 
 Trains a rating model on MovieLens-100K and a classifier on the Adult census data, with rows for
-half of the ids. Then looks up a zipf stream whose popular keys drift in tables with 65,536 rows,
+half of the ids. Then looks up a zipf stream with drifting popular keys in tables with 65,536 rows,
 and in a table that evicts within buckets of 128 rows, as HierarchicalKV does. Exits with 1 if LRU
 with sweeps down to 99% of the rows, or LFU, has a lower hit rate than the bucketed table.
 """

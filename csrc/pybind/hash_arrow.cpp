@@ -205,7 +205,7 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
 constexpr const char* kNoEntry = "names an entry that its dictionary does not have";
 constexpr const char* kOutside = "is outside of its column's memory: malformed offsets or views";
 
-// An item that cannot be hashed and the reason. `position` is kAllGood if all items are good.
+// An item that cannot be hashed, and the reason. `position` is kAllGood if all items are good.
 struct Fault {
   int64_t position = kAllGood;
   const char* reason = nullptr;

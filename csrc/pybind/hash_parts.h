@@ -133,7 +133,7 @@ char* put_utf8(const Point* text, size_t size, char* out) {
   return out;
 }
 
-// Stores a word in little-endian order, like xxh64_steps::load64(). It does not write single bytes,
+// Stores a word in little-endian order, like xxh64_steps::load64(). Does not write single bytes,
 // since gcc would not combine them into a single store.
 inline void store64(uint64_t word, char* out) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__

@@ -198,7 +198,7 @@ class CapacityCurve:
         return min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
 
     def _make_room(self, keys: torch.Tensor, reserve: bool = False) -> None:
-        """Make room in the sample for chosen keys; `reserve` also inserts those that stay chosen."""
+        """Make room in the sample for chosen keys; `reserve` inserts those that stay chosen too."""
         unique, _, _ = ops.unique(keys)
         kept = self._sample.make_room(unique)
         if kept is not None:
@@ -250,7 +250,7 @@ class CapacityCurve:
 def _of_sample(
     sample: KeySample, keys: torch.Tensor, places: torch.Tensor, times: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of sampled keys, and how often these keys occur."""
+    """Return the `places` and `times` of those keys that are sampled."""
     here = sample.chosen(keys[places])
     return places[here], times[here]
 

@@ -49,7 +49,7 @@ class Policy:
         return (LFU() if self.score == "lfu" else LRU()).halve_every
 
     def options(self) -> dict[str, Any]:
-        """Return a table's options, except for its rows."""
+        """Return the options of a table with this policy, except for its rows."""
         if self.score is None:
             return {"ttl": self.ttl}
         admission = {"admission": MinCount(self.admission)} if self.admission > 1 else {}

@@ -1,4 +1,4 @@
-// Finds the distinct keys in each of many tables, in order of first occurrence.
+// Finds each table's distinct keys in a call on many tables, in order of first occurrence.
 #pragma once
 
 #include <algorithm>

@@ -98,7 +98,7 @@ Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& p
   return {least, most};
 }
 
-// The limit up to which rows are wanted.
+// The highest order of the wanted rows, and how many rows of this order are wanted.
 struct Limit {
   int64_t order;       // the highest order
   int64_t tied;        // number of rows with this order; 0 if all are taken

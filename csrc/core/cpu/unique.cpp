@@ -40,7 +40,7 @@ int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t see
 }
 
 // Estimates from a sample whether most keys are distinct. A sample of s keys, drawn from m equally
-// frequent keys, has about s * s / (2 * m) repeats. If m > n, most of n keys are distinct.
+// frequent keys, has about s * s / (2 * m) repeats. If m > n, most of the n keys are distinct.
 template <class Key>
 bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) {
   const int64_t repeated = kSample - distinct_of_sample(keys, n, kSample, seed, workspace);

@@ -19,7 +19,7 @@ SPARSEKIT_DEVICE int64_t count_below(const int64_t* gone, int64_t k, int64_t row
   return low;
 }
 
-// Each thread numbers one row and checks one position in `gone`.
+// Each thread computes the new number of one row and checks one position in `gone`.
 SPARSEKIT_KERNEL compact_rows_kernel(const int64_t* gone, int64_t k, int64_t size,
                                      int32_t* new_rows, int64_t* bad_row) {
   const int64_t left = size - k;

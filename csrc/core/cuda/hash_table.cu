@@ -149,7 +149,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kInsertThreads, kInsertBlocksAtOnce)
     for (int j = 0; j < kInsertSteps; ++j) {
       is_first[j] = missing[j] && seen.ranks.is_marked(position(j));
     }
-    // The first position of a key is known without reading its slot.
+    // For the first entry of a key, the first position is known without reading the slot.
 #pragma unroll
     for (int j = 0; j < kInsertSteps; ++j) {
       const bool has_come_before = missing[j] && !is_first[j];

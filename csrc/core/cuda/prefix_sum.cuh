@@ -44,9 +44,9 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
 }
 
 // Running totals over the tiles of a launch, one block per tile. A block publishes its tile's sum,
-// adds up the published sums of earlier tiles, back to one that has published its total, and then
-// publishes its own total. Blocks draw tickets for tiles, so the tiles that a block waits for
-// belong to blocks that are already running, in whatever order the device starts blocks.
+// adds up the published sums of earlier tiles, going back to the first one that has published its
+// total, and then publishes its own total. Blocks draw tickets for tiles, so the tiles that a block
+// waits for belong to blocks that are already running, in whatever order the device starts blocks.
 //
 // The value and state of a sum share a word, so relaxed accesses suffice. The state includes the
 // launch, so that several launches in a row can use the same words, which are cleared once.
