@@ -1,4 +1,4 @@
-"""Compares the forward of embedding_bag with F.embedding_bag and FBGEMM's TBE."""
+"""Compares embedding_bag's forward pass with F.embedding_bag and FBGEMM's TBE."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -227,7 +227,7 @@ class Cpu:
 
 
 def _time(side: Side, first: int, count: int) -> float:
-    """Time `count` consecutive calls, starting at number `first`; return milliseconds per call."""
+    """Time `count` consecutive calls, starting at call `first`; return milliseconds per call."""
     calls = [side.calls[(first + i) % len(side.calls)] for i in range(count)]
     if side.setup is not None:
         side.setup()

@@ -111,7 +111,7 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class _FullTable:
-    """A table at its budget, and training lookups with as many keys as one sweep drops."""
+    """A table at its budget, and training lookups of as many keys as one sweep drops rows."""
 
     def __init__(self, rows: int) -> None:
         spare = max(rows // 10, 8192)

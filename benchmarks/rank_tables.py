@@ -2,7 +2,7 @@
 
 sparsekit looks up raw keys in hash tables that already contain all keys; TorchRec gets row numbers.
 The input of both is one KeyedJaggedTensor, or a stand-in for it. A group returns the vectors of
-each table by name, which saves a copy. All sides get the same constant gradients of the outputs.
+each table by name, which saves a copy. All sides get the same constant gradients for the outputs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -172,7 +172,7 @@ def _quotients(row: Row) -> list[float]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format runs as two Markdown tables of medians, one of all targets and one of all cases."""
+    """Format runs as two Markdown tables of medians, one for all targets and one for all cases."""
     suites = {"gpu" if run["suite"] == "gpu" else "cpu" for run in runs} or {"cpu"}
     lines = _stamps(runs)
     lines += [

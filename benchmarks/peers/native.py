@@ -43,7 +43,7 @@ def _compiler() -> str | None:
 
 
 def _includes() -> list[str]:
-    """Return folders with boost's headers; the folder of the wheel comes first."""
+    """Return folders with boost's headers; the wheel's folder comes first."""
     spec = find_spec("libboost_headers")
     folders = (spec and spec.submodule_search_locations) or []
     wheel = [str(Path(folder) / "include") for folder in folders]

@@ -74,7 +74,7 @@ def model(features: Mapping[str, Sequence[str]], ids: int, dim: int, lr: float =
 
 
 def own_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights ``[ids, dim]`` of this rank's tables, which the caller may write to."""
+    """Return the weights ``[ids, dim]`` of this rank's tables; the caller may write to them."""
     return {
         key.split(".")[-2]: shard.tensor
         for key, sharded in model.state_dict().items()

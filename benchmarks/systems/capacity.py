@@ -27,7 +27,7 @@ from sparsekit.datasets import adult
 MOST_ERROR, MOST_BYTES = 0.01, 100e6
 ROWS = {"zipf": (8192, 16384, 32768, 65536, 131072), "Adult": (500, 1000, 2000, 5000, 10000)}
 TTLS = {"zipf": (5, 20, 50, 100, 200), "Adult": (2, 5, 20, 50, 100)}
-# The timed feature: zipf keys whose popular ones drift, until enough distinct keys have come.
+# The timed feature: zipf keys with drifting popularity, until DISTINCT distinct keys have come.
 IDS, EXPONENT, BATCH, BLOCK, DISTINCT = 10**8, 1.05, 4096, 1 << 20, 10**7
 
 

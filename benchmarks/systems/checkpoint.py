@@ -145,7 +145,7 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _measured(function: Callable[[], object]) -> tuple[float, int]:
-    """Return the seconds that a call takes, and its peak memory above the start in MiB."""
+    """Return a call's seconds, and the MiB by which its peak memory exceeds that at its start."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     seconds = _timed(function)

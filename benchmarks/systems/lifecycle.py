@@ -40,7 +40,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 TO_99 = "LRU, sweeps to 99%"
 BUCKETS, BUCKET_ROWS = 512, 128
-# The stream: zipf ids whose popular ones change from step to step.
+# The stream: zipf ids; the popular ones change from step to step.
 IDS, EXPONENT, BATCH, STEPS = 1_000_000, 1.05, 4096, 400
 
 

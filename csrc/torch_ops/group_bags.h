@@ -1,4 +1,4 @@
-// Arguments shared by pooling on many tables and its backward.
+// Arguments shared by the forward and backward passes of pooling in many tables.
 #pragma once
 
 #include "group.h"

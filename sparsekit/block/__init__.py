@@ -1,4 +1,4 @@
-"""Blocks importing block.py of the unrelated package ``sparsekit`` on the public index.
+"""Blocks the import of block.py from the unrelated package ``sparsekit`` on the public index.
 
 If that package is installed after ours, it replaces our ``__init__.py`` with its own, which first
 imports ``block``. Python prefers a folder to a module file, so it imports this folder, which raises

@@ -235,7 +235,7 @@ class CapacityCurve:
 
     def _add_tables(self, i: int, held: int) -> None:
         """Add the tables that are about to fill up for the first time, and drop the smallest."""
-        # So far, they have behaved like the table that never fills up.
+        # Until now, these tables have behaved like the one that never fills up.
         limited, sample = self._limited[i], self._sample
         sizes = [2**power for power in range(62)] if self._rows is None else self._rows
         for rows in sizes:

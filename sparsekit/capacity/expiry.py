@@ -14,7 +14,7 @@ _POWERS = 40
 
 
 class Expiry:
-    """Counts the keys that return too late, for several ttl values in one pass.
+    """Counts the keys that return after their rows have expired, for several ttls in one pass.
 
     A key has a row if the last sweep before its lookup kept it, which depends only on the time
     since its previous lookup.

@@ -39,7 +39,7 @@ class Fingerprints:
             tensors: on any device, each with at least this many rows.
             rows: number of rows in use.
             of_other_keys: rows that now have different keys, and so count as changed: int64,
-            ascending.
+                ascending.
 
         Returns:
             Indices of the rows that have changed: int64, in ascending order.

@@ -166,7 +166,7 @@ int64_t memory_bytes(const SummedTable<T>& table, const ParallelFor& parallel_fo
   return arena.bytes() + Arena::bytes_of<Memory<T>>(taken.table, parallel_for);
 }
 
-// Sums the gradient of one table. Returns -1 or a bad entry, like group_embedding_bag_backward.
+// Computes the gradient of one table. Returns -1 or a bad entry, like group_embedding_bag_backward.
 template <class T>
 int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t divide_by,
                   void* workspace, const ParallelFor& parallel_for) {

@@ -1,5 +1,5 @@
-// Sums rows by segment. segment_sum and the backward of embedding_bag share this code; they differ
-// only in the location and the scale of rows.
+// Sums rows by segment. segment_sum and the backward pass of embedding_bag share this code; they
+// differ only in the location and the scale of rows.
 //
 // If there are several entries per segment, the positions are split into two halves. The halves are
 // summed separately and added at the end. In each half, the entries of a segment are added in order

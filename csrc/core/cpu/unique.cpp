@@ -25,7 +25,7 @@ constexpr int64_t kLeastByHash = int64_t{1} << 17;
 constexpr int64_t kLeastSampled = int64_t{1} << 16;
 constexpr int64_t kSample = 2048;
 
-// Estimates the distinct count from `size` evenly spaced keys.
+// Returns the number of distinct keys in a sample of `size` evenly spaced keys.
 template <class Key>
 int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t seed,
                            void* workspace) {

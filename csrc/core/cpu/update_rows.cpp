@@ -66,7 +66,7 @@ inline void update_row(const typename Rule::template StepConstants<Acc<T>>& numb
   }
 }
 
-// Updates the rows of gradients [begin, end) of one table.
+// Updates the rows that the gradients [begin, end) of one table belong to.
 template <class Rule, class T>
 void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int64_t begin,
                  int64_t end, const Rule& rule,

@@ -142,7 +142,8 @@ Properties properties_of(int device) {
   return properties;
 }
 
-// The rooms in use, by address. Never destroyed, since tensors may outlive all other objects.
+// The rooms in use, by address, and their mutex. Never destroyed, since tensors may outlive all
+// other objects.
 std::mutex& mutex() {
   static auto* one = new std::mutex;
   return *one;
@@ -294,7 +295,8 @@ Managed* new_room(int64_t bytes, int64_t first, int device, void* stream) {
   return tensor;
 }
 
-// Calls a function; returns its error message, valid until the thread's next call, or null.
+// Calls a function. Returns its error message, valid until the thread's next call, or null if there
+// is no error.
 template <class Call>
 const char* message_of(const Call& call) {
   thread_local std::string message;

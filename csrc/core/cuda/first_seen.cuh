@@ -100,8 +100,8 @@ struct FirstSeen {
       : slots(arena.take<Slot>(num_slots(n) + 1)),
         ranks(arena, n, Ranks::look_back(arena, n, kSumThreads)) {}
 
-  // The slot as a pair of words that other threads may change. The second word holds `first` and
-  // `count`.
+  // Returns the slot as a pair of words that other threads may change. The second word holds
+  // `first` and `count`.
   SPARSEKIT_DEVICE simt::Pair* pair(uint32_t slot) const {
     return reinterpret_cast<simt::Pair*>(slots + slot);
   }
@@ -110,7 +110,7 @@ SPARSEKIT_DEVICE int64_t first_and_count(int32_t first, uint32_t count) {
   return static_cast<int64_t>(uint64_t{count} << 32 | static_cast<uint32_t>(first));
 }
 
-// Number of keys per tile that each thread enters, all at once.
+// Number of keys per tile that each thread enters concurrently.
 constexpr int kEnterSteps = 4;
 constexpr int kEnterTile = kEnterSteps * kSumThreads;
 
@@ -134,7 +134,7 @@ inline simt::Grid enter_grid(int64_t n) {
 }
 
 // Adds `count` equal keys, the first of them at `position`, to the slot that has this key. `first`
-// is a value that the slot's `first` has had. Returns true if the key has not been seen before
+// is a value that the slot's `first` has held. Returns true if the key has not been seen before
 // `position`.
 //
 // The bit of a position is flipped once when it becomes the first of its key and once more when a

@@ -24,7 +24,7 @@ struct Touched {
 
   SPARSEKIT_DEVICE int64_t first_entry(int t) const { return found.bags[tables[t].first_bag]; }
 
-  // Returns the table of entry e if that table has scores.
+  // Returns the table of entry e, or another table if that table has no scores.
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
     return last_up_to(e, num_tables, [this](int t) { return first_entry(t); });
   }
@@ -71,7 +71,7 @@ SPARSEKIT_DEVICE void add_touches(int64_t* score, uint64_t touches) {
   }
 }
 
-// Advances the clocks, with one thread per table; all scores have been written.
+// Advances the clocks, with one thread per table, after the scores have been written.
 SPARSEKIT_DEVICE void advance_clocks(const Touched& touched) {
   const int64_t t = simt::global_thread();
   if (t >= touched.num_tables) return;

@@ -32,7 +32,8 @@ constexpr int64_t kMostUpdateBlocks = 2048;
 constexpr int64_t kMostUpdateBlocks = 32;
 #endif
 
-// Divides the blocks of a launch among its tables, in proportion to the threads for their rows.
+// Divides the blocks of a launch among its tables, in proportion to the threads that their rows
+// need.
 struct BlockShares {
   int64_t of_block;  // number of threads handled by one block
 

@@ -1,5 +1,5 @@
-// Sums rows by segment on a device. segment_sum and the backward of embedding_bag share this code;
-// they differ only in each entry's row and in the scale of that row.
+// Sums rows by segment on a device. segment_sum and the backward pass of embedding_bag share this
+// code; they differ only in each entry's row and in the scale of that row.
 //
 // There are two methods. In order: entries are sorted by segment, then each tile adds a fixed chunk
 // of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums, which are the

@@ -186,7 +186,7 @@ bool revoke(ncclComm* communicator) noexcept {
 
 void abort(ncclComm* communicator) noexcept {
   // library() cannot throw here: a communicator exists only if the library is open. Ignore errors
-  // of abort().
+  // from abort().
   if (communicator != nullptr) library().abort(communicator);
 }
 

@@ -38,7 +38,7 @@ enum class Access { kRead, kWrite, kAtomic };
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
-// Lets other fibers of this OS thread run, in randomly chosen calls.
+// In randomly chosen calls, lets other fibers of this OS thread run.
 void maybe_switch();
 // Lets other fibers of this OS thread and other OS threads run.
 void wait_a_little();

@@ -1,4 +1,4 @@
-// Sums and powers of a state's decay factor in a step without a gradient.
+// Powers of the factor by which a state decays in a step without a gradient, and when they vanish.
 #pragma once
 
 #include <cmath>

@@ -10,8 +10,8 @@ namespace sparsekit {
 
 // Combines the rows x_i of a bag, with weights w_i (1 when there are none), into one vector:
 //   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
-// If the divisor is zero, as for an empty bag, the vector is zeros. With kNone, a bag has at most
-// one row, which is copied. Only the ops on many tables accept kNone.
+// If the divisor is zero, as for an empty bag, the vector is all zeros. With kNone, a bag has at
+// most one row, which is copied. Only the ops on many tables accept kNone.
 enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2, kNone = 3 };
 
 // Bag b pools rows[offsets[b] : offsets[b + 1]].
@@ -48,7 +48,7 @@ int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim,
                                void* workspace, const ParallelFor& parallel_for);
 
 // Computes grad_sample_weights [n], the gradient of sample_weights. Offsets and rows must have
-// passed the checks of the forward.
+// passed the checks of the forward pass.
 template <class T>
 void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t dim,
                                            const Bags& bags, const Acc<T>* sample_weights,

@@ -71,8 +71,9 @@ void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, c
 // first occurrence, and increases *size. Returns 0 on success. If the rows would exceed `capacity`,
 // no key is inserted, and the table and *size stay unchanged, byte for byte. Then rows[i] is -1 for
 // absent keys, and the call returns the number of absent entries in `keys`, including repeats.
-// Returns -1 if the table is damaged, for example by a bad file: no slot is free although *size is
-// below `capacity`. Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
+// Returns -1 if the table is damaged, for example if it was loaded from a bad file: no slot is free
+// although *size is below `capacity`. Precondition: capacity <= kSlotsPerBucket * num_buckets and
+// capacity < 2^31.
 template <class Key>
 int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
