@@ -55,7 +55,7 @@ class KeySample:
         rate: fraction of the hashes that are kept, a power of two in (0, 1].
         scale: fraction of the distinct keys so far that are kept; by chance, it differs from the
             rate.
-        found: estimated number of distinct keys: each new key adds 1 / rate, the rate then.
+        found: estimated number of distinct keys; each new key adds 1 / rate, as of that time.
         total: occurrences of each kept key, int64 ``[most]``.
         last: number of each kept key's last lookup, int64 ``[most]``.
         ties: order of the kept keys if their scores are equal, int64 ``[most]``, below 2^31.
