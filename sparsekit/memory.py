@@ -30,7 +30,7 @@ _PAGE, _HUGE_PAGE = mmap.PAGESIZE, 2 << 20
 # mappings.
 _LEAST_MAPPED = 1 << 20
 # A mapping with this flag does not count as memory until it is written to. The number is from
-# Linux; Python has a name for it since 3.13.
+# Linux; Python has had a name for it since 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -48,7 +48,7 @@ class MappedMemory(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with zeros; its whole pages no longer take memory."""
+        """Fill a tensor with zeros; pages that lie entirely within it no longer take memory."""
         if not tensor.is_contiguous() or tensor.nbytes < _LEAST_MAPPED:
             tensor.zero_()
             return
@@ -65,7 +65,7 @@ class MappedMemory(mmap.mmap):
             ctypes.memset(self.address + start, 0, stop - start)
 
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
-        """Return row ranges of a tensor in this mapping; all other rows are zero."""
+        """Return row ranges that cover at least all nonzero rows of a tensor in this mapping."""
         yield slice(0, len(tensor))
 
     def first_rows(
@@ -139,7 +139,7 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def total_bytes(device: torch.device | None = None) -> int:
-    """Return the memory size in bytes of a CUDA device; otherwise, that of the system."""
+    """Return the memory size in bytes of a CUDA device, or of the system for any other device."""
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
@@ -197,7 +197,7 @@ def mapped(
 def untouched_like(
     tensors: Mapping[str, torch.Tensor], rows: int | None = None, first: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return `untouched_zeros` shaped like tensors; if these share memory, so do the results.
+    """Return `untouched_zeros` shaped like tensors; results share memory if the tensors do.
 
     Args:
         tensors: tensors with rows that do not overlap.
@@ -264,7 +264,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def zero_(tensor: torch.Tensor) -> None:
-    """Fill a tensor with zeros; whole pages of `untouched_zeros` no longer take memory."""
+    """Fill a tensor with zeros; full pages of `untouched_zeros` no longer take memory."""
     if device_rooms.is_in_room(tensor):
         tensor[: device_rooms.rows_with_memory(tensor)].zero_()
     elif is_mapped(tensor):

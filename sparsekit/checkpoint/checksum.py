@@ -11,7 +11,8 @@ import numpy as np
 
 from .task import Task
 
-# After this many bytes, ask the system to start writing them to disk. This shortens fsync.
+# After each run of this many bytes, ask the system to start writing them to disk, so that the final
+# fsync is short.
 _TO_DISK = 64 << 20
 # Pieces of at least this many bytes are checksummed on another thread. For a smaller piece,
 # starting the thread would take longer than the checksum.

@@ -45,11 +45,11 @@ def sources_of(
 
     Args:
         kind: ``"sok1"`` or ``"sok2"``: a dump of HugeCTR's SparseOperationKit, version 1 or 2;
-            ``"npz"``: files with ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of
-            an EmbeddingBagCollection or EmbeddingCollection.
+            ``"npz"``: files with ``vectors`` and optionally ``keys``; ``"torchrec"``: a saved state
+            of an EmbeddingBagCollection or EmbeddingCollection.
         path: a file or a folder, depending on the kind.
-        dims: dim of each variable, by name; for sok1 only, since its files do not record it; ``""``
-            stands for all variables not listed.
+        dims: dim of each variable, by name; for sok1 only, since its files do not record dim. The
+            entry ``""`` applies to all variables not listed.
 
     Raises:
         CheckpointError: no table was found, or a file is damaged; the message names the file.
@@ -158,13 +158,14 @@ def export(
     format: str,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Export each table of a checkpoint to one file, with the rows of the whole chain.
+    """Export each table in a checkpoint to its own file, with the rows from the whole chain.
 
     Each file contains ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states.
     Except in safetensors, bfloat16 values are converted to float32, since NumPy has no bfloat16.
 
     Args:
-        path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
+        path: a checkpoint, or a folder whose latest checkpoint is used. The checkpoint is verified
+            first.
         out: folder to create for the files, which are named ``<table>.<format>``. Characters that
             some file systems refuse are replaced by ``_``, and long names are cut to 100
             characters; a number is added if two names would be equal. Each file stores the table's
@@ -213,7 +214,7 @@ Parts = Sequence[tuple[Path, Table]]
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    """Convert to a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
+    """Convert a tensor to a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
     array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return array
 
@@ -272,7 +273,7 @@ def _write_parquet(path: Path, parts: Parts, name: str) -> None:
 
     schema = batch({c.name: torch.empty(c.shape, dtype=c.dtype) for c in columns}).schema
     with (
-        open(path, "xb") as target,  # not opened by pyarrow, which accepts only UTF-8 paths
+        open(path, "xb") as target,  # pyarrow itself accepts only UTF-8 paths
         parquet.ParquetWriter(target, schema) as writer,
         live_pieces(parts) as pieces,
     ):

@@ -1,4 +1,4 @@
-"""Reads from checkpoints how often each key that has not been admitted has occurred."""
+"""Reads the occurrence counts of keys not yet admitted from checkpoints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def counts_for(
 ) -> ExactCounts | Sketch | None:
     """Return a layer's key counts as they were saved; None if the layer does not count keys.
 
-    Exact counts go to the ranks that own the keys, or into a sketch. If keys may have changed
-    owners, each rank gets the elementwise maximum of all ranks' sketches.
+    Exact counts go to the rank that owns the key, and into its sketch if it counts with one. If
+    sketches were saved and keys may have changed owners, each rank gets their elementwise maximum.
 
     Args:
         name: name of the table.
@@ -73,7 +73,7 @@ def counts_on_ranks(
         folder: the checkpoint.
         table: the table's entry in the manifest.
         world_size: number of ranks.
-        owners: the rank of each virtual shard; None if keys are placed without this map.
+        owners: the rank of each virtual shard; None if keys are placed without such a map.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -90,7 +90,7 @@ def counts_on_ranks(
 
 
 def _read(folder: Folder, table: Table, shards: Sequence[Shard]) -> list[torch.Tensor]:
-    """Read and check the counts that the ranks of these shards saved."""
+    """Read and check the counts in the files of these shards."""
     states = []
     for shard in shards:
         with opened(folder, table, shard) as file:

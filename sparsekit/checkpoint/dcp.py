@@ -30,7 +30,7 @@ class DcpState:
     loads on any number of ranks. As with `load`, tables may differ in placement or capacity, and
     the module is left unchanged if something does not fit. Other entries in the dict are saved and
     loaded as usual. A rank holds one part of one table in memory at a time. It reads only its own
-    part if the placement and the number of ranks are the same; otherwise it reads the parts of all
+    part if the placement and the number of ranks are unchanged; otherwise it reads the parts of all
     ranks. There are no checksums. All ranks must call dcp.save and dcp.load together.
 
     Args:
@@ -53,7 +53,7 @@ class DcpState:
     Raises:
         CheckpointError: (while saving or loading) for the same reasons as in `save` and `load`; or
             load_from is missing, or is not the checkpoint that dcp.load reads. Errors that
-            torch.distributed.checkpoint finds itself are raised as its CheckpointException.
+            torch.distributed.checkpoint itself detects are raised as its CheckpointException.
         ValueError: (while saving or loading) a table is distributed over ranks other than the ranks
             of process_group.
     """
@@ -82,7 +82,7 @@ class DcpState:
         self.unexpected: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; torch.distributed.checkpoint calls this to save and before a load."""
+        """Return the state, for torch.distributed.checkpoint to save or to overwrite in a load."""
         together = Together(self._module, self._group)
         load_from = self._load_from
         if load_from is None:

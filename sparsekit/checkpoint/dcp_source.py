@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Names of entries in a saved DcpState: the format's version, and the prefix of the notes that
+# Names of entries in a saved DcpState: the format's version, and the prefix of the entries that
 # describe each rank's part. All other entries are named like files in a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
@@ -199,7 +199,7 @@ NEEDS_LOAD_FROM = (
 
 
 class ToSave(torch.Tensor):
-    """A tensor that can be saved; raises when it is pickled or would be overwritten by a load."""
+    """A tensor that can only be saved: pickling it or loading into it raises an error."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -217,7 +217,7 @@ class ToSave(torch.Tensor):
 
 
 class ToLoad(torch.Tensor):
-    """A tensor that can be loaded; raises if it is saved before it has been loaded."""
+    """A tensor to load into: saving it before it has been loaded raises an error."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     load_from: str
@@ -237,5 +237,5 @@ class ToLoad(torch.Tensor):
         )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> ToLoad:
-        """Return a ToLoad, since async_save copies into it and must not save the copy either."""
+        """Return a ToLoad: async_save copies into it, and must not save that copy either."""
         return super().new_empty(*args, **kwargs).as_subclass(ToLoad)

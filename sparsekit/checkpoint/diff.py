@@ -22,7 +22,8 @@ from .tensor_file import Place, TensorFile, carried
 
 # A row's location is one integer: the low bits hold the row's index, the others the file's index.
 _ROW_BITS = 40
-# Maximum number of memory maps at a time. Each keeps a file open, and open files are limited.
+# Maximum number of memory maps at a time. Each keeps a file open, and the number of open files is
+# limited.
 _MOST_MAPS = 32
 
 
@@ -74,12 +75,14 @@ class Difference:
 def diff(
     a: str | os.PathLike[str], b: str | os.PathLike[str], on_progress: OnProgress = lambda _: None
 ) -> Difference:
-    """Compare the tables (key by key) and dense tensors of two checkpoints, with their chains.
+    """Compare the tables (key by key) and dense tensors of two checkpoints.
 
-    A key may be on different ranks in A and B. The comparison takes about 30 bytes per row.
+    Rows come from the whole chain of each. A key may be on different ranks in A and B. The
+    comparison takes about 30 bytes of memory per row.
 
     Args:
-        a: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
+        a: a checkpoint, or a folder whose latest checkpoint is used. Both checkpoints are verified
+            first.
         b: the other checkpoint, or a folder of checkpoints.
         on_progress: called with the size in bytes of each file that has been verified.
 
@@ -154,7 +157,7 @@ def _compare(
 
 
 class _Rows:
-    """Finds the file that contains a table's key, and the key's row in that file."""
+    """Finds the file that contains a given key of a table, and the key's row in that file."""
 
     def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
         # Count the rows in the files: an incremental file may have fewer rows than the table had.
@@ -177,7 +180,7 @@ class _Rows:
         self._mapped.cache_clear()
 
     def gather(self, column: str, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Read a column of the given rows of the table, in the dtype and shape of ``like``."""
+        """Read a column for the given rows of the table, in the dtype and shape of ``like``."""
         gathered = torch.empty_like(like)
         into, at = carried(gathered), self.at[rows]
         numbers, places = (at >> _ROW_BITS).numpy(), (at & ((1 << _ROW_BITS) - 1)).numpy()

@@ -18,10 +18,10 @@ from .files import naming
 from .lock import Lock
 from .manifest import new_id
 
-# Name of the file in each draft that the draft's writer keeps locked.
+# Name of the lock file in each draft; the draft's writer keeps it locked.
 _WRITER = ".writer"
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
-# Name of a checkpoint that is being replaced, on systems where this takes two renames.
+# Name of a checkpoint that is being replaced, on systems where replacing takes two renames.
 _OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
 # Name of a checkpoint that is being removed.
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
@@ -123,13 +123,13 @@ class Draft:
         """
         try:
             for note in entries(self.folder):
-                if note.suffix == ".part":  # a rank's note, which only rank 0 needs
+                if note.suffix == ".part":  # a rank's note to rank 0, read by now
                     note.unlink(missing_ok=True)
             sync_folder(self.folder)
             if self._replace:
                 _replace(self.folder, self.target)
             else:
-                os.rename(self.folder, self.target)  # can only replace an empty folder
+                os.rename(self.folder, self.target)  # fails unless target is missing or empty
             # Remove the lock file last: other jobs would treat a draft without it as abandoned.
             (self.target / _WRITER).unlink(missing_ok=True)
             sync_folder(self.target.parent)
@@ -257,13 +257,13 @@ def _remove_if_abandoned(draft: Path) -> None:
         lock = Lock(draft / _WRITER, make=False)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            draft.rmdir()  # the writer may just have created it; if so, it will create it again
+            draft.rmdir()  # if the writer has only just created it, it will create it again
         names = {path.name for path in entries(draft)}
         if names and _WRITER not in names:  # a replaced checkpoint, or a half-removed draft
             discard(draft)
         return
     except OSError:
-        return  # a live process is writing it
+        return  # a live process is writing the draft
     try:
         # The draft's writer may be about to lock it. In that case the writer notices that the draft
         # is gone, and creates another one.

@@ -12,7 +12,8 @@ import torch
 from ..errors import CheckpointError
 from .tensor_file import check_storable, dtype_name
 
-# Keys that mark values JSON cannot express. A dict with such a key is written as a list of items.
+# Keys that mark values JSON cannot express. If a dict in the state has such a key itself, it is
+# written as a list of items.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 _SCALAR = "$scalar"
 _SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.int32}
@@ -31,8 +32,9 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
             ``ranks[0]["state"]["name"]``.
 
     Raises:
-        CheckpointError: a part is not a tensor, number, string, None, or a list, tuple or dict of
-            these, or it is nested deeper than `check_nesting` allows. The message gives its path.
+        CheckpointError: a part is neither a tensor, number, string or None nor a list, tuple or
+            dict of these; or it is nested deeper than `check_nesting` allows. The message gives the
+            part's path.
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")
@@ -46,7 +48,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, torch.Tensor):
         check_storable(name, value)
-        while name in tensors:  # as for {"a.b": x, "a": {"b": y}}
+        while name in tensors:  # {"a.b": x, "a": {"b": y}} has two tensors "a.b"
             name += "+"
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -76,7 +78,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def scalar(tensor: torch.Tensor, name: str) -> Any:
-    """Encode a 0-dim tensor: int64 as a number, others with their dtype. Errors show ``name``."""
+    """Encode a 0-dim tensor: int64 as a number, others with their dtype; ``name`` is for errors."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value

@@ -22,7 +22,7 @@ def step_folder(step: int) -> str:
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """Return the paths of a folder's checkpoints by step, in order; some may be damaged."""
+    """Return a folder's checkpoint paths by step, in ascending order; some may be damaged."""
     found = {
         int(match[1]): path
         for path in entries(folder)
@@ -53,7 +53,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Return a checkpoint's path as it is; for a folder of checkpoints, the path of the latest.
+    """Return a checkpoint's path unchanged; for a folder of checkpoints, the path of the latest.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -72,7 +72,8 @@ def chain(path: Path) -> list[tuple[Path, Manifest]]:
     """List the checkpoints of a chain with their manifests, from the complete one to ``path``.
 
     Raises:
-        CheckpointError: a checkpoint is missing or damaged, or is not the base named by the next.
+        CheckpointError: a checkpoint is missing or damaged, or is not the base that the next one
+            names.
     """
     links = [(path, read_manifest(path))]
     seen = {links[0][1].id}
@@ -127,7 +128,7 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def retain(folder: Path, keep: int, written: Path) -> list[str]:
-    """Remove all checkpoints except the newest ``keep`` whole ones, ``written``, and their bases.
+    """Remove old checkpoints: keep the newest ``keep`` whole ones, ``written``, and their bases.
 
     If a checkpoint to keep is damaged, its base is unknown, so nothing is removed.
 

@@ -131,7 +131,7 @@ def _tables(chains: Iterable[Chain], table: str | None) -> list[str]:
 
 
 class _Files:
-    """Finds the keys to remove in the files of checkpoints with the same complete checkpoint.
+    """Finds the keys to remove in the files of checkpoints that share one complete checkpoint.
 
     Args:
         chains: the chain of each checkpoint.
@@ -200,7 +200,7 @@ class _Files:
                 listed = torch.empty(0, dtype=torch.int64)
                 if not table.complete:
                     wanted = sorted(self._anywhere[name, shard.rank])
-                    added = torch.tensor(wanted, dtype=torch.int64)  # also if there are none
+                    added = torch.tensor(wanted, dtype=torch.int64)  # int64 even if empty
                     listed = torch.cat([removed_keys(folder, table, [shard]), added]).unique()
                 counts = self._other_counts(folder, table, shard)
                 new = replace(
@@ -212,7 +212,7 @@ class _Files:
                 )
                 gone += len(rows)
                 path = draft.folder / shard.file
-                # Keep the "rows" column, if any, in a file that removes no keys.
+                # Keep the "rows" column, if any, unless keys are removed from this rank's files.
                 with_rows = not self._anywhere[name, shard.rank] and _has_rows(folder, table, shard)
                 columns = columns_of(table, new.rows), columns_of_shard(table, new, with_rows)
                 writer = ColumnWriter(path, [*columns[0], *columns[1]], {"table": name[:500]})

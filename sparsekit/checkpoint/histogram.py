@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
-# Bits of a float32 that a fine bin ignores. The other 12 bits of the fraction determine its lower
-# edge.
+# Number of low bits of a float32 that do not affect which fine bin it falls into. The other bits
+# are those of the bin's lower edge.
 _IGNORED = 11
 _FINE_BINS = 1 << 20
 _MOST = float(np.finfo(np.float32).max)
@@ -29,7 +29,7 @@ class Spread:
             low by at most 1 / 4,096 of their value.
         edges: edges of the bins, in ascending order; one more than ``counts``.
         counts: number of rows in each bin.
-        logarithmic: whether the bins are spaced logarithmically, except one that begins at 0.
+        logarithmic: whether the bins are spaced logarithmically, apart from one that begins at 0.
     """
 
     quantiles: dict[float, float]
@@ -45,7 +45,7 @@ class Histogram:
     same order as their bits.
 
     Args:
-        whole: whether all numbers are whole.
+        whole: true if all numbers are integers.
     """
 
     def __init__(self, whole: bool = False) -> None:

@@ -214,7 +214,7 @@ class Plan:
             ) from error
 
     def _named(self, what: str, error: CheckpointError) -> CheckpointError:
-        """Return the error with the checkpoint's path and ``what`` before its message."""
+        """Return the error with the checkpoint's path and ``what`` prepended to its message."""
         text = str(error)
         known = text.startswith(str(self._folder))
         return error if known else CheckpointError(f"{self._folder}: {what}: {text}")

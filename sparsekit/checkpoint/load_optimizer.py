@@ -80,7 +80,7 @@ class OptimizerPlan:
             kept = self._optimizer.state.get(parameter, {})
             for name, value in self._loaded["state"].get(number, {}).items():
                 if isinstance(known := kept.get(name), torch.Tensor):
-                    one = torch.as_tensor(value)  # may have been saved as a number
+                    one = torch.as_tensor(value)  # the value may have been saved as a number
                     if one.shape != known.shape:
                         raise ValueError(f"{name} is {list(one.shape)}, not {list(known.shape)}")
         if isinstance(self._optimizer, RowOptimizer):

@@ -137,8 +137,8 @@ class TablePlan:
             if number == 0 and found != count:
                 raise self._wrong_count(at, count, found, "a key is there twice")
         if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
-            # Too many keys: the base lacks rows that have changed since. Too few: the base already
-            # has rows that should be new.
+            # Too many keys: some that were only changed since are missing in the base. Too few:
+            # some that were added since are already in the base.
             why = "keys are missing in its base"
             if found < size:
                 why += ", or one is there twice"
@@ -147,7 +147,7 @@ class TablePlan:
             self._move_keys(self._new_table)
 
     def _has_rows(self) -> bool:
-        """Return whether the chain records the rows of all keys that have moved."""
+        """Return whether the chain records the row of every key that has moved."""
         known = False
         for at, part in self._parts[1:]:
             shard = part.shards[self.layer.rank]
@@ -290,7 +290,7 @@ class TablePlan:
             layer.seed.fill_(table.seed)
             if layer.table is not None and self._new_table is not None:
                 new = list(self._new_table.tensors())
-                if self._new_table.capacity != layer.table.capacity:  # its growth steps differ
+                if self._new_table.capacity != layer.table.capacity:  # they grow differently
                     own = self._new_table.keys(), self._new_table.hash_seed
                     new = list(layer.table.buffers_of(*own).values())
                 copy_all(zip(layer.table.tensors(), new, strict=True))
@@ -355,7 +355,7 @@ class TablePlan:
         columns: Mapping[str, torch.Tensor],
         first: bool,
     ) -> None:
-        """Load a piece's rows; ``first`` is true if it is from the complete checkpoint."""
+        """Load a piece's rows; ``first`` is true if the piece is from the complete checkpoint."""
         layer = self.layer
         mine = self._own(keys)
         own = keys if mine is None else keys[mine]
@@ -364,7 +364,7 @@ class TablePlan:
         if layer.table is None:
             into = own // layer.world_size
         elif first and mine is None:
-            # Rows whose keys have changed since then are in a later file.
+            # If a row has got another key since, its new content is in a later file.
             into = torch.arange(begin, begin + len(own), device=keys.device)
         else:
             into = layer.table.find(own)

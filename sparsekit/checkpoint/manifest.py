@@ -26,7 +26,7 @@ class Shard:
         rank: the rank that wrote the part.
         file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors`` [rows,
             dim], ``scores`` int64 [rows] if the table has scores, and each state. If keys have been
-            removed or are in other rows than in the base, also ``removed`` int64 [removed], and
+            removed or moved to other rows since the base, also ``removed`` int64 [removed], and
             perhaps ``rows`` int32 [rows], the row of each key. If the table counts keys that it has
             not admitted, also ``counts``: int64 [counts, 3], each entry a key, its count and the
             clock when the count last grew; or, for a sketch, int32 [4, counts].
@@ -35,8 +35,8 @@ class Shard:
             checkpoint may have fewer rows.
         removed: number of keys listed in the file that are in the base but no longer in this
             checkpoint.
-        counts: number of keys with a count (every checkpoint contains all of them); or width of the
-            sketch.
+        counts: number of keys with a count, or width of the sketch. Even an incremental checkpoint
+            contains all counts.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Scores:
         clock: the table's clock.
         set_by_user: whether only `sparsekit.set_clock` moves the clock.
         counts: how keys that have not been admitted are counted: ``"exact"`` or ``"sketch"``; None
-            if they are not.
+            if they are not counted.
     """
 
     kind: str
@@ -90,7 +90,8 @@ class Table:
         capacity: largest number of rows on each rank.
         hash_table: true if any int64 can be a key, false if keys are row indices.
         placement: ``"hash"`` or ``"modulo"``.
-        owners: CRC-32 of the map from virtual shards to ranks (65536 int16); None if there is none.
+        owners: CRC-32 of the map from virtual shards to ranks (65536 int16); None if there is no
+            map.
         seed: seed of the initial vectors.
         initializer: the initializer as text.
         optimizer: index of the table's optimizer, or None.
@@ -153,10 +154,10 @@ class Manifest:
         world_size: number of ranks that wrote the checkpoint.
         tables: descriptions of the tables, by the names of their layers in the module.
         files: size and CRC-32 of every file except the manifest, by the file's name.
-        optimizers: class, settings of groups and dense states of each optimizer.
+        optimizers: each optimizer's class, group settings and dense states.
         ranks: the states of each rank: random generators, and the objects passed as ``state``.
         version: version of sparsekit that wrote the checkpoint.
-        forgotten: whether `sparsekit.checkpoint.forget` has removed rows since then.
+        forgotten: whether `sparsekit.checkpoint.forget` has removed rows from the checkpoint.
     """
 
     id: str

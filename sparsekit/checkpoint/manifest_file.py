@@ -40,12 +40,12 @@ _MOST_ROWS = 2**40
 ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
 # Reserved column names, which no state may have; see docs/checkpoint_format.md.
 _OWN_COLUMNS = {"keys", "vectors", "scores", "removed", "rows", "counts"}
-# Largest clock of each kind of score.
+# Largest valid clock for each kind of score.
 _CLOCKS = {name: kind.most_clock for name, kind in KINDS.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its checksum, which makes the folder a checkpoint.
+    """Write the manifest and its checksum; only then is the folder a checkpoint.
 
     Raises:
         CheckpointError: the files cannot be written, or `read_manifest` would refuse them.
@@ -66,7 +66,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def _values_of(manifest: Manifest) -> dict[str, Any]:
     removals = any(shard.removed for table in manifest.tables.values() for shard in table.shards)
-    # A version that does not support removals would bring back keys, so it must refuse these.
+    # A version of sparsekit that does not support removals would bring back removed keys, so it
+    # must refuse these checkpoints.
     version = VERSION if removals else WITHOUT_REMOVALS
     values = {"format": FORMAT, "format_version": version, **dataclasses.asdict(manifest)}
     values["files"] = {
@@ -128,7 +129,7 @@ def _read_small(path: Path, most: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value in parsed JSON, with its path in the document for errors.
+    """A value in parsed JSON, with its path in the document for error messages.
 
     Attributes:
         path: path of the file.
@@ -151,7 +152,7 @@ class _Value:
         return self.value
 
     def instead(self, value: Any) -> _Value:
-        """Wrap another value, but keep the path that errors show."""
+        """Wrap another value, but keep this one's path for error messages."""
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:
@@ -318,7 +319,7 @@ class _Reader:
         self._of_tables.add(file)
         rows, size = shard["rows"].whole(0, _MOST_ROWS), shard["size"].whole(0, _MOST_ROWS)
         removed = 0
-        if shard["removed"].value is not None:  # older versions do not have this number
+        if shard["removed"].value is not None:  # older versions do not write this number
             removed = shard["removed"].whole(0, 0 if complete else _MOST_ROWS)
         if complete:
             shard["rows"].must(rows == size, f"its size {size}")

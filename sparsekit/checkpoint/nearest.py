@@ -11,9 +11,10 @@ from ..tables.key_hash import mixed
 from .changes import Fingerprints
 from .files import PIECE
 
-# Maximum number of vectors to compare. There are fewer if float32 copies would exceed PIECE bytes.
+# Maximum number of vectors to compare. There are fewer if their float32 copies would exceed PIECE
+# bytes.
 MOST_COMPARED = 8192
-# Minimum cosine of two vectors that count as nearly equal.
+# Minimum cosine between two vectors that count as nearly equal.
 NEAR = 0.999
 _PAIRS = 5
 _BLOCK = 256
@@ -42,7 +43,7 @@ class Drawn:
     """Draws vectors from a table, piece by piece, and compares them with one another.
 
     It keeps the vectors whose fingerprints have the smallest hashes (a bottom-k sample). The sample
-    is random, but it contains either all or none of a set of equal vectors, however few they are.
+    is random, but any set of equal vectors, however small, is in it either entirely or not at all.
 
     Args:
         dim: number of elements in a vector.

@@ -34,7 +34,7 @@ from .sources import (
     rows_at_a_time,
 )
 
-# Maximum header size in bytes, as in NumPy: parsing takes far more memory than the text.
+# Maximum header size in bytes, as in NumPy: parsing a header takes far more memory than its text.
 _MOST_HEADER = 10_000
 _LENGTHS = {1: "<H", 2: "<I", 3: "<I"}
 _DTYPE = re.compile(r"[<>=|]?(?:f[248]|[iu][1248])\Z")
@@ -133,7 +133,7 @@ def _by_rows(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator
 
 
 def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator[np.ndarray]:
-    """Yield the rows of an array in column order, after unpacking it to a temporary file."""
+    """Yield the rows of an array stored by columns, after unpacking it to a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         left = array.nbytes
         while left:

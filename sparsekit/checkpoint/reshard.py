@@ -78,7 +78,8 @@ def reshard(
     as random generators; otherwise all ranks get rank 0's states.
 
     Args:
-        path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
+        path: a checkpoint, or a folder whose latest checkpoint is used. The checkpoint is verified
+            first.
         out: folder of the new checkpoint.
         world_size: number of ranks to divide the new checkpoint among, >= 1.
         on_progress: called with the size in bytes of each file that has been verified.
@@ -195,7 +196,7 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
                     if newer is not None and place:
                         newer.find_or_insert(keys)
         if newer is not None:
-            # Add these last, since a checkpoint's removals apply before its rows.
+            # Add the removed keys last, since a checkpoint's removals apply before its rows.
             newer.find_or_insert(removed_keys(folder, table, table.shards))
 
 

@@ -47,13 +47,13 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     while name := within.get(type(module).__name__):
         inner = getattr(module, name, None)
         if not isinstance(inner, torch.nn.Module):
-            break  # another class with the same name
+            break  # an unrelated class with the same name
         module = inner
     return module
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
-    """Return a module's tables by name; ``"table"`` if the module is itself a layer."""
+    """Return a module's tables by name; a module that is itself a layer is named ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
 
@@ -112,7 +112,7 @@ class TableShard:
     counts: torch.Tensor | None = None
 
     def identity(self) -> tuple[Any, ...]:
-        """Return a value that changes when the rows are no longer comparable with earlier ones."""
+        """Return a value that changes when rows can no longer be compared with saved ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
         kind = None if self.facts["scores"] is None else self.facts["scores"]["kind"]
@@ -269,7 +269,7 @@ class Snapshot:
             for parameter, values in optimizer.state.items()
             if parameter not in tables
         }
-        # Do not use the optimizer's own method, which may copy the states.
+        # Do not call the optimizer's own state_dict, which may copy the states.
         packed = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         groups = [
             {
@@ -378,7 +378,7 @@ def check_random_state(state: Mapping[str, Any]) -> None:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the states of torch's generators. An imported checkpoint has no such states."""
+    """Restore the states of torch's generators, which an imported checkpoint does not have."""
     if "cpu" not in state:
         return
     torch.random.set_rng_state(state["cpu"])

@@ -58,7 +58,7 @@ class ForeignTable:
 
 def rows_at_a_time(dim: int, itemsize: int) -> int:
     """Return the number of rows to read in one piece."""
-    return max(1, PIECE // (8 + dim * itemsize))  # bytes of a row and its key
+    return max(1, PIECE // (8 + dim * itemsize))  # bytes in a row and its key
 
 
 def as_keys(keys: np.ndarray) -> torch.Tensor:
@@ -210,7 +210,7 @@ def _sok2_table(
     def pieces() -> Pieces:
         return _raw_pieces(keys_path, key_dtype, values_path, dtype, dim, rows, _SOK2_HEAD)
 
-    begins = f"{stem}-{optimizer}-"  # no glob pattern: the name may contain wildcards
+    begins = f"{stem}-{optimizer}-"  # not a glob pattern, since the name may contain wildcards
     states = sorted(each for each in os.listdir(path) if each.startswith(begins))
     left = f"states of {optimizer}: {', '.join(states)}" if states else ""
     return ForeignTable(re.sub(r":0\Z", "", name), here(dtype), dim, rows, keys_path, pieces, left)

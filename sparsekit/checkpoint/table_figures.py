@@ -33,12 +33,12 @@ from .tensor_file import TensorFile
 
 # Maximum number of keys to list as examples.
 _EXAMPLES = 5
-# States whose values do not matter for dead rows: `row_step` is a row's last step, in optimizers
-# that bring rows up to date late.
+# States to ignore when looking for dead rows: `row_step` is the last step applied to a row, in
+# optimizers that let rows fall behind.
 _ANY_VALUE = {"row_step"}
-# Names of the parts that file columns belong to, where they differ from the columns' names.
+# For each file column: the part that it belongs to, unless that has the column's own name.
 _PARTS = {"keys": "index", "rows": "changes", "removed": "changes"}
-# Scores that decode stored words; LFU counts are not halved here.
+# Scores used to decode stored words; LFU counts are not halved here.
 _SCORES: dict[str, Score] = {one.name: one for one in (LRU(), LFU(0), UserScore(None))}
 _INITIALIZERS: dict[str, type[Initializer]] = {
     kind.__name__: kind for kind in (Uniform, Normal, Constant)
@@ -69,8 +69,8 @@ class Part:
 
     Attributes:
         in_files: in the files of the checkpoint's whole chain.
-        in_memory: as for `sparsekit.memory_report`; None for a part that is not in memory, or that
-            depends on the layer.
+        in_memory: as for `sparsekit.memory_report`; None for a part that is not in memory, or whose
+            size there depends on the layer.
     """
 
     in_files: int
@@ -87,11 +87,11 @@ class TableFigures:
         dtype: name of the vectors' dtype.
         hash_table: false if keys are row numbers.
         rows: number of rows.
-        capacity: number of rows that fit; `load` is rows / capacity.
+        capacity: number of rows that there is room for; `load` is rows / capacity.
         rows_of_ranks: number of rows on each rank.
         skew: number of rows on the fullest rank, divided by the mean over ranks; 1 without rows.
-        lowest_key: None without rows.
-        highest_key: None without rows.
+        lowest_key: None if there are no rows.
+        highest_key: None if there are no rows.
         norms: distribution of the Euclidean norms of vectors without nan and inf.
         zero: rows whose vectors are 0.
         nan: rows whose vectors contain a nan.
@@ -156,11 +156,12 @@ def table_figures(
 ) -> list[TableFigures]:
     """Compute the figures of a checkpoint's tables, including rows from its whole chain.
 
-    Memory use does not depend on table size: pieces of at most 8 MiB, with several copies, and 24
-    MiB of counters. Only the keys that incremental checkpoints changed are kept in memory.
+    Memory use does not depend on table size: it is a few copies of a piece of at most 8 MiB, 24 MiB
+    of counters, and the keys that incremental checkpoints changed.
 
     Args:
-        path: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
+        path: a checkpoint, or a folder whose latest checkpoint is used. The checkpoint is verified
+            first.
         names: names of tables, in this order; None for all.
         modulo: m >= 2 if keys are hashes of ids modulo m; None if they are not.
         on_progress: called with the size in bytes of each file that has been verified.

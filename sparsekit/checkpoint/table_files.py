@@ -37,7 +37,7 @@ def parts_of(
     """Return a table's manifest entries in a chain, starting at the last complete one.
 
     Raises:
-        CheckpointError: their columns differ.
+        CheckpointError: the entries' columns differ.
     """
     parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
     complete = [i for i, (_, table) in enumerate(parts) if table.complete]
@@ -50,7 +50,7 @@ def parts_of(
 
 
 def _described(table: Table) -> str:
-    """Return a string of everything that must be equal in a table's files."""
+    """Return a string that describes everything that must be equal in a table's files."""
     return f"dim {table.dim}, {table.dtype}, states {table.states}, scores {table.score_kind}"
 
 
@@ -119,7 +119,7 @@ def removed_keys(folder: Folder, table: Table, shards: Sequence[Shard]) -> torch
 def keys_left_out(parts: Sequence[tuple[Folder, Table]], rank: int | None) -> HashTable | None:
     """Return the keys that have rows in a chain but are later removed for good.
 
-    In each checkpoint, all removals are read before all rows.
+    In each checkpoint, all removals are read before any rows.
 
     Args:
         parts: result of `parts_of`.

@@ -137,7 +137,7 @@ def _keys(keys: Sequence[int], rows: int) -> str:
 
 
 def shown(name: str) -> str:
-    """Return a name, in quotes if it would break a line, or begins or ends with a blank."""
+    """Return a name, in quotes if it is not printable, or begins or ends with a space."""
     return name if name.isprintable() and name == name.strip() else repr(name)
 
 

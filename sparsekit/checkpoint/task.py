@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-# Polling interval of `wait` in seconds, since an interrupted wait may hold the latch forever.
+# Interval in seconds at which `wait` polls, since an interrupted wait may hold the latch forever.
 _LOOK = 1.0
 
 
@@ -15,7 +15,7 @@ class Task:
     The methods of ``threading`` are unreliable after an interrupt: ``Thread.join`` treats a running
     thread as ended, ``Thread.start`` may or may not have started a thread, and a wait for an Event
     can leave the Event's lock locked. Therefore the thread and `cancel` record which of them came
-    first. The end is marked by a flag, which is set before the latch is released.
+    first. The function's end is marked by a flag, which is set before the latch is released.
 
     Args:
         function: called once; it must not raise.

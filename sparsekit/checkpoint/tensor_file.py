@@ -64,7 +64,7 @@ class Column:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in the manifest, such as ``"float32"``."""
+    """Return a dtype's name as the manifest has it, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -93,7 +93,7 @@ def carried(tensor: torch.Tensor) -> np.ndarray:
 
 
 def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
-    """Make a column from a tensor, or from the given rows of it, in ascending order."""
+    """Make a column from a tensor, or from some of its rows, given in ascending order."""
     count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
     shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
     table = tensor.reshape(1) if not tensor.dim() else tensor

@@ -17,7 +17,7 @@ _KINDS: tuple[Kind, ...] = ("int", "hex", "hash")
 
 
 def add_columns(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options to a parser."""
     known = [form.suffix for form in FORMATS.values() if form.suffix is not None]
     parser.add_argument(
         "--format",
@@ -82,7 +82,7 @@ def _open(
         name: Keys(kind, args.separator, seed=args.seed) for kind in _KINDS for name in named[kind]
     }
     options |= {"label": args.label, "dense": named["dense"], "sparse": sparse}
-    # A pipe has been opened, and cannot be opened again.
+    # A pipe has already been opened, and cannot be opened again.
     reader = form.reader(source if len(files) == 1 else files, batch_size, **options)
     return reader, sparse if args.separator else lists
 
@@ -91,7 +91,7 @@ def format_of(file: str) -> str:
     """Return the format that a file's name indicates.
 
     Raises:
-        UsageError: the name does not indicate one.
+        UsageError: the name indicates no known format.
     """
     path = Path(file)
     packed = path.suffix in (".gz", ".bz2", ".xz")

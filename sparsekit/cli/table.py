@@ -78,7 +78,7 @@ def _checkpoint(path: str) -> Path:
     """Return the checkpoint at a path.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no checkpoint.
     """
     folder = resolved(path)
     for each in (folder, folder / _MODEL):

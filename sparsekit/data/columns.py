@@ -52,7 +52,8 @@ class Columns:
     Attributes:
         label: name of the label's column, or None.
         dense: names of numeric columns.
-        sparse: for each categorical column, by name: how its values are converted to keys.
+        sparse: how the values of each categorical column are converted to keys, by the column's
+            name.
     """
 
     label: str | None
@@ -103,7 +104,7 @@ class Columns:
         return [*([] if self.label is None else [self.label]), *self.dense, *self.sparse]
 
     def check_there(self, reader: str, source: str, there: Sequence[str]) -> None:
-        """Raise ValueError unless a file's columns, ``there``, contain each name exactly once."""
+        """Raise ValueError unless each name occurs exactly once in ``there``, a file's columns."""
         for name in self.names():
             if there.count(name) != 1:
                 if not any(there):

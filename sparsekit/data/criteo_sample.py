@@ -16,8 +16,8 @@ from ..errors import check_int
 
 __all__ = ["write_criteo_sample"]
 
-# The number of distinct values of each category and, below, of keys in each category's bags. Both
-# are from MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
+# Number of distinct values in each category and, below, number of keys in each category's bags.
+# Both are from MLPerf's DLRM-DCNv2 on Criteo 1TB (github.com/mlcommons/training,
 # recommendation_v2/torchrec_dlrm).
 CARDINALITIES = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282,
@@ -45,11 +45,11 @@ def write_criteo_sample(
     r"""Write a file that looks like Criteo's click logs, for `CriteoReader`.
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
-    Some integers are missing or negative, and some categories are missing. The number of distinct
-    values of each category is that of Criteo 1TB in MLPerf's DLRM-DCNv2; their frequencies follow
-    Zipf's law with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels
-    depend on the categories, so that a model has something to learn. Equal arguments produce equal
-    bytes, and a longer file begins with the rows of a shorter one.
+    Some integers are missing or negative, and some categories are missing. Each category has as
+    many distinct values as Criteo 1TB in MLPerf's DLRM-DCNv2; their frequencies follow Zipf's law
+    with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels depend on the
+    categories, so that a model has something to learn. Equal arguments produce equal bytes, and a
+    longer file begins with the rows of a shorter one.
 
     Args:
         path: Path of the file, which is compressed by gzip if the path ends in ``.gz``. The file
@@ -72,7 +72,7 @@ def write_criteo_sample(
     with contextlib.ExitStack() as files:
         file: IO[bytes] = files.enter_context(files.enter_context(replacing(path)).open("wb"))
         if path.suffix == ".gz":
-            # Store no name and no time, so that the same arguments give the same bytes.
+            # Store neither a file name nor a time, so that the same arguments give the same bytes.
             file = cast(IO[bytes], gzip.GzipFile("", "wb", 1, file, mtime=0))
             files.callback(file.close)
         for number, begin in enumerate(range(0, rows, block)):
@@ -93,7 +93,7 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
         missing = draw.random(rows) < (0.0, 0.03, 0.1, 0.4)[column % 4]
         parts.append(_hex(numbers[:, begin : begin + count], missing))
         begin += count
-    # Every field has been padded with zero bytes to its largest width; remove them.
+    # Every field has been padded with zero bytes to its largest width; remove the padding.
     text = np.concatenate(parts, 1)[:wanted]
     text[:, -1] = ord("\n")
     return text[text != 0].tobytes()

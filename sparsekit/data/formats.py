@@ -25,8 +25,8 @@ class Format:
 
     Attributes:
         reader: class or function that makes a reader, such as `CsvReader`.
-        open: function that opens a file to find its columns. None if all files of the format have
-            the same columns; only ``keys`` can then be chosen.
+        open: function that opens a file to find its columns. None if all files in the format have
+            the same columns, so that users can choose only ``keys``.
         suffix: file name extension that identifies the format, or None.
         keys: kind of `Keys` for categories, unless another kind is chosen.
     """

@@ -40,7 +40,7 @@ class ParquetReader(Reader):
 
     Args:
         files: One path or several; all files have the same columns.
-        batch_size: Number of rows in each batch of this rank, as with a DataLoader.
+        batch_size: Number of rows in each batch on this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys`, or to a kind of keys, ``"hash"`` or ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
@@ -165,15 +165,15 @@ class _RowGroup(Unit):
 def _read_together(
     run: Sequence[tuple[_RowGroup, np.ndarray]],
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Read row groups of one file as a chunk; yield it, and the rows to take from it in order."""
+    """Read row groups from one file as a chunk; yield it, and the indices of its rows to take."""
     groups = [group for group, _ in run]
     try:
         chunk = _TableChunk(groups)
     except DataFormatError:
         if len(run) == 1:
             raise
-        # Retry one group at a time, so that all rows before a damaged group are read, and the
-        # error names this group.
+        # Retry one group at a time, so that all rows before a damaged group are read, and the error
+        # names the damaged group.
         for one in run:
             yield from _read_together([one])
     else:
@@ -182,7 +182,7 @@ def _read_together(
 
 
 class _TableChunk(Chunk):
-    """Row groups of one file, in memory; errors name the first group."""
+    """Row groups from one file, in memory; errors name the first group."""
 
     def __init__(self, groups: Sequence[_RowGroup]) -> None:
         from .arrow_columns import without_views
@@ -213,7 +213,7 @@ class _TableChunk(Chunk):
         # Consecutive rows can be sliced without a copy.
         adjacent = len(rows) > 0 and bool((np.diff(rows) == 1).all())
         table = self._table.slice(int(rows[0]), len(rows)) if adjacent else self._table.take(rows)
-        faults: dict[int, str] = {}  # the last fault of each row
+        faults: dict[int, str] = {}  # the last fault found in each row
 
         def note(column: str, bad: np.ndarray, reason: str) -> None:
             for place in np.flatnonzero(bad).tolist():

@@ -13,14 +13,14 @@ from ..errors import DataFormatError
 
 __all__ = ["ParquetFiles", "Shape"]
 
-# Limits on cached footers: their total size in the files in bytes, and the number of files. Parsed
-# footers take about 9 times as much memory as in the files.
+# Limits on cached footers: their total size in bytes, as stored in the files, and their number. A
+# parsed footer takes about 9 times its size in the file.
 _KEPT_BYTES = 8 << 20
 _KEPT_FILES = 64
 
 
 class Shape(NamedTuple):
-    """Number of rows and size of each row group of a file, and the file's schema."""
+    """Number of rows and size of each row group in a file, and the file's schema."""
 
     rows: list[int]  # number of rows in each row group
     sizes: list[int]  # size of each row group in uncompressed bytes
@@ -82,7 +82,7 @@ class ParquetFiles:
                         self._check(path, file)
                     self._keep(path, which, file.metadata)
                     yield file
-        # A damaged page can also raise built-in exceptions of Python.
+        # Reading a damaged page can also raise Python's built-in exceptions.
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             place = f", {place}" if place else ""
             raise DataFormatError(f"{path}{place}: {error}") from error

@@ -18,8 +18,9 @@ __all__ = ["Prefetcher"]
 
 # A batch, the reader's state after it, and the error, if reading the batch raised one.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
-# When an iteration is left early: seconds to wait for the batch that is being read. A thread cannot
-# be stopped while it waits for a source, such as a network, so after this time it is left behind.
+# Seconds to wait, when an iteration is left early, for the batch that is being read. A thread
+# cannot be stopped while it waits for a source, such as a network, so after this time it is left
+# behind.
 _GRACE_S = 2.0
 # For each source: the thread that is still reading a batch for an iteration that was left early.
 _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
@@ -80,7 +81,8 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                # A list cannot be a key, and need not be: several threads may read it at once.
+                # A list cannot be a dict key, and need not be one: several threads may read it at
+                # once.
                 with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)
@@ -153,7 +155,7 @@ class Prefetcher:
                 if end is not None:
                     return
         except BaseException as error:
-            ready.put((None, state, error))  # state is still that after the previous batch
+            ready.put((None, state, error))  # `state` is as after the previous batch
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None or not hasattr(batch, "to"):

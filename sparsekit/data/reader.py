@@ -283,7 +283,7 @@ class Reader(IterableDataset):
             yield concatenate(parts)
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Yield rows [first, last) of the epoch's order, as chunks and indices of rows in them."""
+        """Yield rows [first, last) in the epoch's order, as chunks and indices of rows in them."""
         passed = 0
         for number in self._order(self._epoch):
             if last is not None and passed >= last:

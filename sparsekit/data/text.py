@@ -23,7 +23,7 @@ __all__ = ["CriteoReader", "CsvReader"]
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
-# Number of a line's characters to show in an error message.
+# Maximum number of characters of a line to show in an error message.
 _SHOWN = 60
 
 
@@ -37,8 +37,8 @@ class CsvReader(Reader):
     workers.
 
     Args:
-        files: One path or several; rows are read in this order.
-        batch_size: Number of rows in each batch of this rank, as with a DataLoader.
+        files: One path or several, to be read in this order.
+        batch_size: Number of rows in each batch on this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys` or to a kind of keys. In a batch, the features are in file order.
         dense: Names of numeric columns.
@@ -151,8 +151,8 @@ class CriteoReader(CsvReader):
     to I13.
 
     Args:
-        files: One path or several; rows are read in this order.
-        batch_size: Number of rows in each batch of this rank, as with a DataLoader.
+        files: One path or several, to be read in this order.
+        batch_size: Number of rows in each batch on this rank, as with a DataLoader.
         keys: How categories are converted to keys: ``Keys("hex", separator=",")`` if a field has
             several categories, ``Keys("hash")`` if categories are arbitrary text.
         others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
@@ -222,7 +222,7 @@ class _Lines:
         self.format = _pybind.TextFormat(delimiter, quote or "", max_line_bytes, fields)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return _Lines, self._settings  # the parser cannot be pickled, so each worker makes one
+        return _Lines, self._settings  # the parser cannot be pickled, so each worker makes its own
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class _TextChunk(Chunk):
 
     def _describe(self, row: int, field: int, reason: str) -> str:
         begin = self._lines.begin_of(row)
-        if self._line:  # number of the first line
+        if self._line:  # the number of the text's first line is known
             line = self._line + self._text.count(b"\n", 0, begin)
         else:
             line = self._file.line_number(self._start + begin)

@@ -51,7 +51,7 @@ COLUMNS = (
     *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
     *("hours-per-week", "native-country", LABEL),
 )
-# Other names of two columns, which the UCI repository uses.
+# The UCI repository's names of two columns, and the names used here.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
 # First line of the UCI repository's test file, whose labels end with a period.
 UCI_TEST = "|1x3 Cross validator"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import DataFormatError
 
-# This is stricter than float(), which accepts underscores, blanks and the digits of all scripts.
+# Stricter than float(), which also accepts underscores, blanks and the digits of all scripts.
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Replaces the separator ``::``, since the csv module accepts only one character.
 _UNIT = "\x1f"
@@ -26,7 +26,7 @@ def rows_of(
     try:
         for row in reader:
             if row and one != separator:
-                row = [text.replace(one, separator) for text in row]  # undo it in quoted fields
+                row = [text.replace(one, separator) for text in row]  # restore it in quoted fields
             if row:
                 yield reader.line_num, row
     except csv.Error as error:
@@ -34,7 +34,7 @@ def rows_of(
 
 
 def finite(text: str, most: float = sys.float_info.max) -> float:
-    """Parse a decimal number; raise ValueError if it is malformed or its magnitude > ``most``."""
+    """Parse a decimal number; raise ValueError if it is malformed or beyond ±``most``."""
     number = float(text) if DECIMAL.fullmatch(text) else None
     if number is None or abs(number) > most:
         raise ValueError(f"{text[:80]!r} is not a finite number")

@@ -61,7 +61,7 @@ class PackagedFile:
             try:
                 cached.parent.mkdir(parents=True, exist_ok=True)
                 if not cached.is_file():
-                    cached.unlink(missing_ok=True)  # `replacing` would write into a pipe
+                    cached.unlink(missing_ok=True)  # a pipe, into which `replacing` would write
                 with replacing(cached) as part:
                     part.write_bytes(content)
             except OSError as error:

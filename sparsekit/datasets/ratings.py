@@ -79,8 +79,8 @@ class Ratings:
         Returns:
             ``(order, users, counts, from_end)``, all int64. ``order [n]`` has the positions of the
             ratings in sorted order. ``users [u]`` has the distinct users in ascending order, and
-            ``counts [u]`` their numbers of ratings. ``from_end [n]`` belongs to the sorted ratings:
-            it is 1 for the latest rating of a user, 2 for the one before, and so on.
+            ``counts [u]`` the number of ratings by each. ``from_end [n]`` belongs to the sorted
+            ratings: it is 1 for the latest rating of a user, 2 for the one before, and so on.
         """
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]
@@ -202,7 +202,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
 
 
 def _places(names: list[str], source: str) -> list[int]:
-    """Return the position in a header of each column in `COLUMNS`."""
+    """Return the positions in a header of the columns in `COLUMNS`, in that order."""
     plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
     places = []
     for column, called in COLUMNS.items():

@@ -32,7 +32,8 @@ __all__ = [
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 # Numbers that stand for padding and for words outside the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# Fields of Amazon's review files: for each name before 2018, the name after 2018 and the type.
+# Fields in Amazon's review files: for each field's name before 2018, its name after 2018 and its
+# type.
 FIELDS: dict[str, tuple[str, Any]] = {
     "reviewerID": ("user_id", str),
     "asin": ("asin", str),
@@ -133,7 +134,8 @@ class Documents:
     """The documents of users or items (the owners), each made of pieces by several authors.
 
     Args:
-        pieces: for each owner, the (author or -1, word numbers) pairs in the document's order.
+        pieces: for each owner, (author, word numbers) pairs in the document's order; author -1
+            means none.
         length: number of words in a document, which is cut or padded to fit.
     """
 
@@ -172,7 +174,8 @@ class Documents:
         row = torch.repeat_interleave(torch.arange(len(owners)), counts)
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
-        # Number of kept words before each word; the number before the document is subtracted below.
+        # Number of words kept before each word, over all documents; the next line subtracts the
+        # number before the document.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -217,8 +220,9 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
     A rating adds the film's words to the user's document. To the film's document, it adds the words
-    of the film that the user rated just before; for a user's first rating, just after. The film's
-    own words, already at the start of its document, would be the same for all ratings.
+    of the film that the user rated just before this one, or just after it if this rating is the
+    user's first. The film's own words, already at the start of its document, would be the same for
+    all ratings.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()

@@ -31,8 +31,8 @@ class Averaging:
     ) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket; see DistributedDataParallel's ``register_comm_hook``."""
         if not self._begun:
-            # Queue this callback first, since DistributedDataParallel's own needs all buckets to be
-            # averaged.
+            # Queue this callback first, since DistributedDataParallel's own callback needs all
+            # buckets to be averaged.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         begun = _Bucket(self._exchange, bucket.index(), bucket.buffer())
         self._begun.append(begun)

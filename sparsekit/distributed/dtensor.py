@@ -23,7 +23,7 @@ def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
-    # Do not import torch.distributed.tensor here, since that takes long. If nothing else has
-    # imported it, there are no DTensors.
+    # Do not import torch.distributed.tensor here, since that is slow. If nothing else has imported
+    # it, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -69,8 +69,8 @@ class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
     # Hook set by `sparsekit.train.profile`. It is called with the exchange and the number of bytes
-    # to send, or 0 for a wait, and returns a context manager, used while starting the collective or
-    # waiting.
+    # to send, or 0 for a wait, and returns a context manager that is active while the collective is
+    # started or waited for.
     watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
         None
     )
@@ -218,7 +218,7 @@ class Exchange:
             self.expect(sizes)
             room, to_others = self._room(sizes), list(splits)
             room[self.rank] = to_others[self.rank] = 0
-            # The buffer has incoming parts, then outgoing parts, and then this rank's own part.
+            # The buffer holds incoming parts, then outgoing parts, and then this rank's own part.
             first, last = sum(room), sum(room) + sum(to_others)
             size = last + splits[self.rank]
             data = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -335,7 +335,8 @@ class Exchange:
         self.transport.close()
         with contextlib.suppress(ValueError):  # raised if all groups have been destroyed already
             dist.destroy_process_group(group)
-        # Drop the other references to the group: its threads and connections end with the last one.
+        # Drop the other references to the group: its threads and connections end when the last
+        # reference goes.
         self._teller = None
         del self.transport
 

@@ -59,7 +59,7 @@ def check_late(
     """Check the heads of a message received during an earlier lookup.
 
     Args:
-        abandon: `Exchange.abandon`.
+        abandon: weak reference to `Exchange.abandon`.
         what: description of the message.
         code: the expected first word of each head.
         heads: int64 ``[parts, 2]``.

@@ -74,7 +74,7 @@ class Watch(threading.Thread):
         # still running.
         self._deadline: float | None = None
         self._launching = False
-        self._settled: float | None = None  # deadline for a launch that has finished
+        self._settled: float | None = None  # `_deadline` of the last launch known to have finished
         self._over = threading.Event()
         self._reason = ""
 
@@ -122,7 +122,8 @@ class Watch(threading.Thread):
         deadline = self._deadline
         if deadline in (None, self._settled) or time.monotonic() < deadline:
             return None
-        # Query only after the deadline, since a query invalidates a graph that is being captured.
+        # Query the device only after the deadline, since a query invalidates a graph being
+        # captured.
         try:
             if not self._launching and self._finished():
                 self._settled = deadline
@@ -149,7 +150,7 @@ class Watch(threading.Thread):
         if reason:
             self._communicator.abort(reason)
         else:
-            with contextlib.suppress(RuntimeError):  # it has been aborted already
+            with contextlib.suppress(RuntimeError):  # the communicator has been aborted already
                 self._communicator.destroy()
 
     def _through(self) -> bool:

@@ -48,7 +48,7 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
     """Write the same head to the parts at these byte offsets."""
     words, firsts = data.view(torch.int64), [begin // 8 for begin in begins]
     if data.is_cpu:
-        of_host = words.numpy()  # ten times as fast as torch
+        of_host = words.numpy()  # ten times as fast as with torch
         for first in firsts:
             of_host[first : first + len(head)] = head
         return
@@ -160,7 +160,7 @@ def unpack(
 
     Args:
         come: the parts received from all ranks.
-        like: for each array, a tensor of its dtype and row shape.
+        like: for each array, a tensor with its dtype and row shape.
         counts: for each array, the number of rows from each rank.
     """
     of_arrays = zip(*_pieces(come, like, counts), strict=True)
@@ -205,7 +205,7 @@ def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
 
 
 def write_bags(to: Parts, bags: Sequence[RaggedBags]) -> None:
-    """Write the same bags for each table to the parts for all ranks."""
+    """Write each table's bags to the parts for all ranks; every rank gets the same bags."""
     heads = [[len(one.counts), len(one.keys), int(one.weights is not None)] for one in bags]
     arrays = [torch.tensor(heads, device="cpu").to(bags[0].keys.device)]
     for one in bags:

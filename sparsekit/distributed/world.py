@@ -42,7 +42,7 @@ class _Settings:
     wire_dtype: torch.dtype | None = None
 
 
-# Dtypes that vectors and gradients can be rounded to between ranks.
+# Dtypes that vectors and gradients can be rounded to when they are sent between ranks.
 WIRE_DTYPES = (torch.bfloat16,)
 
 settings = _Settings()
@@ -75,7 +75,7 @@ def init(
         global_batch_size: accepted for compatibility with SOK, and not used.
         seed: changes the initial vectors of all layers that have a name and no seed. Initially 0.
         process_group: the ranks that tables are sharded over; None, the initial setting, means
-            torch.distributed's default group, or one process if that has not been initialised.
+            torch.distributed's default group, or a single process if there is no such group.
         timeout: seconds, or a timedelta, that a rank waits for another rank before it raises an
             error. Initially 5 minutes.
         backend: transport for exchanges: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl

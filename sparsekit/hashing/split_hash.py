@@ -21,7 +21,7 @@ __all__ = ["Collisions", "SplitHashEncoder"]
 
 _NAME = "SplitHashEncoder"
 _SHIFTS = (48, 32, 16, 0)
-# Maximum number of values of a feature. With more, 16 bits could not address a block's columns.
+# Maximum number of values for a feature. With more, 16 bits could not address a block's columns.
 _MOST_VALUES = 2**32
 # 2**64 / golden ratio, as a signed integer: an odd number with an irregular bit pattern.
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -29,7 +29,7 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 @dataclass(frozen=True)
 class Collisions:
-    """Counts a feature's collisions: distinct values with the same columns as another value."""
+    """Counts a feature's collisions: distinct values that get the same columns as another value."""
 
     feature: str
     values: int  # number of distinct values, compared by their 64-bit hashes
@@ -171,7 +171,7 @@ class SplitHashEncoder:
             places = [block**k for k in range(self.splits)]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
             values, sets = len(distinct), block**self.splits
-            # This is values - sets * (1 - (1 - 1 / sets) ** values), without loss of digits.
+            # Compute values - sets * (1 - (1 - 1 / sets) ** values) without losing digits.
             expected = values + sets * math.expm1(values * math.log1p(-1 / sets))
             report.append(Collisions(name, values, len(codes), expected))
         return report

@@ -61,9 +61,9 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         hash h of 2**63 or more becomes ``h - 2**64``. For a Python int, ``code % 2**64`` returns h.
 
     Raises:
-        TypeError: A value has another type (the message gives its position); an array or column has
-            another type, such as floats or timestamps, or is a whole table; or values is a single
-            value, a set, a dict or an iterator instead of a sequence.
+        TypeError: A value has the wrong type (the message gives its position); an array or column
+            has the wrong type, such as floats or timestamps, or is a whole table; or values is a
+            single value, a set, a dict or an iterator instead of a sequence.
         ValueError: A str has a lone surrogate, or an int is too long for Python to print (the
             message gives the position); an index has no entry in a column's dictionary; an Arrow
             column has decreasing offsets, or offsets or views beyond its buffers (checked only for

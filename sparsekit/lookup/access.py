@@ -174,7 +174,7 @@ def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
 
 
 def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
-    """Erase those of the int64 keys ``[n]`` that this rank has, and return how many there were."""
+    """Erase the int64 keys ``[n]`` that have rows on this rank, and return how many had one."""
     table = cast(HashTable, layer.table)
     table.refuse_sharing()
     rows = table.find(keys).unique()
@@ -312,7 +312,7 @@ def _write(
 
 
 def scored_life(layer: EmbeddingTable, so: str) -> RowLife:
-    """Return the life of a layer's rows; if they have no scores, raise a ValueError."""
+    """Return a layer's `RowLife`; raise ValueError if its rows have no scores."""
     if layer.life is None:
         raise ValueError(
             f"{layer.name}: rows have no scores, so {so}; make the layer with score='lru' or "

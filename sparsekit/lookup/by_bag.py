@@ -50,7 +50,7 @@ def can_go_by_bag(request: Request) -> bool:
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
-    """Return the size in bytes of the part with the bags of these requests."""
+    """Return the size in bytes of the message part that carries the bags of these requests."""
     return bags_bytes(
         [
             (
@@ -66,7 +66,7 @@ def payload_bytes(requests: Sequence[Request]) -> int:
 
 
 def bytes_to_move(requests: Sequence[Request]) -> int:
-    """Return the number of bytes that the forward exchanges with other ranks, without heads."""
+    """Return how many bytes the forward pass exchanges with other ranks, excluding heads."""
     per_rank = payload_bytes(requests) - part_bytes(0)
     for request in requests:
         row = request.table.embedding_vec_size * request.table.sum_dtype_on_wire.itemsize

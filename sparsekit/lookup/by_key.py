@@ -95,7 +95,7 @@ class ByKey:
             self._refuse_more_than(self.plan.most_keys)
 
     def bytes_to_move(self) -> int:
-        """Return the number of bytes that the forward exchanges with other ranks, without heads."""
+        """Return how many bytes the forward pass exchanges with other ranks, excluding heads."""
         others, world_size = self.exchange.world_size - 1, self.exchange.world_size
         keys = self.counts.sum(0).tolist()
         return sum(

@@ -22,11 +22,11 @@ _MOST_FORMS = 64
 
 @dataclass(slots=True)
 class Descriptors:
-    """Requests as arguments of the multi-table ops; see `sparsekit/ops/_group.py`."""
+    """Requests, converted to arguments of the multi-table ops; see `sparsekit/ops/_group.py`."""
 
     keys: list[torch.Tensor]
     offsets: list[torch.Tensor]
-    sample_weights: list[torch.Tensor]  # empty if there are none
+    sample_weights: list[torch.Tensor]  # empty without sample weights
     features: torch.Tensor
     # For each row of `features`: its table, its source, and the maximum total number of keys in its
     # bags.

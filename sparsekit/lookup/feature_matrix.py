@@ -12,7 +12,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Parts:
-    """Return keys, offsets and weights of a float CSR tensor ``[bags, columns]``; copy nothing."""
+    """Return keys, offsets and weights of a float CSR tensor ``[bags, columns]``, not copied."""
     _check_no_weights(sample_weights, layer)
     return inputs.col_indices(), inputs.crow_indices(), inputs.values()
 

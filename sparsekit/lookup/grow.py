@@ -49,7 +49,7 @@ def larger_of(batch: TableBatch, rows: Sequence[int]) -> list[torch.Tensor]:
     known = batch.growth
     if known is None or known.changes != changes_of_growth.count:
         known = batch.growth = _growing(batch)
-    if any(map(operator.gt, rows, known.reaches)):  # after a lookup that was interrupted
+    if any(map(operator.gt, rows, known.reaches)):  # possible after an interrupted lookup
         for t, count in zip(batch.hashed, rows, strict=True):
             cast(HashTable, batch.tables[t].table).extend_reach(count)
         known = batch.growth = _growing(batch)

@@ -9,7 +9,7 @@ from .request import Request
 
 
 def ask_ahead(plan: LookupPlan, requests: Sequence[Request]) -> None:
-    """Prefetch the rows that the keys in an upcoming batch have; check nothing."""
+    """Prefetch the rows of the keys in an upcoming batch, without checking the keys."""
     for batch in plan.batches:
         tables = batch.tables
         for i, t in zip(batch.positions, batch.table_of_request, strict=True):

@@ -63,7 +63,7 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Read bags in any form that `DistributedEmbedding` accepts; if matrix, also ``[bags, m]``.
+    """Read bags in any form that `DistributedEmbedding` accepts, or ``[bags, m]`` if matrix.
 
     The values of offsets are not read here; `check_bags` checks them.
 

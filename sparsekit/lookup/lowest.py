@@ -13,7 +13,7 @@ from ..tables.key_hash import mixed
 _DIGIT_BITS = 8
 _DIGITS = 1 << _DIGIT_BITS
 
-# Adds up each of 256 numbers over all ranks.
+# A function that takes 256 numbers on each rank, and adds up each of them over all ranks.
 Sum = Callable[..., Sequence[int]]
 
 

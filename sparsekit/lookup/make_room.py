@@ -56,7 +56,7 @@ def inserted_keys(request: Request) -> torch.Tensor:
 
 
 def rows_at_most(table: EmbeddingTable) -> float:
-    """Return an upper bound on the rows in use, without waiting for a device."""
+    """Return an upper bound on the number of rows in use, without waiting for a device."""
     index = cast(HashTable, table.table)
     waits = errors_are_deferred(table.weight.device)
     return index.row_bound.most if waits else len(index)
@@ -97,8 +97,8 @@ def may_exceed(table: EmbeddingTable) -> bool:
     """Return whether a table may exceed its budget until the end of a lookup.
 
     If so, it is swept after keys are inserted, which drops the same rows as sweeping first, but
-    need not find new keys separately. With a listener this is not allowed, since it might change
-    rows that the lookup has found.
+    does not require finding new keys separately. With a listener this is not allowed, since the
+    listener might change rows that the lookup has found.
     """
     life = life_of(table)
     return not (life.sweeps_always or life.makes_room_first or life.on_evict is not None)
@@ -201,7 +201,7 @@ def known_of(tables: Sequence[EmbeddingTable], told: np.ndarray) -> list[Known]:
 
 
 def still_inserting(known: Sequence[Known]) -> list[Known]:
-    """Return the tables that have not been put into evaluation since the handshake."""
+    """Return the tables that have not been put into evaluation mode since the handshake."""
     return [one for one in known if one.table.inserts]
 
 
@@ -235,7 +235,7 @@ def make_room_on_ranks(
         what = f"make room in {table.name}: {signature}"
         sweep = Sweep(table, exchange, what, by_hand)
         if crowded and failed is not None:
-            exchange.agree(what, failed)  # raises it on all ranks
+            exchange.agree(what, failed)  # raise `failed` on all ranks
         try:
             if sweep.is_due(crowded):
                 sweep.run(keys(table))

@@ -1,4 +1,4 @@
-"""Lookup plans: facts about the tables, cached from call to call."""
+"""Lookup plans: facts about a lookup's tables, cached from call to call."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class TableBatch:
         if unseen:
             for table in self.tables:
                 table.prepare(self.inserts)
-            self.seen = not self.inserts  # if tables insert, `have_keys` sets it
+            self.seen = not self.inserts  # if tables insert, `have_keys` sets `seen`
         of_hash_tables = [[own[name] for own in self._hash_tables] for name in OF_HASH_TABLE]
         tensors = Tensors(weights, [own["seed"] for own in self.buffers], *of_hash_tables)
         return (tensors, tensors) if len(weights) == 1 else self._kept_of(tensors)
@@ -253,7 +253,7 @@ class LookupPlan:
         strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
-        redirects: whether a table has fallback rows; see `redirected`.
+        redirects: whether any table has fallback rows; see `redirected`.
         fits_alone: whether `check_exchange` has found that all tables are in a single process.
     """
 
@@ -264,7 +264,7 @@ class LookupPlan:
         self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(tables):
-            # Tables whose modes change together stay together, unless `inserts_all`.
+            # Use these flags, not `inserts_all`: evaluation then has the same groups as training.
             modes = table.inserts, table.admits_all, table in reading
             key = table.weight.dtype, table.dtype_on_wire, table.gradient_divisor, modes
             positions.setdefault(key, []).append(i)

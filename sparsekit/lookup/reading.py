@@ -41,7 +41,7 @@ def insertions(
         first: see `TableBatch`.
         requests: the requests of the lookup; or, if `occurrences` are given, one for each table.
         reads: `TableBatch.reads` of the lookup.
-        occurrences: for each key of these requests, how often it is inserted.
+        occurrences: for each key in these requests, how often it is inserted.
 
     Returns:
         The requests, and how often each of their keys is inserted; None if each counts once.

@@ -208,7 +208,7 @@ class CallRecord:
     def _taken(self, grads: Sequence[torch.Tensor | None]) -> Sequence[int]:
         """Return the tables whose weights get a gradient."""
         taken: Sequence[int]
-        if len(self.weights) == 1:  # this may be compiled
+        if len(self.weights) == 1:  # this branch may be compiled
             taken = [0] if self.weights[0].requires_grad else []
         elif without_overrides(each_is, self.weights, "requires_grad", True):
             taken = range(len(self.weights))
@@ -272,8 +272,8 @@ def grads_or_zeros(
 ) -> list[torch.Tensor]:
     """Return the gradients of all requests to these tables, with zeros instead of None.
 
-    With several ranks, all of them may be None, since every rank takes part for each table; the
-    zeros then have the dtype and device of `like`.
+    With several ranks, all gradients may be None on one rank, which still takes part for each
+    table; the zeros then have the dtype and device of `like`.
     """
     given = [grad for grad in grads if grad is not None]
     if len(given) == len(grads):

@@ -291,7 +291,7 @@ def _changes(
 def on_device(table: EmbeddingTable) -> bool:
     """Return whether the host can change a table's bags without waiting for the device.
 
-    Errors must be deferred, and lookups must go by key: the route by bag always sends whole bags.
+    The host can if errors are deferred and lookups go by key: the route by bag sends whole bags.
     """
     by_key = table.world_size == 1 or table.strategy == "all_to_all"
     return by_key and errors_are_deferred(table.weight.device)
@@ -304,7 +304,7 @@ def leave_padding_out(request: Request) -> None:
 
 
 def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """Return a request for the vectors of keys, of any shape or jagged; do not change the table."""
+    """Return a request for the vectors of keys of any shape, or jagged; do not change the table."""
     name = table.name
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)

@@ -33,7 +33,7 @@ class Route(Protocol):
     plan: LookupPlan
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
-        """Finish the lookup: return an output for each request, or raise the error on all ranks.
+        """Finish the lookup: return an output for each request, or raise one error on all ranks.
 
         If all requests share one output, a route may return only that output.
         """
@@ -124,7 +124,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass
 class _Redirected:
-    """A lookup whose keys are redirected when it finishes, since earlier lookups may admit some."""
+    """A lookup whose keys are redirected when it finishes: lookups before it may admit some."""
 
     plan: LookupPlan
     exchange: Exchange
@@ -212,7 +212,7 @@ def _with_known(made: ByKey) -> torch.Tensor:
 
 
 def _take_known(plan: LookupPlan, agreed: Agreement) -> list[Known]:
-    """Take the columns added by `_with_known` out of all ranks' counts."""
+    """Remove the columns added by `_with_known` from all ranks' counts, and return the facts."""
     tables = swept_tables(plan) if _has_scores(plan) else []
     if not tables:
         return []

@@ -75,7 +75,7 @@ def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
 def scored_of(
     tables: Sequence[EmbeddingTable], inserts: bool, writing: Sequence[EmbeddingTable]
 ) -> Scored | None:
-    """Return the tables with scores among these; None if there are none.
+    """Return those of these tables that have scores; None if none of them has.
 
     Args:
         tables: the tables in a call.

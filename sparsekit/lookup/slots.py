@@ -110,7 +110,7 @@ def slot_by_slot(bags: Bags, slots: int) -> Bags:
 
 
 def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | None = None) -> Bags:
-    """Return new bags; each is a run of the values of existing bags.
+    """Return new bags, each of which is a run of values from existing bags.
 
     Args:
         bags: the existing bags.

@@ -31,8 +31,8 @@ class Asked(NamedTuple):
 
     Attributes:
         keys: int64 ``[n]``.
-        occurrences: how often each key occurs in requests that insert, int64 ``[n]``, may be 0;
-            None if all count once.
+        occurrences: how often each key occurs in requests that insert keys, int64 ``[n]``, possibly
+            0; None if each key counts once.
         rows: the row of each key, or -1, int32 or int64 ``[n]``; None if not looked up yet.
         inserted: how many of the keys have just been inserted.
     """
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
 
 def life_of(table: EmbeddingTable) -> RowLife:
-    """Return the life of the rows in a table with scores."""
+    """Return the `RowLife` of a table with scores."""
     return cast(RowLife, table.life)
 
 
@@ -117,7 +117,8 @@ class Sweep:
 
         Args:
             new: number of keys that are about to be inserted.
-            rows: rows that must stay, 1-D; -1 is no row. Those of `pinned_rows` stay as well.
+            rows: rows that must stay, 1-D; -1 stands for no row. Those of `pinned_rows` stay as
+                well.
             inserted: number of keys that have already been inserted without making room.
 
         Returns:
@@ -136,8 +137,8 @@ class Sweep:
     ) -> torch.Tensor | None:
         """Drop the `count` >= 1 rows with the lowest scores over all ranks, but not `rows`.
 
-        Nothing is dropped if a rank would still lack room for its `new` keys because its rows must
-        stay.
+        Nothing is dropped if a rank would still lack room for its `new` keys because too many of
+        its rows must stay.
 
         Returns:
             The new number of each row, as returned by `remove_rows`; None if this rank dropped
@@ -163,7 +164,7 @@ class Sweep:
         return self._sums(len(self._index))[0]
 
     def _pinned(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return the rows that must stay: these, fallback rows and `pinned_rows`; -1 is no row."""
+        """Return `rows` and all other rows that must stay; some may be -1, which is no row."""
         held = [*pinned_rows(self._table.weight), *fallback_rows(self._table.fallback, self._index)]
         if rows is not None:
             held.append(rows)
@@ -227,7 +228,7 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
         return
     size = len(index)
     index.reserve(size + count)
-    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before they get keys
+    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before keys get them
     buckets, hash_seed, in_use = index.tensors()
     columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
     scores = cast(torch.Tensor, table.scores)[size : size + count]

@@ -81,7 +81,7 @@ def run(
     for batch in batches:
         own = [requests[i] for i in batch.positions]
         calls.append(TableOps(batch, own, None, agreed, user_scores=user_scores))
-    for call in calls:  # before any of them inserts keys
+    for call in calls:  # before any call inserts keys
         call.score_keys()
     for batch, call in zip(batches, calls, strict=True):
         outs = call.run(joined)
@@ -199,12 +199,12 @@ class TableOps:
         reports = reports_of(device) if device.type in DEFERRING_DEVICES else None
         if scored is not None and scored.swept and self._sweeps:
             if reports is not None:
-                reports.poll()  # they contain the numbers of rows in use
+                reports.poll()  # the reports say how many rows each table has in use
             over = self._make_room(scored.swept)
         if tables.first is not None:
             self._insert_first(tables.first)
         if tables.growing and (over or scored is not None or tables.first is not None):
-            self._tensors, self._passed = tables.tensors()  # an index may have been replaced
+            self._tensors, self._passed = tables.tensors()  # a table's index may have been replaced
         report = None if reports is None else self._report(reports)
         words = None if report is None else report.words
         weights, seeds, *hash_tables = self._passed
@@ -231,7 +231,7 @@ class TableOps:
             if report is not None and reports is not None:
                 report.send(reports, waits=not self._agreed)
         except Exception as refusal:
-            self._note_new_rows(before)  # tables that are not full have their new keys
+            self._note_new_rows(before)  # tables that are not full have inserted their new keys
             is_full = "is full" in str(refusal)
             grown = is_full and bool(tables.growing) and grow_for(tables, self._requests)
             if not (grown or (over and is_full)):
@@ -257,7 +257,7 @@ class TableOps:
             prepare_rows(tables, self.weights, found, sources.features, late)
 
     def score_keys(self) -> None:
-        """Get the user's scores for the keys, unless that has been done; change nothing else."""
+        """Get the user's scores for the keys unless they are already known; change nothing else."""
         scored = self._batch.scored
         if scored is not None and scored.by_user and self._user_scores is None:
             tables = [self._batch.tables[t] for t in scored.by_user]
@@ -265,7 +265,7 @@ class TableOps:
             self._user_scores = scores_of_keys(tables, self._keys_of, requests)
 
     def _note_new_rows(self, before: Sequence[int]) -> None:
-        """Count the new rows since ``before``, the earlier numbers of rows in use."""
+        """Count the rows added since ``before``, each table's earlier number of rows in use."""
         now = self._sizes() if before else before
         if now == before:
             return
@@ -283,7 +283,7 @@ class TableOps:
         """Drop rows from tables that the keys might overfill, and rows that have expired.
 
         Returns:
-            The tables left to `drop_rows`, which is cheaper, since it knows the new rows.
+            The tables left to `drop_rows`, which costs less because it knows the new rows.
         """
         batch, sources = self._batch, self._descriptors
         waits = sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device)
@@ -311,7 +311,7 @@ class TableOps:
         if all(life_of(table).on_evict is None for table in tables):
             self._rows_before = dict(zip(tables, rows, strict=True))
         absent = torch.stack([(of_table < 0).sum() for of_table in rows])
-        return cast(list[int], absent.tolist())  # waits for a device only once
+        return cast(list[int], absent.tolist())  # waits only once for a device
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the keys of this lookup in a table."""
@@ -335,7 +335,7 @@ class TableOps:
         call.find()
 
     def _sizes(self) -> Sequence[int]:
-        """Return the numbers of rows in use, read from CPU memory."""
+        """Return each table's number of rows in use, read from CPU memory."""
         sizes = self._tensors.sizes
         # Read memory directly: torch takes longer to read and compare numbers.
         if len(sizes) == 1:

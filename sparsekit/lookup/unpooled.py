@@ -63,7 +63,7 @@ def _vectors_of(request: Request) -> Request:
         request.check()
     asked = one_by_one(request.table, request.keys)
     asked.scores = request.scores
-    if request.bags.count > math.prod(request.shape):  # an extra bag has the keys left out
+    if request.bags.count > math.prod(request.shape):  # keys left out are in an extra bag
         asked.bags = Bags(request.keys, key_by_key(len(request.keys), request.offsets), None)
     return asked
 

@@ -83,13 +83,13 @@ def scores_of_keys(
     Args:
         tables: tables whose scores come from the user.
         keys: returns the keys of a table that this rank owns.
-        requests: the requests, with the scores passed with their keys; None if there are none, so
-            that rows keep their scores.
+        requests: the requests, with the scores passed with their keys; None without requests, in
+            which case rows keep their scores.
 
     Raises:
-        RuntimeError: a function has raised.
-        TypeError, ValueError: a function has not returned valid scores, or a call lacks scores for
-            its keys.
+        RuntimeError: a score function has raised an error.
+        TypeError, ValueError: a score function has not returned valid scores, or a call lacks
+            scores for its keys.
     """
     return {
         table: _returned(table, keys(table))

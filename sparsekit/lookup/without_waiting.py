@@ -88,7 +88,8 @@ def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
     """Return offsets that split the result of `changed` into one-key bags, and the extra bag.
 
     Args:
-        keys: number of keys, including keys in the extra bag, each of which gets an empty bag.
+        keys: number of keys. Those in the extra bag are included, and each of them gets an empty
+            bag.
         offsets: offsets of the changed bags. Invalid ones give invalid offsets.
     """
     places = torch.arange(1, keys + 1, device=offsets.device)
@@ -161,7 +162,7 @@ class _Limits:
 
 
 def bag_of(offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the bag of each position; an arbitrary bag if offsets are invalid."""
+    """Return the bag that contains each position; an arbitrary bag if offsets are invalid."""
     return torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
 
 

@@ -19,8 +19,8 @@ def set_clock(module: torch.nn.Module, now: int) -> int:
 
     A clock that is never set counts lookups in training. From the first call on, only this function
     moves it, so that scores and ttl are in units of the caller's choice, such as event time in
-    seconds. With several ranks this is a collective, and all clocks are set to the largest of their
-    values.
+    seconds. With several ranks this is a collective, and all clocks are set to the largest value
+    passed on any rank.
 
     Args:
         module: a layer, a group, or a model with layers.

@@ -143,7 +143,7 @@ class EmbeddingBag(DropIn):
 
     @property
     def combiner(self) -> str:
-        """The mode; other layers call it combiner."""
+        """The pooling mode, which other layers call combiner."""
         return self.mode
 
     @uncompiled

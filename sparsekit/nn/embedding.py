@@ -55,7 +55,7 @@ class DistributedEmbedding(EmbeddingLayer):
         embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
             that fills a tensor in place, such as ``torch.nn.init.xavier_uniform_``. The function is
             called on a tensor without memory that has the shape of the table over all ranks. If it
-            makes a single call of uniform_, normal_, fill_ or zero_, vectors start from that
+            makes a single call to uniform_, normal_, fill_ or zero_, vectors start from that
             distribution. Any other function needs ``use_hashtable=False``: it is called on zeros
             for the whole table on the CPU, with torch's generator seeded by seed, and each rank
             keeps its own rows. None means ``Uniform(-0.05, 0.05)``.
@@ -65,14 +65,15 @@ class DistributedEmbedding(EmbeddingLayer):
             keys with the lowest scores lose their rows, until low_watermark of max_rows are left,
             or fewer if the batch needs more. Keys in the batch stay, as do those needed by a
             pending backward or a gradient; if there are only such keys, TableFullError is raised.
-            An evicted key that comes again is new. The choice is exact, over all ranks, and does
-            not depend on their number. See docs/lifecycle.md. ``"grow"`` makes room for more rows:
-            this process's table begins with max_vocabulary_size_per_gpu rows. It reserves address
-            space for max_capacity rows, but takes memory only for those in use (on CUDA, for its
-            current capacity, and nothing may read ``weight`` beyond that). See docs/capacity.md.
+            An evicted key that occurs again is treated as new. The choice is exact, over all ranks,
+            and does not depend on their number. See docs/lifecycle.md. ``"grow"`` makes room for
+            more rows: this process's table begins with max_vocabulary_size_per_gpu rows. It
+            reserves address space for max_capacity rows, but takes memory only for those in use (on
+            CUDA, for its current capacity, and nothing may read ``weight`` beyond that). See
+            docs/capacity.md.
         max_capacity: largest number of rows of this process's table, with on_full="grow". None
             means 1.25 times the number of vectors that fit in the device's memory; on the CPU, in
-            the system's memory, or on the disk of an mmap storage.
+            the system's memory or, with mmap storage, on the folder's disk.
         storage: where vectors and the states of `sparsekit.optim` optimizers are stored:
             ``"memory"``, or, on the CPU, ``"mmap:FOLDER"``: an unnamed file in a folder, mapped
             into memory, so that the table may be larger than memory. The index and scores stay in
@@ -83,14 +84,14 @@ class DistributedEmbedding(EmbeddingLayer):
             of all ranks' rows.
         low_watermark: fraction of max_rows, in (0, 1], left in use after making room. With values
             near 1, keys stay longer, but more lookups have to make room.
-        score: value of a row; the lowest are evicted first. ``"lru"``: the time of its last lookup
-            in training. ``"lfu"`` or `sparsekit.LFU`: the number of times that its key has come in
-            training, repeatedly halved. A function: the value that it returned at the last lookup
-            in training. The rank that owns the keys calls it once per lookup, with the distinct
-            keys, int64 ``[n]``, and returns int64 ``[n]`` in [0, 2^32) on the same device; equal
-            keys must have equal scores on all ranks. Its errors are raised on all ranks, with
-            nothing changed. ``"given"``: the value in ``scores`` at the last lookup in training.
-            None means ``"lru"`` where scores are needed.
+        score: value of a row; rows with the lowest values are evicted first. ``"lru"``: the time of
+            its last lookup in training. ``"lfu"`` or `sparsekit.LFU`: how often its key has
+            occurred in training, a count that is halved at intervals. A function: the value that it
+            returned at the last lookup in training. The rank that owns the keys calls it once per
+            lookup, with the distinct keys, int64 ``[n]``, and returns int64 ``[n]`` in [0, 2^32) on
+            the same device; equal keys must have equal scores on all ranks. Its errors are raised
+            on all ranks, with nothing changed. ``"given"``: the value in ``scores`` at the last
+            lookup in training. None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
             keys get a row. The others are read as specified by before_admission, and get no
             gradient, unless that is a `Fallback`. None admits all.
@@ -103,15 +104,15 @@ class DistributedEmbedding(EmbeddingLayer):
         seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
             from torch's default generator, which `torch.manual_seed` seeds; ranks that draw
             different seeds raise at the first lookup.
-        name: name of the layer, for error messages; give a name if layers may be built in another
-            order.
+        name: name of the layer, for error messages; give a name if layers may be built in a
+            different order.
         dtype: dtype of the rows: float32, float64 or bfloat16 (summed in float32). None means
             torch's default.
         device: device of the rows and the table; None means torch's default. A layer on the meta
             device has no memory; after ``to_empty`` it is as if it had been created on the new
             device.
         process_group: None means torch.distributed's default group, or one process.
-        truncate: True leaves out the keys of a bag beyond its first max_nnz, padding not counted.
+        truncate: True leaves out the keys in a bag beyond its first max_nnz, padding not counted.
             These keys get no row, and neither they nor their weights get a gradient. With False,
             more keys than max_nnz are an error.
         placement: which rank owns a key. ``"hash"``: a hash of the key decides, which spreads any
@@ -120,18 +121,18 @@ class DistributedEmbedding(EmbeddingLayer):
             ``"modulo"`` without it, since no other placement is then possible. A saved table keeps
             its placement.
         wire_dtype: ``torch.bfloat16`` rounds vectors and their gradients when they are sent between
-            ranks, which halves the bytes. It changes each element by at most 2^-8 of its size, and
-            so a bag's output by at most 2^-8 of the sum of its summands' absolute values. Sums are
-            still computed in float32 or float64. None means the setting of `sparsekit.init`, by
+            ranks, which halves the bytes. It changes each element by at most 2^-8 of its magnitude,
+            and so a bag's output by at most 2^-8 of the sum of its summands' absolute values. Sums
+            are still computed in float32 or float64. None means the setting of `sparsekit.init`, by
             default no rounding. The layer's own dtype means no rounding.
         max_keys_per_rank: limit on the distinct keys that a call may request from any one rank.
             With this limit the counts of keys travel with the keys, in messages of ``8 *
             max_keys_per_rank`` bytes. No rank then waits for counts before it sends, not even in
             `EmbeddingGroup.prefetch`, and a step has one collective fewer. More keys than the limit
             are an error on all ranks. Lookups go by key, even with strategy="auto", and all layers
-            of a group must have the limit. None means no limit. On CUDA every message has room for
-            the maximum number of keys, vectors or gradients, so the host never waits. In return, an
-            error on one rank ends the exchange; restart all ranks from a checkpoint.
+            in a group must have such a limit. None means no limit. On CUDA every message has room
+            for the maximum number of keys, vectors or gradients, so the host never waits. In
+            return, an error on one rank ends the exchange; restart all ranks from a checkpoint.
         insert: False keeps the vocabulary unchanged in training too. A key without a row then gets
             its vector as in evaluation, but no row and no gradient. Keys with a row are still
             trained. `insert` is also an attribute; set it to the same value on all ranks.
@@ -217,7 +218,7 @@ class DistributedEmbedding(EmbeddingLayer):
                 of inputs. A KeyedJaggedTensor has its own weights.
             scores: with score="given", an int64 score in [0, 2^32) for each key, flat ``[n]`` in
                 the order of the keys, or in the shape of a dense tensor of keys. Required for
-                lookups in training; if a key comes several times, on any ranks, its highest score
+                lookups in training; if a key occurs several times, on any ranks, its highest score
                 counts.
 
         Returns:

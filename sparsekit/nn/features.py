@@ -32,7 +32,7 @@ OUTPUTS = ("dict", "concatenated", "keyed")
 
 @dataclass(frozen=True)
 class Feature:
-    """Settings of a feature of an `EmbeddingGroup`.
+    """Settings of a feature in an `EmbeddingGroup`.
 
     Args:
         layer: name of the layer in the group. Several features may name the same layer.
@@ -198,7 +198,7 @@ def ask_keyed(
     On a single rank, requests share the tensor's bags, so that nothing is copied.
 
     Args:
-        plan: plan of the tables, one for each feature.
+        plan: plan of the features' tables, in the same order.
         features: features by name.
         inputs: the tensor.
         sample_weights: see `read_bags`.
@@ -211,7 +211,7 @@ def ask_keyed(
     form = names, bags.count, bags.values.dtype
     if (read := plan.derived.get(form)) is not None:
         made = cast(LazyRequests, read(bags))
-        made.plan = plan  # not in `read`: plan and function would keep each other alive
+        made.plan = plan  # `read` must not hold the plan: they would keep each other alive
         return made
     places = {key: i for i, key in enumerate(names)}
     asked = asked_of(features, plan.tables)
@@ -222,8 +222,8 @@ def ask_keyed(
             f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    # Share bags only if there is a single batch of tables: with several, each call to an op would
-    # check the bags for all of them.
+    # Share bags only if there is a single batch of tables: with several, every op call would check
+    # the bags of all of them.
     share = len(plan.batches) == 1
 
     # On a device all bags are changed together, so that the host need not know where a feature's
@@ -378,7 +378,7 @@ def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def keyed_tensor_class() -> Any:
-    """Return torchrec's class KeyedTensor.
+    """Return torchrec's KeyedTensor class.
 
     Raises:
         ImportError: torchrec cannot be imported.
