@@ -55,7 +55,7 @@ class MappedMemory(mmap.mmap):
         begin = tensor.data_ptr() - self.address
         end = begin + tensor.nbytes
         first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-        increment_version([tensor])  # before the writes, since an interrupt may come between them
+        increment_version([tensor])  # before any write, since an interrupt may stop the writes
         try:
             self.madvise(mmap.MADV_DONTNEED, first, last - first)
         except OSError:  # for example, if pages are locked in memory
@@ -225,8 +225,8 @@ def first_rows_of(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, t
     """Return the first rows of tensors, in storages that end after them.
 
     Copying or saving a result's storage then includes only these rows, unlike with
-    ``tensor[:rows]``, which is returned for tensors not made by `untouched_zeros`. If tensors share
-    memory, so do the results.
+    ``tensor[:rows]``. A tensor not made by `untouched_zeros` gives ``tensor[:rows]``. If tensors
+    share memory, so do the results.
     """
     spaces: dict[int, torch.Tensor] = {}
     made = {}

@@ -24,7 +24,7 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
     with contextlib.suppress(AttributeError):
         ask = ctypes.CDLL(None).sync_file_range
         ask.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-        ask(file, begin, count, 2)  # SYNC_FILE_RANGE_WRITE
+        ask(file, begin, count, 2)  # 2 is SYNC_FILE_RANGE_WRITE
 
 
 class Summed:

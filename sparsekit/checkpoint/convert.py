@@ -33,7 +33,7 @@ from .tensor_file import carried, dtype_name, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
-_MOST_KEYS = 2**31 - 1  # largest number of rows in a HashTable
+_MOST_KEYS = 2**31 - 1  # maximum number of rows in a HashTable
 _FEW_KEYS = 1 << 16
 _LONGEST_STEM = 100
 

@@ -1,4 +1,4 @@
-"""Reads the occurrence counts of keys not yet admitted from checkpoints."""
+"""Loads from checkpoints the occurrence counts of keys that have not been admitted."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _read(folder: Folder, table: Table, shards: Sequence[Shard]) -> list[torch.T
             width = shard.counts
             sound = width == table.shards[0].counts and width > 0 and width & (width - 1) == 0
             sound = sound and int(state.min()) >= 0
-        else:  # a count and a clock for each key
+        else:  # each key has a count >= 1 and a clock >= 0
             sound = not bool((state[:, 1:] < torch.tensor([1, 0])).any())
         if not sound:
             raise CheckpointError(f"{file.path}: is damaged: a count is out of range")

@@ -79,7 +79,7 @@ class DcpSource:
         return self._where
 
     def _found(self, name: str | None) -> str:
-        """Return the common prefix of the names of the saved state's entries."""
+        """Return the prefix shared by the names of all entries in the saved state."""
         prefixes = {
             entry.removesuffix(FORMAT).removesuffix("."): entry.removesuffix(FORMAT)
             for entry in self._metadata.state_dict_metadata

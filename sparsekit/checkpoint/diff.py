@@ -34,8 +34,8 @@ class TableDifference:
     Attributes:
         same: number of keys in both A and B whose vectors, scores and states are equal, bit for
             bit.
-        only_a: number of keys that B lacks.
-        only_b: number of keys that A lacks.
+        only_a: number of keys that are in A but not in B.
+        only_b: number of keys that are in B but not in A.
         changed: for each column (``vectors``, ``scores`` or a state): the number of rows that
             differ in it, and the largest absolute difference (nan if any difference is nan).
         shape: a difference that makes the rows incomparable, such as "dim 8 and 16"; empty if there
@@ -57,8 +57,8 @@ class Difference:
     """Differences between two checkpoints, A and B; false in a condition if there are none.
 
     Attributes:
-        only_a: names of tables and dense tensors that B lacks.
-        only_b: names of tables and dense tensors that A lacks.
+        only_a: names of tables and dense tensors that are in A but not in B.
+        only_b: names of tables and dense tensors that are in B but not in A.
         tables: the differences of each table that is in both A and B, by the table's name.
         dense: names of the dense tensors that differ, including tensors of optimizers.
     """

@@ -151,7 +151,7 @@ class Draft:
 
 @contextlib.contextmanager
 def published(target: str | os.PathLike[str], replace: bool = False) -> Iterator[Draft]:
-    """Yield a draft to write to; publish it at target at the end, or remove it on an error.
+    """Yield a draft to write to; publish it as target at the end, or remove it on an error.
 
     Raises:
         CheckpointError: target already exists and is not to be replaced, or cannot be created.
@@ -259,7 +259,7 @@ def _remove_if_abandoned(draft: Path) -> None:
         with contextlib.suppress(OSError):
             draft.rmdir()  # if the writer has only just created it, it will create it again
         names = {path.name for path in entries(draft)}
-        if names and _WRITER not in names:  # a replaced checkpoint, or a half-removed draft
+        if names and _WRITER not in names:  # it is a replaced checkpoint or a half-removed draft
             discard(draft)
         return
     except OSError:

@@ -200,7 +200,7 @@ class _Files:
                 listed = torch.empty(0, dtype=torch.int64)
                 if not table.complete:
                     wanted = sorted(self._anywhere[name, shard.rank])
-                    added = torch.tensor(wanted, dtype=torch.int64)  # int64 even if empty
+                    added = torch.tensor(wanted, dtype=torch.int64)  # int64 even if wanted is empty
                     listed = torch.cat([removed_keys(folder, table, [shard]), added]).unique()
                 counts = self._other_counts(folder, table, shard)
                 new = replace(

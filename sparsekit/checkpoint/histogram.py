@@ -21,7 +21,7 @@ _WIDE = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """Distribution of a number over the rows of a table.
+    """Distribution of a number that each row of a table has.
 
     Attributes:
         quantiles: the quantiles for the fractions 0, 0.01, 0.1, 0.5, 0.9, 0.99 and 1, by fraction.
@@ -41,8 +41,8 @@ class Spread:
 class Histogram:
     """Counts numbers >= 0 in fine bins, which take 8 MiB in total.
 
-    A fine bin contains the numbers that share the first 21 bits as float32. Floats >= 0 sort in the
-    same order as their bits.
+    A fine bin contains the numbers whose float32 values share their first 21 bits. Floats >= 0 sort
+    in the same order as their bits.
 
     Args:
         whole: true if all numbers are integers.
@@ -91,7 +91,7 @@ class Histogram:
                 return np.linspace(least, last, _BINS + 1)
             return np.append(np.arange(least, last, np.ceil((last - least) / _BINS)), last)
         positive = numbers[numbers > 0][0]
-        if self.whole:  # 1, 2, 3, 4, 6, 8, 12, 16, ...
+        if self.whole:  # edges at 1, 2, 3, 4, 6, 8, 12, 16, ...
             powers = 2.0 ** np.arange(np.ceil(np.log2(last)))
             edges = np.unique([*powers, *np.floor(1.5 * powers)])
             edges = np.concatenate([[positive], edges[(edges > positive) & (edges < last)], [last]])

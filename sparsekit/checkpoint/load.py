@@ -254,7 +254,7 @@ class Plan:
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:
-            table.layer.catch_up()  # apply overdue steps now, not to the loaded rows
+            table.layer.catch_up()  # apply overdue steps now, before rows are loaded
         for optimizer in self._optimizers:
             optimizer.load()
         for table in self._tables:

@@ -115,7 +115,7 @@ class TablePlan:
     def _place_keys(self) -> None:
         """Assign rows to the keys of the whole chain, in the order that `load` reads them."""
         folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
-        numbers = torch.empty(0, dtype=torch.bool)  # True for the rows read so far
+        numbers = torch.empty(0, dtype=torch.bool)  # True for each row read so far
         if self._new_table is None:
             numbers = torch.zeros(rows, dtype=torch.bool)
         for number, (at, part) in enumerate(self._parts):
@@ -154,7 +154,7 @@ class TablePlan:
             with opened(at, part, shard) as file:
                 if "rows" in file.places:
                     known = True
-                elif shard.removed:  # a checkpoint rewritten by `forget`
+                elif shard.removed:  # `forget` has rewritten this checkpoint
                     return False
         return known
 
@@ -185,7 +185,7 @@ class TablePlan:
             raise CheckpointError(f"{at}: table {self.name} is damaged: not every row has a key")
 
     def _own(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return the positions of the keys that this rank loads from a piece; None for all."""
+        """Return the positions of the keys that this rank loads from a piece; None means all."""
         mine = None if self._same_place else self.layer.owned(keys)
         if self._left_out is None:
             return mine
@@ -203,7 +203,7 @@ class TablePlan:
     ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
         """Yield a table's keys in pieces, from all files that may contain keys that this rank owns.
 
-        Each piece consists of a file, the index of the piece's first row, and the piece's keys.
+        Each item consists of a file, the index of the piece's first row in it, and the keys.
         """
         for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
             with opened(at, part, shard) as file:
@@ -290,7 +290,7 @@ class TablePlan:
             layer.seed.fill_(table.seed)
             if layer.table is not None and self._new_table is not None:
                 new = list(self._new_table.tensors())
-                if self._new_table.capacity != layer.table.capacity:  # they grow differently
+                if self._new_table.capacity != layer.table.capacity:  # they grow in different steps
                     own = self._new_table.keys(), self._new_table.hash_seed
                     new = list(layer.table.buffers_of(*own).values())
                 copy_all(zip(layer.table.tensors(), new, strict=True))
@@ -312,7 +312,7 @@ class TablePlan:
                     layer.weight.is_stepped_by(self.optimizer)
 
     def _restore_life(self) -> None:
-        """Set the clock and the counts, and convert scores of another kind."""
+        """Restore the clock and the counts; convert scores if the layer uses another kind."""
         layer, saved = self.layer, self.table.scores
         if layer.life is not None:
             layer.life.counts = self._counts
@@ -364,7 +364,7 @@ class TablePlan:
         if layer.table is None:
             into = own // layer.world_size
         elif first and mine is None:
-            # If a row has got another key since, its new content is in a later file.
+            # If a row has been given another key since, its new content is in a later file.
             into = torch.arange(begin, begin + len(own), device=keys.device)
         else:
             into = layer.table.find(own)

@@ -1,4 +1,4 @@
-"""Manages a folder of checkpoints, and keeps only the newest."""
+"""Manages a folder of checkpoints, and keeps only the newest ones."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: another job is writing to this folder, or this process cannot write to
-                it; or the folder has whole checkpoints for this step or a later one. They are
+                it; or the folder has whole checkpoints for this step or a later one. Those are
                 accepted once this object has loaded from the folder or claimed it, until `close`.
         """
         together = Together(unwrapped(module), self._group)

@@ -26,7 +26,7 @@ class Alike:
 
     Attributes:
         compared: number of vectors that were compared with one another.
-        of: number of vectors that these were sampled from.
+        of: number of vectors that the compared ones were sampled from.
         equal: number of compared vectors that are bitwise equal to another one.
         near: number of compared vectors whose cosine with another one is at least 0.999.
         pairs: the pairs of keys with the highest cosines, at most 5, each with its cosine.

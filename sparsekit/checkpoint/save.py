@@ -46,7 +46,7 @@ class CheckpointWriter:
     Args:
         target: folder of the checkpoint.
         keep: number of checkpoints to keep in the folder that contains target. The new checkpoint
-            then may replace an old one with the same name. If None, no checkpoint is removed or
+            may then replace an old one with the same name. If None, no checkpoint is removed or
             replaced.
         marked: whether to record `marks`.
         follows: marks of a checkpoint that is whole and on disk, and that this one may build on.
@@ -239,7 +239,7 @@ def save(
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a module with its tables and optimizers, to be loaded on any number of ranks.
+    """Save a module with its tables and optimizers, so that any number of ranks can load it.
 
     Every rank writes its part of each table in pieces of a few MB. Then the checkpoint appears in
     one step. After an error or a crash, it does not appear at all. With several ranks, this is a

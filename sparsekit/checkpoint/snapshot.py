@@ -296,7 +296,7 @@ class Snapshot:
 def parameter_names(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """Return the names of an optimizer's parameters; ``#i`` for one not in the module."""
+    """Return the names of an optimizer's parameters; ``#i`` if parameter i is not in the module."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
 
@@ -378,7 +378,7 @@ def check_random_state(state: Mapping[str, Any]) -> None:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the states of torch's generators, which an imported checkpoint does not have."""
+    """Restore the states of torch's generators; an imported checkpoint has none to restore."""
     if "cpu" not in state:
         return
     torch.random.set_rng_state(state["cpu"])

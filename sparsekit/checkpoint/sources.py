@@ -115,7 +115,7 @@ def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
 
     Args:
         path: folder of the files.
-        dims: dim of each variable, by name; ``""`` stands for all variables not listed.
+        dims: dim of each variable, by name; the entry ``""`` applies to all variables not listed.
     """
     found = []
     for keys_path in sorted(path.glob("*_keys.file")):
@@ -227,7 +227,7 @@ def torchrec(path: Path) -> list[ForeignTable]:
     size_of(path)  # raises for links and missing files
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # any error from pickle, zip or the file system
+    except Exception as error:  # pickle, zip or the file system may raise anything
         text = str(error).splitlines()[0][:200] if str(error) else repr(error)
         raise CheckpointError(
             f"{path}: is no state dict of plain tensors: {text}; save a sharded model's state "

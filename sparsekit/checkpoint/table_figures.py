@@ -47,7 +47,7 @@ _INITIALIZERS: dict[str, type[Initializer]] = {
 
 @dataclass
 class Some:
-    """Rows of one kind.
+    """Some rows of a table: their number, and a few of their keys.
 
     Attributes:
         rows: number of rows.
@@ -68,9 +68,9 @@ class Part:
     """Size of a part of a table in bytes, over all ranks.
 
     Attributes:
-        in_files: in the files of the checkpoint's whole chain.
-        in_memory: as for `sparsekit.memory_report`; None for a part that is not in memory, or whose
-            size there depends on the layer.
+        in_files: size in the files of the checkpoint's whole chain.
+        in_memory: size in memory, as for `sparsekit.memory_report`; None for a part that is not in
+            memory, or whose size there depends on the layer.
     """
 
     in_files: int
@@ -87,11 +87,11 @@ class TableFigures:
         dtype: name of the vectors' dtype.
         hash_table: false if keys are row numbers.
         rows: number of rows.
-        capacity: number of rows that there is room for; `load` is rows / capacity.
+        capacity: number of rows that the table has room for; `load` is rows / capacity.
         rows_of_ranks: number of rows on each rank.
         skew: number of rows on the fullest rank, divided by the mean over ranks; 1 without rows.
-        lowest_key: None if there are no rows.
-        highest_key: None if there are no rows.
+        lowest_key: the lowest key; None if there are no rows.
+        highest_key: the highest key; None if there are no rows.
         norms: distribution of the Euclidean norms of vectors without nan and inf.
         zero: rows whose vectors are 0.
         nan: rows whose vectors contain a nan.
@@ -348,7 +348,7 @@ def _sizes(parts: Sequence[tuple[Path, Table]], rows: int) -> dict[str, Part]:
         index = ranks * sum(tensor.nbytes for tensor in tensors)
     in_memory = {"index": Bytes(index, index)}
     room = newest.capacity * ranks
-    for each in columns_of(newest, 1)[1:]:  # all but keys
+    for each in columns_of(newest, 1)[1:]:  # all columns but the keys
         in_memory[each.name] = Bytes(rows * each.nbytes, room * each.nbytes)
     names = dict.fromkeys([*in_memory, *in_files])
     return {name: Part(in_files.get(name, 0), in_memory.get(name)) for name in names}

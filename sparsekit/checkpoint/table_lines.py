@@ -19,7 +19,7 @@ def findings(table: TableFigures) -> list[str]:
     """List what may be wrong with a table, most serious first.
 
     The findings are: vectors with nan or inf; a rank with more than 95% of its capacity in use,
-    unless rows have scores, so that they can be evicted; a rank with more than 1.2 times the mean
+    unless rows have scores and can therefore be evicted; a rank with more than 1.2 times the mean
     number of rows; more than half of the rows dead; equal vectors.
     """
     found = []

@@ -25,7 +25,7 @@ class Task:
 
     def __init__(self, function: Callable[[], None], name: str, daemon: bool = False) -> None:
         self._function: Callable[[], None] | None = function
-        self._first: dict[str, str] = {}  # dict.setdefault is atomic
+        self._first: dict[str, str] = {}  # a dict, since its setdefault is atomic
         self._started = self._ended = False
         self._latch = threading.Lock()
         self._latch.acquire()

@@ -45,7 +45,7 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:  # also true for nan
+        if not least <= value <= most:  # also true if value is nan
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
         return value
 

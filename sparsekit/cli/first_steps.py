@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..train.profile import Profile, profiled
 from .common import UsageError, rank, writing
 
-WARM_UP = 3  # steps to skip before the profile, in which memory is allocated and ranks connect
+WARM_UP = 3  # steps before the profile, while memory is allocated and ranks connect
 
 
 class _Enough(Exception):
@@ -23,7 +23,7 @@ class _Enough(Exception):
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
     """Call fit, stop it after a warm-up and ``args.steps`` more steps, and print their profile.
 
-    A step ends when the optimizer, or the first of several, has made its step.
+    A step ends when the optimizer, or the first of several, has taken its step.
 
     Raises:
         UsageError: training ended before enough steps were profiled, or ``args.trace`` cannot be

@@ -35,7 +35,7 @@ class TrainingParser(Parser):
         if not self.flags_are_settings:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args(self._as_flags(args), namespace)
-        if found.config is not None:  # `_as_flags` knows only the full name
+        if found.config is not None:  # `_as_flags` knows only options' full names
             self.error("--config cannot be abbreviated")
         if found.show_config:
             values = {name: getattr(found, each.dest, None) for name, each in self._flags().items()}
@@ -76,7 +76,7 @@ class TrainingParser(Parser):
         return of_file + given
 
     def _flag(self, where: str, name: Any, value: Any) -> list[str]:
-        """Convert a setting to command-line arguments; return none for a switch that is off."""
+        """Convert a setting to command-line arguments; a switch that is off becomes no argument."""
         flags = self._flags()
         flag = str(name).replace("_", "-")
         action = flags.get(flag) or self._option_string_actions.get(f"--{flag}")

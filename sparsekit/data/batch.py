@@ -76,7 +76,7 @@ class KeyedJaggedTensor:
         return self._values[first:last], offsets - first
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy to a device; tensors that are already there are shared, not copied."""
+        """Copy the bags to a device; tensors that are already there are shared, not copied."""
         return KeyedJaggedTensor(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),
@@ -84,7 +84,7 @@ class KeyedJaggedTensor:
         )
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """Copy to pinned memory, so that `to` with ``non_blocking=True`` does not block the CPU."""
+        """Copy the bags to pinned memory, so that a non-blocking `to` does not block the CPU."""
         return KeyedJaggedTensor(self._keys, self._values.pin_memory(), self._offsets.pin_memory())
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class Batch(NamedTuple):
         return Batch(label, dense, self.sparse.to(device, non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Copy to pinned memory, so that copies to a GPU need not block the CPU."""
+        """Copy the batch to pinned memory, so that copies to a GPU need not block the CPU."""
         label = None if self.label is None else self.label.pin_memory()
         return Batch(label, self.dense.pin_memory(), self.sparse.pin_memory())
 

@@ -46,10 +46,10 @@ def write_criteo_sample(
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
     Some integers are missing or negative, and some categories are missing. Each category has as
-    many distinct values as Criteo 1TB in MLPerf's DLRM-DCNv2; their frequencies follow Zipf's law
-    with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels depend on the
-    categories, so that a model has something to learn. Equal arguments produce equal bytes, and a
-    longer file begins with the rows of a shorter one.
+    many distinct values as in Criteo 1TB for MLPerf's DLRM-DCNv2; their frequencies follow Zipf's
+    law with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels depend on
+    the categories, so that a model has something to learn. Equal arguments produce equal bytes, and
+    a longer file begins with the rows of a shorter one.
 
     Args:
         path: Path of the file, which is compressed by gzip if the path ends in ``.gz``. The file
@@ -124,7 +124,7 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _integers(draw: np.random.Generator, rows: int, column: int) -> np.ndarray:
-    """Draw a column of integers; return the characters, uint8 [rows, 8]."""
+    """Draw a column of integers; return their characters, uint8 [rows, 8]."""
     numbers = draw.exponential(4.0 ** (column % 9 + 1), rows).astype(np.int64)
     numbers = np.minimum(numbers, 999_999)
     text = np.zeros((rows, 8), np.uint8)
@@ -140,7 +140,7 @@ def _integers(draw: np.random.Generator, rows: int, column: int) -> np.ndarray:
 
 
 def _hex(numbers: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Format numbers in hexadecimal; return the characters, uint8 [rows, 9 * keys]."""
+    """Format numbers in hexadecimal; return their characters, uint8 [rows, 9 * keys]."""
     rows, keys = numbers.shape
     text = np.empty((rows, keys, 9), np.uint8)
     text[:, :, :4] = _HEX[numbers >> 16].view(np.uint8).reshape(rows, keys, 4)

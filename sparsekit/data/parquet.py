@@ -150,7 +150,7 @@ class _How:
 class _RowGroup(Unit):
     how: _How
     path: Path
-    number: int  # index within the file
+    number: int  # index of the group in the file
     first: int  # index of the group's first row in the file
     rows: int
     size: int  # size of the group in uncompressed bytes

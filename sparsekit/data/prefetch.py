@@ -81,8 +81,7 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                # A list cannot be a dict key, and need not be one: several threads may read it at
-                # once.
+                # A list cannot be a dict key, and need not be: several threads may read it at once.
                 with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)
@@ -155,7 +154,7 @@ class Prefetcher:
                 if end is not None:
                     return
         except BaseException as error:
-            ready.put((None, state, error))  # `state` is as after the previous batch
+            ready.put((None, state, error))  # `state` is still the previous batch's
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None or not hasattr(batch, "to"):

@@ -80,7 +80,7 @@ class Reader(IterableDataset):
     """
 
     columns: Columns
-    _features: list[str]  # in the order of features in a batch
+    _features: list[str]  # names of the features, in the order that batches have
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Reader(IterableDataset):
         self._epoch = 0
         self._step = 0  # number of batches yielded so far in this epoch
         self._resumed = 0  # step where the next iteration begins
-        self._labels: tuple[float, ...] | None = None  # set by limit_labels
+        self._labels: tuple[float, ...] | None = None  # set by `limit_labels`
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of shuffled rows.

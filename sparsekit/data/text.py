@@ -37,7 +37,7 @@ class CsvReader(Reader):
     workers.
 
     Args:
-        files: One path or several, to be read in this order.
+        files: One path or several, to be read in the given order.
         batch_size: Number of rows in each batch on this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys` or to a kind of keys. In a batch, the features are in file order.
@@ -151,12 +151,12 @@ class CriteoReader(CsvReader):
     to I13.
 
     Args:
-        files: One path or several, to be read in this order.
+        files: One path or several, to be read in the given order.
         batch_size: Number of rows in each batch on this rank, as with a DataLoader.
         keys: How categories are converted to keys: ``Keys("hex", separator=",")`` if a field has
             several categories, ``Keys("hash")`` if categories are arbitrary text.
         others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
-            ``block_bytes`` and ``max_line_bytes`` of `CsvReader`.
+            ``block_bytes`` and ``max_line_bytes``, as for `CsvReader`.
 
     Raises:
         See `CsvReader`.

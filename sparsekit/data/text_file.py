@@ -17,7 +17,7 @@ QUOTE, MAX_LINE_BYTES = '"', 1 << 20
 _BOM = b"\xef\xbb\xbf"
 # Number of bytes to read beyond a block, to find the end of its last line.
 _PIECE = 4096
-_INSIDE = 1  # state of _pybind.skip_line that means: inside a quoted field
+_INSIDE = 1  # the state that _pybind.skip_line returns inside a quoted field
 
 # A function that makes a chunk from lines of text. The start of the text is given either as a byte
 # offset in the file or as a line number, counted from 1; the other number is 0. The flag is true if
@@ -77,13 +77,13 @@ class TextFile:
         else:
             self._pipe = file, text[self.start :]
         self._blocks: list[_Block] = []
-        self._firsts = [self.start]  # see first_of
+        self._firsts = [self.start]  # see `first_of`
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipe": None}
 
     def _begin(self, file: io.BufferedReader, header: bool) -> tuple[bytes, bytes]:
-        """Return the first bytes, and the first line, cut off at the maximum length."""
+        """Return the file's first bytes, and its first line, cut off at the maximum length."""
         text, end, piece = b"", -1, b"-"
         while end < 0 and piece and len(text) <= self.max_line_bytes + len(_BOM) + 2:
             piece = file.read(_PIECE)
@@ -116,7 +116,7 @@ class TextFile:
             raise DataFormatError(f"{self.path}, line 1: no names of columns: {error}") from None
 
     def rows(self) -> tuple[io.BufferedReader, bytes]:
-        """Return an open file that continues the rows, and the bytes of rows already read from it.
+        """Return the content as an open file, and any bytes of rows already read from it.
 
         Raises:
             DataFormatError: the file is a pipe that has already been read.
@@ -242,7 +242,7 @@ class _Block(Unit):
             lines = self._file.lines(text, stop, False)
             if lines.end >= stop:
                 return lines, text, first + lines.end, False
-            most = self._file.max_line_bytes + 2  # too long even if the last byte is a "\r"
+            most = self._file.max_line_bytes + 2  # a line this long is malformed, even with "\r"
             last = text[lines.end :]
 
             def more() -> bytes:
@@ -291,7 +291,7 @@ class _Stream(Unit):
         return self._count or 0
 
     def chunks(self) -> Iterator[Chunk]:
-        most = self._file.max_line_bytes + 2  # too long even if the last byte is a "\r"
+        most = self._file.max_line_bytes + 2  # a line this long is malformed, even with "\r"
         line = self._file.line
         file, rest = self._file.rows()
 

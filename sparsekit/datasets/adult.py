@@ -26,7 +26,7 @@ ADULT = PackagedFile(
     "adult.data of the UCI repository",
 )
 
-# Maximum number of distinct values of each categorical column, in the order of the data.
+# Maximum number of distinct values in each categorical column, in column order.
 CATEGORIES = {
     "workclass": 9,
     "education": 16,
@@ -51,7 +51,7 @@ COLUMNS = (
     *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
     *("hours-per-week", "native-country", LABEL),
 )
-# The UCI repository's names of two columns, and the names used here.
+# The UCI repository's names for two columns, and the names used here.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
 # First line of the UCI repository's test file, whose labels end with a period.
 UCI_TEST = "|1x3 Cross validator"
@@ -118,7 +118,7 @@ def adult(
 
     Args:
         data: a file to read instead; see `read_adult`. Nothing is fetched, cached or verified.
-        cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+        cache_dir: folder for the cached file; None means ``$XDG_CACHE_HOME/sparsekit`` or
             ``~/.cache/sparsekit``.
 
     Raises:

@@ -26,7 +26,7 @@ def rows_of(
     try:
         for row in reader:
             if row and one != separator:
-                row = [text.replace(one, separator) for text in row]  # restore it in quoted fields
+                row = [text.replace(one, separator) for text in row]  # in quoted fields, too
             if row:
                 yield reader.line_num, row
     except csv.Error as error:

@@ -47,7 +47,7 @@ class PackagedFile:
         """Return the file's content and its path in the cache; download it if missing or damaged.
 
         Args:
-            cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+            cache_dir: folder for the cached file; None means ``$XDG_CACHE_HOME/sparsekit`` or
                 ``~/.cache/sparsekit``.
 
         Raises:
@@ -61,7 +61,7 @@ class PackagedFile:
             try:
                 cached.parent.mkdir(parents=True, exist_ok=True)
                 if not cached.is_file():
-                    cached.unlink(missing_ok=True)  # a pipe, into which `replacing` would write
+                    cached.unlink(missing_ok=True)  # if it is a pipe, `replacing` would write to it
                 with replacing(cached) as part:
                     part.write_bytes(content)
             except OSError as error:

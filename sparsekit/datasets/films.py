@@ -22,7 +22,7 @@ def movielens_100k_films(
     """Return each film's title, year and genres by item id. For the source, see `movielens_100k`.
 
     Args:
-        cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+        cache_dir: folder for the cached file; None means ``$XDG_CACHE_HOME/sparsekit`` or
             ``~/.cache/sparsekit``.
 
     Raises:

@@ -37,7 +37,7 @@ MOVIELENS_100K = PackagedFile(
 # Accept only integers in canonical form, since 007, +7 and 7 are different ids.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
-# Accepted names of each column in a header, in lower case and without underscores.
+# Accepted names for each column in a header, in lower case and without underscores.
 COLUMNS = {
     "user_id": ("userid", "user"),
     "item_id": ("itemid", "item", "movieid", "movie"),
@@ -127,7 +127,7 @@ def movielens_100k(
 
     Args:
         data: a file to read instead; see `read_ratings`. Nothing is fetched, cached or verified.
-        cache_dir: folder in which to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+        cache_dir: folder for the cached file; None means ``$XDG_CACHE_HOME/sparsekit`` or
             ``~/.cache/sparsekit``.
 
     Raises:
@@ -170,7 +170,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
     separator = next((mark for mark in ("\t", "::") if mark in first), ",")
     rows = rows_of(itertools.chain([first], lines), source, separator)
     number, names = next(rows, (1, [""]))
-    if len(names) == len(COLUMNS) and all(map(DECIMAL.fullmatch, names[2:])):  # no header
+    if len(names) == len(COLUMNS) and all(map(DECIMAL.fullmatch, names[2:])):  # there is no header
         rows = itertools.chain([(number, names)], rows)
         places = list(range(len(COLUMNS)))
     else:

@@ -122,7 +122,7 @@ class Vocabulary:
         self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Return how many numbers are in use, including those for padding and unknown words."""
+        """Return how many word numbers exist, including those for padding and unknown words."""
         return UNKNOWN + 1 + len(self.words)
 
     def __call__(self, words: Iterable[str]) -> list[int]:
@@ -135,7 +135,7 @@ class Documents:
 
     Args:
         pieces: for each owner, (author, word numbers) pairs in the document's order; author -1
-            means none.
+            means no author.
         length: number of words in a document, which is cut or padded to fit.
     """
 
@@ -175,7 +175,7 @@ class Documents:
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
         # Number of words kept before each word, over all documents; the next line subtracts the
-        # number before the document.
+        # number before the word's document.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -230,7 +230,7 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     others: list[list[str]] = [[]] * len(train)
     places, ends = order.tolist(), from_end.tolist()
     for k, i in enumerate(places):
-        first = ends[k - 1] == 1  # also right for k = 0: the last rating ends a user's ratings
+        first = ends[k - 1] == 1  # right for k = 0 too, since the very last rating is a user's last
         if not first or ends[k] > 1:
             others[i] = texts[places[k + 1 if first else k - 1]]
     return Reviews(train, texts, others, films)
@@ -289,7 +289,7 @@ def _review(line: str, before: float) -> tuple[str, str, float, list[str], float
         values[name] = value
     stars = float(values["overall"])
     time = before if values["unixReviewTime"] is None else float(values["unixReviewTime"])
-    if not (abs(stars) < 1e6 and abs(time) < 1e300):  # also true for nan
+    if not (abs(stars) < 1e6 and abs(time) < 1e300):  # also true if one of them is nan
         raise ValueError(f"overall is {stars}, unixReviewTime is {time}")
     return values["reviewerID"], values["asin"], stars, words_of(values["reviewText"]), time
 

@@ -16,8 +16,9 @@ class Averaging:
     """Averages gradients over ranks, with the communication hook `average`.
 
     Each rank adds up one piece of each gradient bucket, in rank order, so results are bitwise equal
-    on all ranks. A rank waits for others only at the end of its backward. Averaging has its own
-    exchange, since the order of buckets and layers in a backward may differ from rank to rank.
+    on all ranks. A rank waits for others only at the end of its backward pass. Averaging has its
+    own exchange, since the order of buckets and layers in a backward pass may differ from rank to
+    rank.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -51,7 +52,7 @@ class Averaging:
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """Return an `Averaging` for the default group; None without shared memory. A collective."""
+    """Return an `Averaging` for the default group; None without shared memory; a collective."""
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None

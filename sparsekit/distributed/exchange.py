@@ -41,7 +41,7 @@ class Proposal:
     """A rank's announcement of a lookup to the other ranks."""
 
     what: str  # description of the operation, the same on all ranks
-    counts: torch.Tensor  # int64 [world_size, tables], rows to send to each rank
+    counts: torch.Tensor  # int64 [world_size, tables], number of rows to send to each rank
     facts: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -50,8 +50,8 @@ class Agreement:
     """The proposals from all ranks, once they have been found to agree."""
 
     facts: list[list[int]]
-    counts: np.ndarray  # int64 [world_size, tables], rows to receive from each rank
-    own: np.ndarray  # int64 [world_size, tables], rows to send to each rank
+    counts: np.ndarray  # int64 [world_size, tables], number of rows to receive from each rank
+    own: np.ndarray  # int64 [world_size, tables], number of rows to send to each rank
 
 
 Made = TypeVar("Made")
@@ -119,7 +119,7 @@ class Exchange:
         """Exchange the ranks' proposals, and check that they agree.
 
         Args:
-            what: description of what this rank is about to do, if its proposal has none.
+            what: description of what this rank is about to do, used if its proposal has none.
             proposal: a proposal; None if nothing follows; or an error to raise on all ranks.
 
         Raises:
@@ -198,7 +198,7 @@ class Exchange:
             write: writes the payload of each rank's part.
             splits: number of bytes to send to each rank, a multiple of 8, or of the item size if
                 that is larger.
-            sizes: number of bytes to receive from each rank, multiples of the same size.
+            sizes: number of bytes to receive from each rank, multiples of the same number.
             words: number of int64 words to read after the head of each part; the result's `words`
                 holds those from the other ranks.
             late: whether to report a disagreement later on a device whose errors are deferred,

@@ -121,7 +121,7 @@ class Layout:
         return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
 
     def ranges(self, of_parts: Sequence[int], columns: slice) -> list[tuple[int, int]]:
-        """Return, for each part, the byte range of the pieces of these tables.
+        """Return, for each part, the byte range of the pieces for these tables.
 
         Args:
             of_parts: the byte offset of each part.
@@ -192,12 +192,12 @@ class RaggedBags(NamedTuple):
     """Bags for one table, in the form that lookups by bag send."""
 
     counts: torch.Tensor  # int64 [bags], number of keys in each bag
-    keys: torch.Tensor  # int64 [n]
-    weights: torch.Tensor | None  # shape [n]
+    keys: torch.Tensor  # keys of all bags, int64 [n]
+    weights: torch.Tensor | None  # sample weights, shape [n]
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return the size of a part with bags, given (bags, keys, bytes of weights) for each table."""
+    """Return the bytes in a part with bags, given (bags, keys, bytes of weights) for each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, weights]

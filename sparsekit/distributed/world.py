@@ -79,8 +79,8 @@ def init(
         timeout: seconds, or a timedelta, that a rank waits for another rank before it raises an
             error. Initially 5 minutes.
         backend: transport for exchanges: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
-            called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
-            on one host. ``"auto"`` uses one of the last two if it is available on all ranks,
+            called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors on ranks
+            that share a host. ``"auto"`` uses one of the last two if it is available on all ranks,
             otherwise torch.distributed.
         wire_dtype: ``torch.bfloat16`` rounds vectors and gradients that ranks exchange, for layers
             without a wire_dtype of their own; sums are still computed in float32. None, the initial

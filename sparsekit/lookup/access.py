@@ -212,7 +212,7 @@ def scores_of(layer: EmbeddingTable) -> torch.Tensor:
 
 
 def _items(layer: EmbeddingTable, chunk: int, chosen: torch.Tensor | None) -> Iterator[Items]:
-    """Yield chunks of all rows, or of the ``chosen`` ones, int64 ``[n]``, ascending."""
+    """Yield chunks of all rows, or of the rows in ``chosen``, int64 ``[n]``, ascending."""
     if layer.table is not None:
         keys = layer.table.keys()
         if layer.fallback is not None:

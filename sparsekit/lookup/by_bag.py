@@ -45,7 +45,7 @@ from .user_scores import UserScores, inserting, scores_on_ranks
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Return whether this route supports a request: only sums without weight gradients."""
+    """Return whether the route supports a request: it must be a sum without weight gradients."""
     return request.combiner != "none" and not request.pooled_here
 
 
@@ -104,7 +104,7 @@ class ByBag:
         self.requests = requests
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Send this rank's bags to all ranks; `sizes` are the bytes to receive from each rank."""
+        """Send this rank's bags to all ranks; `sizes` says how many bytes come from each rank."""
         ranks = self.exchange.world_size
         self._received = self.exchange.send(
             f"bags: {self.signature}",
@@ -185,9 +185,9 @@ class _Bags:
     """The bags from all ranks for one table, reduced to the keys that this rank owns."""
 
     counts: list[int]  # number of bags from each rank
-    keys: torch.Tensor  # int64 [m]
-    offsets: torch.Tensor  # int64 [all bags + 1]
-    weights: torch.Tensor | None  # shape [m]
+    keys: torch.Tensor  # keys of all bags, int64 [m]
+    offsets: torch.Tensor  # int64 [bags from all ranks + 1]
+    weights: torch.Tensor | None  # sample weights, shape [m]
 
 
 def _bags_of_ranks(tables: Sequence[EmbeddingTable], come: Parts) -> list[_Bags]:
@@ -237,7 +237,7 @@ def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 class _Owned:
-    """Sums all ranks' bags of one table over the keys that this rank owns.
+    """Sums the bags from all ranks for one table, over the keys that this rank owns.
 
     Sums are computed in float32 or float64. The pooling ops round their results to the dtype of the
     rows; if the rows have another dtype, this class looks up single vectors and adds them up
@@ -273,7 +273,7 @@ class _Owned:
 
 @dataclass
 class _WayBack:
-    """The state that one lookup saves for its backward."""
+    """The state that one lookup saves for its backward pass."""
 
     exchange: Exchange
     signature: str

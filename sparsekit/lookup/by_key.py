@@ -2,7 +2,7 @@
 
 A rank sends its distinct keys to their owners. Each owner sends back the vectors in the order of
 the keys, and the rank pools them straight from the receive buffer. Backward sends the gradients of
-these vectors to the owner, which adds up the gradients from all ranks for each row.
+these vectors to their owners, which add up the gradients from all ranks for each row.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ByKey:
 
         Args:
             agreed: the counts that all ranks have agreed on.
-            known: facts that all ranks know about `swept_tables`.
+            known: facts about `swept_tables` that all ranks know from the handshake.
         """
         self._known = known
         exchange, most = self.exchange, self.plan.most_keys

@@ -44,7 +44,7 @@ def larger_of(batch: TableBatch, rows: Sequence[int]) -> list[torch.Tensor]:
 
     Args:
         batch: the tables of the lookup.
-        rows: for each hash table, the rows in use.
+        rows: for each hash table, the number of rows in use.
     """
     known = batch.growth
     if known is None or known.changes != changes_of_growth.count:
@@ -87,7 +87,7 @@ def grow_ahead(batch: TableBatch, entries: Sequence[int]) -> bool:
 
 
 def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
-    """Make room for new keys in requests, after a table was full; return whether they may fit now.
+    """Make room for a lookup's new keys after a table was full; return whether they may fit now.
 
     Raises:
         TableFullError: there is not enough memory for the rows.
@@ -109,8 +109,8 @@ def grow_on(batch: TableBatch, before: Sequence[int], after: Sequence[int]) -> N
 
     Args:
         batch: the tables of the lookup.
-        before: for each hash table, the rows in use before the lookup.
-        after: the rows in use now.
+        before: for each hash table, the number of rows in use before the lookup.
+        after: the same numbers now.
     """
     tables = batch.tables
     for t, then, now in zip(batch.hashed, before, after, strict=True):

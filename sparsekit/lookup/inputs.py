@@ -30,7 +30,7 @@ class Bags:
 
     values: torch.Tensor  # keys, shape [n]
     offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each bag has one value
-    weights: torch.Tensor | None  # shape [n]
+    weights: torch.Tensor | None  # sample weights, shape [n]
     slot_major: bool = False
     slots: int | None = None  # number of slots, if the form of the input implies it
     order: torch.Tensor | None = None  # input position of each value; None: start, start + 1, ...
@@ -63,7 +63,7 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Read bags in any form that `DistributedEmbedding` accepts, or ``[bags, m]`` if matrix.
+    """Read bags in any form that `DistributedEmbedding` accepts, or ``[bags, m]`` if `matrix`.
 
     The values of offsets are not read here; `check_bags` checks them.
 

@@ -79,7 +79,7 @@ class KeyClient:
         return sum(math.prod(shape) * self.batch.sum_bytes[t] for shape, t in each)
 
     def write_keys(self, parts: Parts, keys: Layout, columns: slice) -> None:
-        """Write the keys for each rank to the part for that rank.
+        """Write the keys for each rank to that rank's part of the message.
 
         Args:
             parts: the parts to write to.
@@ -120,7 +120,7 @@ class KeyClient:
         """Return, for each entry, whether its request inserts keys."""
         bags = self._bags
         ends = bags[self._features[:, FeatureColumn.bags].cumsum(0).to(bags.device)]
-        # A feature of a group has one row of `features`, and rows are sorted by table.
+        # Each feature of a group has one row in `features`; rows are sorted by table.
         of_requests = zip(self.batch.table_of_request, self.batch.reads, strict=True)
         rows = sorted(of_requests, key=itemgetter(0))
         inserts = torch.tensor([not read for _, read in rows], device=bags.device)
@@ -141,7 +141,7 @@ class KeyClient:
             begins: byte offset of each rank's part in the exchange's buffer.
             vectors: layout of the vectors in the parts.
             columns: columns of the layout that belong to these tables.
-            outs: outputs partly filled by earlier batches of tables; empty for the first.
+            outs: outputs partly filled by earlier batches of tables; empty for the first batch.
         """
         outs = outs or new_outs(self.batch, self._shapes, self.width, self._like)
         found = self._found(vectors, columns, begins)

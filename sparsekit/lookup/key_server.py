@@ -32,7 +32,7 @@ class KeyServer:
         keys: layout of the keys in the parts.
         vectors: layout of the vectors, and of their gradients, in the parts.
         places: for each table, the number of places for its keys in each part; each part then
-            begins with the number of keys of each table. None if all places are in use.
+            begins with the number of keys for each table. None if all places are in use.
         counted: columns of the tables where the keys are followed by how often each occurred.
 
     Attributes:
@@ -113,7 +113,7 @@ class KeyServer:
         return torch.cat(each)
 
     def keys_of(self, table: EmbeddingTable) -> Asked:
-        """Return the keys received for a table, and how often each occurred if it needs that."""
+        """Return the keys received for a table, and how often each occurred if it counts them."""
         tables = [one for batch in self._plan.batches for one in batch.tables]
         own = slice(tables.index(table), tables.index(table) + 1)
         occurrences, keys = self._occurrences(own), self._requests(own)[0].keys

@@ -62,7 +62,7 @@ def prepare_rows(
         rows, distinct = index[own], False
         if numbers is not None and rows_of_all is not None:
             rows, distinct = rows_of_all[own.start : own.start + numbers[t]], True
-        if t in batch.files:  # all at once rather than one by one
+        if t in batch.files:  # prefetch all rows at once rather than one by one
             batch.files[t].ask_for(rows)
         if not distinct and (t in late or t in batch.max_norms):
             rows = ops.unique(rows)[0]

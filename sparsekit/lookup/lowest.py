@@ -23,12 +23,12 @@ def lowest(
     """Return this rank's rows among the `count` lowest on all ranks; key hashes break ties.
 
     This is a radix selection: each round counts candidates by one digit, adds up all ranks' counts,
-    and keeps only the candidates with the digit where the running sum reaches `count`. The result
-    does not depend on how keys are spread over ranks, since no two keys have the same hash.
+    and keeps only the candidates with the digit at which the running sum reaches `count`. The
+    result does not depend on how keys are spread over ranks, since no two keys have the same hash.
 
     Args:
-        order: int64 ``[n]`` in [0, 2^bits), the score order of each row on this rank that may be
-            taken.
+        order: int64 ``[n]`` in [0, 2^bits): for each row on this rank that may be taken, a number
+            that orders rows by score.
         keys: int64 ``[n]``, the key of each of these rows.
         count: number of rows to take from all ranks together, at least 1; if there are fewer, all
             are taken.

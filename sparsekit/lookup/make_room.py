@@ -2,8 +2,8 @@
 
 A table over its budget drops the rows with the lowest scores on all ranks. Some rows are never
 dropped: those of the lookup's own keys, and those that a pending backward or a gradient refers to.
-Ranks decide together: a lookup's handshake tells every rank an upper bound on the rows in use, and
-they exchange more only if the bound is above the budget.
+Ranks decide together: a lookup's handshake tells every rank an upper bound on the number of rows in
+use, and they exchange more only if the bound is above the budget.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def make_room_here(
 
     Args:
         tables: distinct tables that evict, or whose rows expire.
-        most: for each table, an upper bound on the rows in use.
+        most: for each table, an upper bound on the number of rows in use.
         asked: for each table, an upper bound on the number of its keys.
         keys: returns a table's keys; called only if they may matter.
-        by_hand: whether all keys are admitted.
+        by_hand: true for `assign`, which admits all keys.
         absent: returns, for each table, how many of its keys have no row, counting repeats.
     """
     crowded = _crowded(tables, most, asked)
@@ -220,7 +220,7 @@ def make_room_on_ranks(
         keys: returns the keys of a table that this rank owns, from all ranks.
         exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
-        by_hand: whether all keys are admitted.
+        by_hand: true for `assign`, which admits all keys.
 
     Returns:
         An error on this rank that the other ranks do not know about yet, or None.

@@ -18,7 +18,7 @@ def without_padding(bags: Bags, padding_key: int) -> Bags:
     # Number of keys kept before each position. Indexed by the old offsets, these numbers are the
     # new offsets.
     kept_before = offsets_of(keep.to(torch.int64))
-    kept = keep.nonzero().view(-1)  # evaluated only once, since this waits for the device
+    kept = keep.nonzero().view(-1)  # computed only once, since this waits for the device
     return Bags(
         bags.values[kept],
         kept_before if bags.offsets is None else kept_before[bags.offsets],

@@ -34,8 +34,8 @@ class TableBatch:
     Attributes:
         positions: positions of the requests for these tables among all of a call's requests.
         table_of_request: for each of these requests, the index of its table.
-        dims: length of a vector of each table.
-        divisor: divisor of gradients.
+        dims: for each table, the length of a vector.
+        divisor: number that gradients are divided by.
         dtype: dtype of the weights.
         wire_dtype: dtype of vectors and gradients sent between ranks.
         row_bytes: for each table, size in bytes of a row on the wire.
@@ -46,11 +46,11 @@ class TableBatch:
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
         hashed, growing: indices of the tables that have a hash table, and of those that grow.
         reads: for each request, whether it is read-only; empty if none is.
-        first: the tables where requests insert keys before read-only ones look up, or None.
+        first: the tables where requests insert keys before read-only requests look up, or None.
         counted: indices of the tables whose owners must know how often each key is inserted.
         names: name of each table.
         inserting: a description of each table that inserts keys, for `Report`.
-        bounds: `bounds_of` of ``inserting``.
+        bounds: result of `bounds_of` for ``inserting``.
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the cache
             key contains everything that they depend on.
         max_norms: for each table with a limit, the largest norm of a row, and that norm's p.
@@ -80,7 +80,7 @@ class TableBatch:
             table.refuse_meta()
         self._tables = [ref(table) for table in tables]
         self.dims = [table.embedding_vec_size for table in tables]
-        # Names of the tables that are sharded over ranks; None for other tables.
+        # For each table: its name if it is sharded over ranks, else None.
         self.shards_of = [table.name if table.world_size > 1 else None for table in tables]
         self.divisor = tables[0].gradient_divisor
         self.dtype = tables[0].weight.dtype
@@ -103,7 +103,7 @@ class TableBatch:
         self.counted = [] if self.scored is None else self.scored.counted
         if reads:
             self.counted = [t for t, table in enumerate(tables) if table in writing]
-        # Keep the dicts: attribute access on a module takes longer than a small lookup.
+        # Keep the modules' dicts: attribute access on a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [x.table._buffers for x in tables if x.table is not None]
@@ -368,7 +368,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 class PlanCache:
-    """A cache that holds the plan of its owner's last call; a copy starts empty.
+    """A cache that holds the plan of its owner's last call; a copy of the cache starts empty.
 
     Args:
         reads: for each request in a call, whether it is read-only; empty if none is.
@@ -391,7 +391,7 @@ class PlanCache:
             RuntimeError: a table is on the meta device.
         """
         plan, changes = self._plan, table_changes.count
-        # A group passes the same list, and does not change it.
+        # A group passes the same list each time, and does not change it.
         if plan is not None and tables is self._tables and changes == self._changes:
             return plan
         if plan is None or not plan.is_of(tables):

@@ -24,7 +24,7 @@ _pool = torch.ops.sparsekit.group_embedding_bag_.default
 
 
 class LookupResult(NamedTuple):
-    """Outputs of a lookup, and everything that its backward needs.
+    """Outputs of a lookup, and everything that its backward pass needs.
 
     Attributes:
         outputs: one output for each request, or a single output with the columns of all requests.
@@ -39,7 +39,7 @@ class LookupResult(NamedTuple):
 
 @dataclass(frozen=True)
 class LookupRecord:
-    """Everything needed for the backward of a lookup in this rank's tables.
+    """Everything needed for the backward pass of a lookup in this rank's tables.
 
     Attributes:
         calls: for each of `LookupPlan.batches`, the record of its call to the ops.
@@ -80,8 +80,8 @@ class LookupRecord:
         Args:
             grads: gradients of the tensors that the lookup wrote to.
             found: see `LookupResult`.
-            features: the `Descriptors.features` of the lookup, except that the columns ``begin``
-                locate each gradient in `grads` instead of an output.
+            features: the `Descriptors.features` of the lookup, except that ``begin`` locates each
+                gradient in `grads` instead of an output.
         """
         return self._gradients([[grad] for grad in grads], found, features)
 
@@ -224,7 +224,7 @@ class CallRecord:
 
     @property
     def shards_of(self) -> list[str | None]:
-        """Names of the tables that are sharded over ranks; None for other tables."""
+        """For each table: its name if it is sharded over ranks, else None."""
         return self.batch.shards_of
 
     def pool_again(
@@ -255,7 +255,7 @@ class CallRecord:
 
 
 def entries_of_tables(bags: torch.Tensor, features: torch.Tensor, tables: int) -> list[slice]:
-    """Return the range of entries of each table."""
+    """Return the range of entries for each table."""
     last = features.new_zeros(tables + 1)
     column = features.T
     last[1:].index_add_(0, column[FeatureColumn.table], column[FeatureColumn.bags])

@@ -105,7 +105,7 @@ class Request:
         self.checked = True
 
     def check_weights(self) -> None:
-        """Raise ValueError if a request for a maximum has sample weights."""
+        """Raise ValueError if a request with the combiner ``"max"`` has sample weights."""
         if self.bags.weights is not None and "max" in self.combiners:
             raise ValueError(
                 f"{self.name}: sample_weights must be None, as combiner is {self.combiner!r}: a "
@@ -388,7 +388,7 @@ def check_keys(
 def check_weight(table: EmbeddingTable) -> None:
     """Raise TypeError or ValueError if a lookup cannot use the table's weight."""
     weight = table.weight
-    if weight.dtype not in ROW_DTYPES:  # for example after half()
+    if weight.dtype not in ROW_DTYPES:  # possible after half(), for example
         told = f"weight must be float32, float64 or bfloat16, got {weight.dtype}"
         raise TypeError(f"{table.name}: {told}")
     shape = (table.capacity, table.embedding_vec_size)

@@ -159,7 +159,7 @@ def _begin_on_ranks(
         if plan.redirects and redirects:
             return _Redirected(plan, exchange, cache, tables, asked)
         made = ByKey(exchange, plan)
-    except Exception as error:  # the handshake sends it to the other ranks
+    except Exception as error:  # the handshake sends the error to the other ranks
         made = error
     if isinstance(made, ByKey) and made.of_plan in exchange.at_once:
         made.begin_at_once(asked)

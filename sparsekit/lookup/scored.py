@@ -48,7 +48,7 @@ class Scored:
             life.new += new.get(t, 0)
 
     def clocks(self, buffers: Sequence[Any]) -> list[tuple[RowLife, torch.Tensor]]:
-        """Return the life and the clock of each touched table, given all tables' `buffers`."""
+        """Return the `RowLife` and the clock of each touched table, given all tables' `buffers`."""
         return [(life, buffers[t]["clock"]) for t, life in self.touched]
 
     def of_all(self, numbers: Sequence[int]) -> list[int]:
@@ -75,7 +75,7 @@ def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
 def scored_of(
     tables: Sequence[EmbeddingTable], inserts: bool, writing: Sequence[EmbeddingTable]
 ) -> Scored | None:
-    """Return those of these tables that have scores; None if none of them has.
+    """Return the given tables that have scores; None if there are none.
 
     Args:
         tables: the tables in a call.

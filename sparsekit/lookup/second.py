@@ -39,7 +39,7 @@ class _Call(Protocol):
 
     @property
     def shards_of(self) -> list[str | None]:
-        """Names of the tables that are sharded over ranks; None for other tables."""
+        """For each table: its name if it is sharded over ranks, else None."""
 
     def pool_again(
         self,

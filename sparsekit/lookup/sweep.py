@@ -64,7 +64,7 @@ class Sweep:
         self._admits = life.admission is not None and not by_hand
         self._index = cast(HashTable, table.table)
         self._scores = cast(torch.Tensor, table.scores)
-        # The lookup is about to advance the clock.
+        # Add 1 if the lookup is about to advance the clock.
         self._now = life.now(cast(torch.Tensor, table.clock)) + (not life.set_by_user)
 
     def is_due(self, crowded: bool) -> bool:
@@ -113,7 +113,7 @@ class Sweep:
     def keep_to_budget(
         self, new: int, rows: torch.Tensor, inserted: int = 0
     ) -> torch.Tensor | None:
-        """Make room for new keys without dropping these rows.
+        """Make room for new keys without dropping `rows`.
 
         Args:
             new: number of keys that are about to be inserted.
@@ -135,7 +135,7 @@ class Sweep:
     def drop_lowest(
         self, count: int, rows: torch.Tensor | None = None, new: int = 0
     ) -> torch.Tensor | None:
-        """Drop the `count` >= 1 rows with the lowest scores over all ranks, but not `rows`.
+        """Drop the `count` >= 1 rows with the lowest scores over all ranks, other than `rows`.
 
         Nothing is dropped if a rank would still lack room for its `new` keys because too many of
         its rows must stay.
@@ -149,7 +149,7 @@ class Sweep:
             *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
             *(self._now, self._pinned(rows), count),
         )
-        if self._exchange is not None:  # the overall lowest are among each rank's lowest
+        if self._exchange is not None:  # the lowest rows overall are among each rank's lowest
             of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sums)]
@@ -228,7 +228,7 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
         return
     size = len(index)
     index.reserve(size + count)
-    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before keys get them
+    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before rows get keys
     buckets, hash_seed, in_use = index.tensors()
     columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
     scores = cast(torch.Tensor, table.scores)[size : size + count]

@@ -57,8 +57,8 @@ def run(
         plan: the plan of the tables.
         requests: one for each table.
         agreed: whether all ranks have agreed on the lookup. If so, other ranks carry on, and a
-            later lookup raises deferred errors. On a device that defers errors, it also raises
-            TableFullError for this lookup.
+            later lookup raises deferred errors. On a device that defers errors, the later lookup
+            also raises TableFullError for this one.
         user_scores: if all ranks have agreed, the scores that the user gives for keys.
 
     Raises:
@@ -102,8 +102,7 @@ def run_into(
 
     Args:
         plan: the plan of the tables.
-        asked: for each of `LookupPlan.batches`, the requests, which have been checked, and their
-            descriptors.
+        asked: for each of `LookupPlan.batches`, the checked requests and their descriptors.
         outs: for each batch, the tensor to write to; the descriptors give the positions in it.
         user_scores: the scores that the user gives for keys.
     """
@@ -148,15 +147,15 @@ class TableOps:
     ) -> None:
         self._batch = batch
         self._agreed = agreed
-        self._ticks = ticks  # whether the lookup advances the clocks of tables with scores
-        self._sweeps = sweeps and ticks and not agreed  # whether it makes room
+        self._ticks = ticks  # true if the lookup advances the clocks of tables with scores
+        self._sweeps = sweeps and ticks and not agreed  # true if the lookup makes room
         self._user_scores = user_scores
         self._requests = requests
-        self._checked = False  # whether all requests have been checked
+        self._checked = False  # true if all requests have been checked
         # For each table, its keys' rows before new keys are inserted, if known.
         self._rows_before: dict[EmbeddingTable, torch.Tensor] = {}
         self._new: dict[int, int] = {}  # number of new rows, by table
-        self._may_exceed = not batch.reads  # see `may_exceed`
+        self._may_exceed = not batch.reads  # true if `may_exceed` may be used
         # The tables' tensors, and the op arguments for them.
         self._tensors, self._passed = batch.tensors()
         self.weights = self._tensors.weights
@@ -271,7 +270,7 @@ class TableOps:
             return
         if self._batch.growing:
             grow_on(self._batch, before, now)
-        # Otherwise a backward that saved a weight would silently use the weight's new rows.
+        # Bump versions: a backward that saved a weight would otherwise silently use its new rows.
         each = zip(self._batch.hashed, before, now, strict=True)
         new = {t: size - then for t, then, size in each if size > then}
         changed = [self.weights[t] for t in new]
@@ -314,7 +313,7 @@ class TableOps:
         return cast(list[int], absent.tolist())  # waits only once for a device
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
-        """Return the keys of this lookup in a table."""
+        """Return the keys that this lookup looks up in a table."""
         if not self._checked:  # an invalid lookup must not cause rows to be dropped
             for request in self._requests:
                 request.check()
@@ -324,7 +323,7 @@ class TableOps:
         return asked._replace(rows=self._rows_before.get(table), inserted=inserted)
 
     def _insert_first(self, first: TableBatch) -> None:
-        """Insert the keys of requests that insert; other requests then read the result."""
+        """Insert the keys of inserting requests, so that read-only requests then find them."""
         if not errors_are_deferred(self.weights[0].device):
             for request in self._requests:
                 request.check()

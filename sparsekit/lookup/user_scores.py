@@ -1,4 +1,4 @@
-"""Scores from the user, returned by a function of the keys or passed to a call with its keys."""
+"""Scores from the user, returned by a function of the keys or passed along with a call's keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UserScores = dict[EmbeddingTable, KeyScores]
 
 
 def beside(request: Request, inputs: Any, scores: Any) -> Request:
-    """Store the scores passed to a call with its keys in its request, and return the request.
+    """Store scores that were passed along with a call's keys in its request; return the request.
 
     Args:
         request: the request for these inputs.
@@ -50,7 +50,7 @@ def beside(request: Request, inputs: Any, scores: Any) -> Request:
     if life is None or life.score != UserScore(None):
         raise ValueError(f"{request.name}: scores needs a layer with score='given'")
     if isinstance(inputs, torch.Tensor) and inputs.layout == torch.sparse_csr:
-        floats = inputs.is_floating_point()  # a feature matrix
+        floats = inputs.is_floating_point()  # true for a feature matrix
         keys: Any = inputs.col_indices() if floats else inputs.values()
     elif isinstance(inputs, torch.Tensor) and inputs.layout == torch.sparse_coo:
         keys = inputs._values()
@@ -83,8 +83,8 @@ def scores_of_keys(
     Args:
         tables: tables whose scores come from the user.
         keys: returns the keys of a table that this rank owns.
-        requests: the requests, with the scores passed with their keys; None without requests, in
-            which case rows keep their scores.
+        requests: the requests, with any scores passed along with their keys; None without requests,
+            in which case rows keep their scores.
 
     Raises:
         RuntimeError: a score function has raised an error.

@@ -18,7 +18,7 @@ watched: dict[EmbeddingTable, Callable[[torch.Tensor], Any]] = {}
 def tell(
     tables: Sequence[EmbeddingTable], requests: Sequence[Request], reads: Sequence[bool]
 ) -> None:
-    """Call the functions that watch a lookup's tables, before it changes any table.
+    """Call the functions that watch a lookup's tables, before the lookup changes any table.
 
     Args:
         tables: the table of each request.

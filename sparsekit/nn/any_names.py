@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import torch
 
-# ModuleDict refuses module names that are also attributes of this object.
+# ModuleDict refuses a module with the name of one of this object's attributes.
 _EMPTY = torch.nn.ModuleDict()
 
 

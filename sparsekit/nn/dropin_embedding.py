@@ -60,7 +60,7 @@ class Embedding(DropIn):
 
     Raises:
         TypeError, ValueError: a bad argument or input, such as a padding_idx out of its range.
-        NotImplementedError: scale_grad_by_freq, _weight or _freeze.
+        NotImplementedError: scale_grad_by_freq, _weight or _freeze was passed.
         IndexError: (a call without the hash table) an id out of range.
         TableFullError: (a call in training) there are more new ids than free rows.
 

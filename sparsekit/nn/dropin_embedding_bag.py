@@ -54,7 +54,7 @@ class EmbeddingBag(DropIn):
     Raises:
         TypeError, ValueError: a bad argument or input; the message names the layer, the argument,
             the value and its position.
-        NotImplementedError: scale_grad_by_freq or _weight; (a call) per_sample_weights
+        NotImplementedError: scale_grad_by_freq or _weight was passed; (a call) per_sample_weights
             with a mode other than ``"sum"``.
         IndexError: (a call without the hash table) an id out of range.
         TableFullError: (a call in training) there are more new ids than free rows.

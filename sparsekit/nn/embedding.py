@@ -62,8 +62,8 @@ class DistributedEmbedding(EmbeddingLayer):
         padding_key: entries with this key are left out, neither counted nor inserted.
         on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged. ``"evict"``
             makes room: before a batch whose new keys would put more than max_rows rows in use, the
-            keys with the lowest scores lose their rows, until low_watermark of max_rows are left,
-            or fewer if the batch needs more. Keys in the batch stay, as do those needed by a
+            keys with the lowest scores lose their rows, until low_watermark * max_rows rows are
+            left, or fewer if the batch needs more. Keys in the batch stay, as do those needed by a
             pending backward or a gradient; if there are only such keys, TableFullError is raised.
             An evicted key that occurs again is treated as new. The choice is exact, over all ranks,
             and does not depend on their number. See docs/lifecycle.md. ``"grow"`` makes room for
@@ -81,7 +81,7 @@ class DistributedEmbedding(EmbeddingLayer):
         max_resident_bytes: how many bytes of the file may stay in memory; a batch may temporarily
             take more. None means half of the system's memory.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
-            of all ranks' rows.
+            times all ranks' rows.
         low_watermark: fraction of max_rows, in (0, 1], left in use after making room. With values
             near 1, keys stay longer, but more lookups have to make room.
         score: value of a row; rows with the lowest values are evicted first. ``"lru"``: the time of
@@ -103,7 +103,7 @@ class DistributedEmbedding(EmbeddingLayer):
         gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; both are the same on a single rank.
         seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
             from torch's default generator, which `torch.manual_seed` seeds; ranks that draw
-            different seeds raise at the first lookup.
+            different seeds raise an error at the first lookup.
         name: name of the layer, for error messages; give a name if layers may be built in a
             different order.
         dtype: dtype of the rows: float32, float64 or bfloat16 (summed in float32). None means
@@ -111,7 +111,8 @@ class DistributedEmbedding(EmbeddingLayer):
         device: device of the rows and the table; None means torch's default. A layer on the meta
             device has no memory; after ``to_empty`` it is as if it had been created on the new
             device.
-        process_group: None means torch.distributed's default group, or one process.
+        process_group: the ranks to shard the table over; None means torch.distributed's default
+            group, or a single process if there is none.
         truncate: True leaves out the keys in a bag beyond its first max_nnz, padding not counted.
             These keys get no row, and neither they nor their weights get a gradient. With False,
             more keys than max_nnz are an error.
