@@ -141,7 +141,7 @@ class CallRecord:
     sample_weights: list[torch.Tensor]
     features: torch.Tensor
     width: int | None
-    # Rows in tables with scores, which may be renumbered before backward.
+    # Rows that may be renumbered before backward, since their tables have scores.
     in_flight: tuple[InFlight, ...] = ()
 
     def current(self, found: Sequence[Any]) -> Sequence[Any]:

@@ -310,7 +310,7 @@ class TableOps:
         if all(life_of(table).on_evict is None for table in tables):
             self._rows_before = dict(zip(tables, rows, strict=True))
         absent = torch.stack([(of_table < 0).sum() for of_table in rows])
-        return cast(list[int], absent.tolist())  # waits only once for a device
+        return cast(list[int], absent.tolist())  # one read for all, since each waits for the device
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the keys that this lookup looks up in a table."""
