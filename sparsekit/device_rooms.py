@@ -73,7 +73,7 @@ def is_in_room(tensor: torch.Tensor) -> bool:
 
 
 def rows_with_memory(tensor: torch.Tensor) -> int:
-    """Return how many leading rows have memory; all of them if the tensor is not in a room."""
+    """Return how many leading rows are backed by memory; all if the tensor is not in a room."""
     committed = _committed(tensor)
     if committed < 0:
         return len(tensor)
@@ -100,7 +100,7 @@ def first_rows(tensor: torch.Tensor, rows: int, spaces: dict[int, torch.Tensor])
 
 
 def _committed(tensor: torch.Tensor) -> int:
-    """Return how many bytes of a tensor's room have memory; -1 if it is not in a room."""
+    """Return how many bytes of a tensor's room are backed by memory; -1 if it has no room."""
     if tensor.device.type not in DEVICES or tensor.layout != torch.strided:
         return -1
     if type(tensor.data) is not torch.Tensor:  # such as a FakeTensor, which has no address
@@ -116,7 +116,7 @@ def _stream(device: torch.device) -> int | None:
 
 
 def _taken(name: str, *arguments: int | None) -> torch.Tensor:
-    """Call a library function that makes a tensor, and return the tensor of bytes."""
+    """Call a library function that makes a tensor of bytes, and return the tensor."""
     made = ctypes.c_void_p()
     _call(name, *arguments, ctypes.byref(made))
     return from_dlpack(_new_capsule(made, b"dltensor", None))

@@ -115,11 +115,11 @@ def empty_cache() -> int:
     """Release the memory that sparsekit's ops keep for reuse.
 
     The memory of CPU outputs and workspace of 2 MiB or more is not freed with its tensor, but kept
-    for a later one, since allocating memory can take longer than the op itself. Without this call,
-    a block is released after 128 later tensors have not used it. The oldest blocks are also
-    released while idle blocks exceed the recent peak by more than 64 MiB (see `pool_bytes`). An
-    output in such a block cannot grow: ``resize_`` to more elements raises RuntimeError. CUDA
-    memory belongs to torch; use `torch.cuda.empty_cache` to free it.
+    for a later tensor, since allocating memory can take longer than the op itself. Without this
+    call, a block is released once 128 later tensors have been allocated without using it. The
+    oldest blocks are also released while idle blocks exceed the recent peak by more than 64 MiB
+    (see `pool_bytes`). An output in such a block cannot grow: ``resize_`` to more elements raises
+    RuntimeError. CUDA memory belongs to torch; use `torch.cuda.empty_cache` to free it.
 
     Returns:
         The number of bytes released.

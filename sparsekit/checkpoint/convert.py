@@ -44,7 +44,7 @@ def sources_of(
     """List the tables saved by another library.
 
     Args:
-        kind: ``"sok1"`` or ``"sok2"``: a dump of HugeCTR's SparseOperationKit, version 1 or 2;
+        kind: ``"sok1"`` or ``"sok2"``: a dump from version 1 or 2 of HugeCTR's SparseOperationKit;
             ``"npz"``: files with ``vectors`` and optionally ``keys``; ``"torchrec"``: a saved state
             of an EmbeddingBagCollection or EmbeddingCollection.
         path: a file or a folder, depending on the kind.
@@ -79,7 +79,7 @@ def import_tables(
     Args:
         sources: see `sources_of`.
         out: folder of the new checkpoint.
-        names: maps the name of a table to the layer's name in the module, where the two differ.
+        names: maps a table's name to the name of its layer in the module, where the two differ.
         on_progress: called after each piece with the size of its vectors in bytes.
 
     Raises:
@@ -168,9 +168,9 @@ def export(
             first.
         out: folder to create for the files, which are named ``<table>.<format>``. Characters that
             some file systems refuse are replaced by ``_``, and long names are cut to 100
-            characters; a number is added if two names would be equal. Each file stores the table's
-            full name: in the metadata of Parquet and safetensors under ``table``, and in the
-            archive comment of a .npz.
+            characters; a number is added if two names would otherwise be equal. Each file stores
+            the table's full name: in the metadata of Parquet and safetensors under ``table``, and
+            in the archive comment of a .npz.
         format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
         on_progress: called with the size in bytes of each file that has been verified.
 

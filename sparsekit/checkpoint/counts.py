@@ -1,4 +1,4 @@
-"""Loads from checkpoints the occurrence counts of keys that have not been admitted."""
+"""Loads saved occurrence counts of keys that have not been admitted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def counts_for(
 ) -> ExactCounts | Sketch | None:
     """Return a layer's key counts as they were saved; None if the layer does not count keys.
 
-    Exact counts go to the rank that owns the key, and into its sketch if it counts with one. If
-    sketches were saved and keys may have changed owners, each rank gets their elementwise maximum.
+    An exact count goes to the rank that owns its key, and is added to that rank's sketch if it uses
+    one. If sketches were saved and keys may have changed owners, each rank gets the sketches'
+    elementwise maximum.
 
     Args:
         name: name of the table.
@@ -90,7 +91,7 @@ def counts_on_ranks(
 
 
 def _read(folder: Folder, table: Table, shards: Sequence[Shard]) -> list[torch.Tensor]:
-    """Read and check the counts in the files of these shards."""
+    """Read and check the counts in these shards' files."""
     states = []
     for shard in shards:
         with opened(folder, table, shard) as file:

@@ -54,8 +54,8 @@ class DcpState:
         CheckpointError: (while saving or loading) for the same reasons as in `save` and `load`; or
             load_from is missing, or is not the checkpoint that dcp.load reads. Errors that
             torch.distributed.checkpoint itself detects are raised as its CheckpointException.
-        ValueError: (while saving or loading) a table is distributed over ranks other than the ranks
-            of process_group.
+        ValueError: (while saving or loading) a table is distributed over a different set of ranks
+            than process_group.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DcpState:
         self.unexpected: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, for torch.distributed.checkpoint to save or to overwrite in a load."""
+        """Return the state for torch.distributed.checkpoint to save, or to fill in when loading."""
         together = Together(self._module, self._group)
         load_from = self._load_from
         if load_from is None:
@@ -92,7 +92,7 @@ class DcpState:
         return self._source.to_load()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; torch.distributed.checkpoint passes the filled result of `state_dict`."""
+        """Load a state: the result of `state_dict`, filled in by torch.distributed.checkpoint."""
         source = self._source
         if source is None:
             raise CheckpointError(NEEDS_LOAD_FROM)

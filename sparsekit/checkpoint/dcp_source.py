@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Names of entries in a saved DcpState: the format's version, and the prefix of the entries that
-# describe each rank's part. All other entries are named like files in a checkpoint.
+# Names in a saved DcpState: of the entry with the format's version, and the prefix for the entries
+# that describe each rank's part. All other entries are named like files in a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 
@@ -128,7 +128,7 @@ class DcpSource:
         }
 
     def check_read(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if torch.distributed.checkpoint has read a different state."""
+        """Raise CheckpointError unless torch.distributed.checkpoint has read this checkpoint."""
         notes = state.get(NOTES, {})
         if notes.keys() != self._notes.keys() or not all(
             torch.equal(notes[rank], note) for rank, note in self._notes.items()

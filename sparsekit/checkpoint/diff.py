@@ -54,7 +54,7 @@ class TableDifference:
 
 @dataclass
 class Difference:
-    """Differences between two checkpoints, A and B; false in a condition if there are none.
+    """Differences between two checkpoints, A and B; falsy if there are none.
 
     Attributes:
         only_a: names of tables and dense tensors that are in A but not in B.
@@ -77,8 +77,8 @@ def diff(
 ) -> Difference:
     """Compare the tables (key by key) and dense tensors of two checkpoints.
 
-    Rows come from the whole chain of each. A key may be on different ranks in A and B. The
-    comparison takes about 30 bytes of memory per row.
+    Rows are read from each checkpoint's whole chain. A key may be on different ranks in A and B.
+    The comparison takes about 30 bytes of memory per row.
 
     Args:
         a: a checkpoint, or a folder whose latest checkpoint is used. Both checkpoints are verified
@@ -203,7 +203,7 @@ def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:
 
     Args:
         difference: result of `diff`.
-        names: the name to print for each checkpoint, under ``"a"`` and ``"b"``.
+        names: the names to print for the two checkpoints, under the keys ``"a"`` and ``"b"``.
     """
     for where, only in (("a", difference.only_a), ("b", difference.only_b)):
         yield from (f"only in {names[where]}: {name}" for name in only)

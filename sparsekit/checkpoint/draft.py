@@ -123,7 +123,7 @@ class Draft:
         """
         try:
             for note in entries(self.folder):
-                if note.suffix == ".part":  # a rank's note to rank 0, read by now
+                if note.suffix == ".part":  # a rank's note, which rank 0 has read
                     note.unlink(missing_ok=True)
             sync_folder(self.folder)
             if self._replace:
@@ -235,7 +235,7 @@ def remove(path: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove drafts whose process no longer exists."""
+    """Remove drafts whose writer no longer exists."""
     recover(folder)
     for path in entries(folder):
         if _DRAFT.match(path.name):
@@ -257,9 +257,9 @@ def _remove_if_abandoned(draft: Path) -> None:
         lock = Lock(draft / _WRITER, make=False)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            draft.rmdir()  # if the writer has only just created it, it will create it again
+            draft.rmdir()  # a writer that has only just made it makes another
         names = {path.name for path in entries(draft)}
-        if names and _WRITER not in names:  # it is a replaced checkpoint or a half-removed draft
+        if names and _WRITER not in names:  # replaced checkpoint or half-removed draft
             discard(draft)
         return
     except OSError:

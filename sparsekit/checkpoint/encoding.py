@@ -103,7 +103,7 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Decode the output of `encoded`; call `check_nesting` on it first.
 
     Raises:
-        CheckpointError: a tensor is missing, or `encoded` cannot have written this.
+        CheckpointError: a tensor is missing, or ``value`` is not a possible output of `encoded`.
     """
     if isinstance(value, list):
         return [decoded(each, tensors) for each in value]

@@ -41,7 +41,7 @@ def forget(
     """Remove keys from checkpoints: no file will contain their vectors, states or scores.
 
     Their counts are removed too if `MinCount` counts exactly. A sketch does not store keys, so it
-    is left as it is.
+    is not changed.
 
     Checkpoints that need not change are left alone; each of the others is replaced in one step, so
     all of them can be loaded at any time. After an error or a crash, call the function again. It
@@ -107,7 +107,7 @@ def _related(chains: Iterable[Chain]) -> list[list[Chain]]:
 
 
 def _chains_with(path: Path) -> list[Chain]:
-    """Return the chains of all checkpoints next to `path` that start at the same checkpoint."""
+    """Return all chains next to `path` that start at the same checkpoint as its own chain."""
     first = chain(path)[0][0]
     # A chain that cannot be read is an error: it may build on `path`, and contain the keys.
     chains = [

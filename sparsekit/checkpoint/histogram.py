@@ -1,4 +1,4 @@
-"""Counts numbers in fine bins, so that quantiles of any number of rows take little memory."""
+"""Counts numbers in fine bins: quantiles then take little memory, however many rows there are."""
 
 from __future__ import annotations
 

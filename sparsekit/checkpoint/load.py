@@ -84,15 +84,15 @@ def load(
         strict: whether the names of tables and tensors in the module and in the checkpoint must be
             the same.
         cast: whether to convert vectors and dense tensors to the module's dtype if theirs differs.
-        verify: whether to compare the checksums of all files first. If False, damaged values may
-            be loaded.
+        verify: whether to verify the checksums of all files first. If False, damaged values may be
+            loaded.
         process_group: as for `save`.
 
     Raises:
         CheckpointError: (on all ranks) a file is missing or damaged; a table is missing, is
             unexpected, differs in dim or dtype, or has too many rows; or the optimizers do not
             match.
-        ValueError: a table is distributed over ranks other than the ranks of process_group.
+        ValueError: a table is distributed over a different set of ranks than process_group.
     """
     module = unwrapped(module)
     together = Together(module, process_group)

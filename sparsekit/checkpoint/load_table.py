@@ -137,8 +137,8 @@ class TablePlan:
             if number == 0 and found != count:
                 raise self._wrong_count(at, count, found, "a key is there twice")
         if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
-            # Too many keys: some that were only changed since are missing in the base. Too few:
-            # some that were added since are already in the base.
+            # With too many keys, the base lacks some that the chain records as changed, not added.
+            # With too few, the base already has some that the chain records as added.
             why = "keys are missing in its base"
             if found < size:
                 why += ", or one is there twice"
@@ -290,7 +290,7 @@ class TablePlan:
             layer.seed.fill_(table.seed)
             if layer.table is not None and self._new_table is not None:
                 new = list(self._new_table.tensors())
-                if self._new_table.capacity != layer.table.capacity:  # they grow in different steps
+                if self._new_table.capacity != layer.table.capacity:  # the two have grown unequally
                     own = self._new_table.keys(), self._new_table.hash_seed
                     new = list(layer.table.buffers_of(*own).values())
                 copy_all(zip(layer.table.tensors(), new, strict=True))
@@ -312,7 +312,7 @@ class TablePlan:
                     layer.weight.is_stepped_by(self.optimizer)
 
     def _restore_life(self) -> None:
-        """Restore the clock and the counts; convert scores if the layer uses another kind."""
+        """Restore the clock and the counts; convert scores if the layer uses a different kind."""
         layer, saved = self.layer, self.table.scores
         if layer.life is not None:
             layer.life.counts = self._counts

@@ -76,7 +76,7 @@ def lock_folder(folder: Path) -> Lock:
     """Keep other jobs from writing to a folder until the returned lock is garbage-collected.
 
     Raises:
-        CheckpointError: another job is writing to the folder, or this process cannot.
+        CheckpointError: another job has the lock, or this process cannot write to the folder.
     """
     folder = folder.resolve()
     path = folder / _LOCK

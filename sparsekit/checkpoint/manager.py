@@ -28,7 +28,7 @@ class Checkpoints:
 
     Only one job at a time can write to a folder: from its first save until `close`, or until this
     object is garbage-collected. The next save removes the leftovers of a killed job. The first save
-    of a run raises an error if the folder already has checkpoints for this step or a later one,
+    of a run raises an error if the folder already has checkpoints for the same step or a later one,
     since `latest` would find them instead of the new one. See `claim`.
 
     Args:
@@ -153,8 +153,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: another job is writing to this folder, or this process cannot write to
-                it; or the folder has whole checkpoints for this step or a later one. Those are
-                accepted once this object has loaded from the folder or claimed it, until `close`.
+                it; or the folder has whole checkpoints for this step or a later one. After this
+                object has loaded from the folder or claimed it, such checkpoints are accepted until
+                `close`.
         """
         together = Together(unwrapped(module), self._group)
 

@@ -87,7 +87,7 @@ class Table:
         dim: number of elements in a vector.
         dtype: name of the vectors' dtype.
         key_dtype: dtype of the keys in the layer's input. In files, keys are always int64.
-        capacity: largest number of rows on each rank.
+        capacity: the largest capacity of any rank's table, in rows.
         hash_table: true if any int64 can be a key, false if keys are row indices.
         placement: ``"hash"`` or ``"modulo"``.
         owners: CRC-32 of the map from virtual shards to ranks (65536 int16); None if there is no

@@ -11,8 +11,8 @@ from ..tables.key_hash import mixed
 from .changes import Fingerprints
 from .files import PIECE
 
-# Maximum number of vectors to compare. There are fewer if their float32 copies would exceed PIECE
-# bytes.
+# Maximum number of vectors to compare; fewer are compared if their float32 copies would exceed
+# PIECE bytes.
 MOST_COMPARED = 8192
 # Minimum cosine between two vectors that count as nearly equal.
 NEAR = 0.999

@@ -1,4 +1,4 @@
-"""Saves a checkpoint: each rank writes its part, then rank 0 publishes all in one step."""
+"""Saves a checkpoint: each rank writes its part, then rank 0 publishes everything in one step."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class CheckpointWriter:
 
     Args:
         target: folder of the checkpoint.
-        keep: number of checkpoints to keep in the folder that contains target. The new checkpoint
-            may then replace an old one with the same name. If None, no checkpoint is removed or
+        keep: number of checkpoints to keep in the folder that contains target; the new checkpoint
+            may also replace an old one with the same name. If None, no checkpoint is removed or
             replaced.
         marked: whether to record `marks`.
         follows: marks of a checkpoint that is whole and on disk, and that this one may build on.
@@ -155,7 +155,7 @@ class CheckpointWriter:
             os.rename(part_file.with_suffix(".new"), part_file)
 
     def publish(self) -> None:
-        """Write the manifest and publish the checkpoint, on rank 0 once all ranks have written."""
+        """Write the manifest and publish the checkpoint, on rank 0, once all ranks have written."""
         folder = self.draft.folder
         try:
             notes = [
@@ -263,7 +263,7 @@ def save(
             or read-only, or the state contains something other than tensors, numbers and strings.
             Nothing appears at path.
         TypeError, ValueError: step is not an integer >= 0.
-        ValueError: a table is distributed over ranks other than the ranks of process_group.
+        ValueError: a table is distributed over a different set of ranks than process_group.
         RuntimeError: a layer is on the meta device, or another rank has raised an error.
     """
     target = Path(path).absolute()

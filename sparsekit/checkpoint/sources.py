@@ -110,8 +110,8 @@ def _raw_pieces(
 def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
     """List the variables in ``<variable>_keys.file`` and ``<variable>_values.file`` (float32).
 
-    The files record neither the size of a key nor dim, so the caller must pass dim. Keys of 4
-    bytes are uint32.
+    The files record neither the size of a key nor dim, so the caller must pass dim. 4-byte keys are
+    uint32.
 
     Args:
         path: folder of the files.

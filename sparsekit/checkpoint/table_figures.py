@@ -36,7 +36,7 @@ _EXAMPLES = 5
 # States to ignore when looking for dead rows: `row_step` is the last step applied to a row, in
 # optimizers that let rows fall behind.
 _ANY_VALUE = {"row_step"}
-# For each file column: the part that it belongs to, unless that has the column's own name.
+# For each file column: the part that it belongs to, unless both have the same name.
 _PARTS = {"keys": "index", "rows": "changes", "removed": "changes"}
 # Scores used to decode stored words; LFU counts are not halved here.
 _SCORES: dict[str, Score] = {one.name: one for one in (LRU(), LFU(0), UserScore(None))}
@@ -69,8 +69,8 @@ class Part:
 
     Attributes:
         in_files: size in the files of the checkpoint's whole chain.
-        in_memory: size in memory, as for `sparsekit.memory_report`; None for a part that is not in
-            memory, or whose size there depends on the layer.
+        in_memory: size in memory, as reported by `sparsekit.memory_report`; None for a part that is
+            not in memory, or whose size there depends on the layer.
     """
 
     in_files: int
@@ -162,7 +162,7 @@ def table_figures(
     Args:
         path: a checkpoint, or a folder whose latest checkpoint is used. The checkpoint is verified
             first.
-        names: names of tables, in this order; None for all.
+        names: names of the tables to report on, in this order; None for all.
         modulo: m >= 2 if keys are hashes of ids modulo m; None if they are not.
         on_progress: called with the size in bytes of each file that has been verified.
 

@@ -20,7 +20,7 @@ Chain = Sequence[tuple[Path, Manifest]]
 
 
 class TensorStore(Protocol):
-    """Provides a checkpoint's tensors if they are not stored in a folder."""
+    """Provides the tensors of a checkpoint that is not stored in a folder."""
 
     def file(self, name: str) -> TensorFile:
         """Open the file with this name from the manifest."""

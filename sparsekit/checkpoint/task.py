@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-# Interval in seconds at which `wait` polls, since an interrupted wait may hold the latch forever.
+# Interval in seconds at which `wait` polls the flags, since an interrupted wait may leave the latch
+# locked forever.
 _LOOK = 1.0
 
 

@@ -64,7 +64,7 @@ class Column:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name as the manifest has it, such as ``"float32"``."""
+    """Return a dtype's name as written in the manifest, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 

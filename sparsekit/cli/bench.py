@@ -25,7 +25,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run the benchmarks, which must be next to the package or in the current folder."""
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "bench_hash_table.py").exists():
-            # Append the clone: if it came first, child ranks would import sparsekit from there.
+            # Append the clone to the path: at the front, it would make child ranks import sparsekit
+            # from there.
             sys.path.append(str(folder))
             benchmarks = importlib.import_module("benchmarks.__main__")
             return benchmarks.main(arguments, prog="sparsekit bench")

@@ -23,7 +23,8 @@ class _Enough(Exception):
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
     """Call fit, stop it after a warm-up and ``args.steps`` more steps, and print their profile.
 
-    A step ends when the optimizer, or the first of several, has taken its step.
+    A step ends when the optimizer has taken its step; with several optimizers, the first one
+    counts.
 
     Raises:
         UsageError: training ended before enough steps were profiled, or ``args.trace`` cannot be

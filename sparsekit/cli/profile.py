@@ -1,4 +1,4 @@
-"""``sparsekit profile``: shows how training spends its time, and the bytes ranks exchange."""
+"""``sparsekit profile``: shows where training spends its time, and how much data ranks exchange."""
 
 from __future__ import annotations
 

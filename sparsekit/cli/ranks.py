@@ -139,7 +139,7 @@ def _join() -> None:
 
 def _load_once(args: argparse.Namespace, load: Load) -> Any:
     """Load the data on rank 0, which may download it, and send it to the other ranks."""
-    loaded: list[Any] = [False, None]  # True if loading succeeded, and the data
+    loaded: list[Any] = [False, None]  # a flag for success, and the data
     error: Exception | None = None
     if rank() == 0:
         try:

@@ -20,7 +20,7 @@ _INT64_DIGITS = 18
 
 
 def check_type(place: str, kind: Any, keys: Keys | None) -> None:
-    """Raise ValueError if a column's type cannot be converted to keys (or numbers, without keys).
+    """Raise ValueError if a column cannot be converted to keys, or to numbers if keys is None.
 
     Args:
         place: start of the error message, which names the column.

@@ -11,7 +11,7 @@ __all__ = ["Batch", "KeyedJaggedTensor"]
 
 
 class KeyedJaggedTensor:
-    """Bags of several features, in the layout of torchrec, which is not required.
+    """Bags of several features, in torchrec's layout; torchrec itself is not required.
 
     `EmbeddingGroup` and `DistributedEmbedding` accept it. To pass it to torchrec, convert it with
     ``torchrec.KeyedJaggedTensor(k.keys(), k.values(), offsets=k.offsets())``.

@@ -46,7 +46,7 @@ def write_criteo_sample(
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
     Some integers are missing or negative, and some categories are missing. Each category has as
-    many distinct values as in Criteo 1TB for MLPerf's DLRM-DCNv2; their frequencies follow Zipf's
+    many distinct values as MLPerf's DLRM-DCNv2 uses for Criteo 1TB; their frequencies follow Zipf's
     law with exponent 1.1. About a quarter of the labels are 1 (in Criteo 1TB: 3%). Labels depend on
     the categories, so that a model has something to learn. Equal arguments produce equal bytes, and
     a longer file begins with the rows of a shorter one.

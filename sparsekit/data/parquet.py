@@ -25,7 +25,7 @@ _BYTES_TOGETHER = 8 << 20
 
 
 class ParquetReader(Reader):
-    """Stream Parquet files in batches, with one row group or a few small ones in memory.
+    """Stream Parquet files in batches, holding one row group or a few small ones in memory.
 
     A categorical column has integers, strings or binary values, or lists of these; each list is a
     bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may have only nulls.
@@ -35,8 +35,8 @@ class ParquetReader(Reader):
     Other types are converted to keys as follows. Booleans become 0 and 1. A date is hashed as text,
     such as ``2024-01-31``; with ``kind="int"``, its key is the number of days since 1970. A decimal
     is hashed as text with all digits of its scale, such as ``1.50``; with ``kind="int"``, it must
-    be a whole number of at most 18 digits. In dense columns, dates are days since 1970. Timestamps
-    are refused: cast them to one of these types first.
+    be a whole number of at most 18 digits. In dense columns, dates become days since 1970.
+    Timestamps are refused: cast them to one of these types first.
 
     Args:
         files: One path or several; all files have the same columns.
@@ -44,7 +44,7 @@ class ParquetReader(Reader):
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys`, or to a kind of keys, ``"hash"`` or ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
-        label: Name of the column of labels, where nulls are not allowed.
+        label: Name of the label column, which must not contain nulls.
         missing: The number that replaces a null or NaN in a dense column.
         on_error: ``"raise"``, or ``"skip"`` to skip rows that have no label or an infinite number;
             `skipped` counts these rows.

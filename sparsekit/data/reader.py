@@ -80,7 +80,7 @@ class Reader(IterableDataset):
     """
 
     columns: Columns
-    _features: list[str]  # names of the features, in the order that batches have
+    _features: list[str]  # names of the features, in the order used in batches
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Reader(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of shuffled rows.
 
-        A completed iteration advances the reader to the next epoch. With workers of a DataLoader,
-        call this method before each epoch, since they work on copies of the reader.
+        A completed iteration advances the reader to the next epoch. With a DataLoader's workers,
+        call this method before each epoch, since the workers use copies of the reader.
         """
         self._epoch = check_int(type(self).__name__, "epoch", epoch, 0, 2**31 - 1)
         self._step = self._resumed = 0

@@ -42,7 +42,7 @@ class CsvReader(Reader):
         sparse: Names of categorical columns, whose values are hashed; or a dict from names to
             `Keys` or to a kind of keys. In a batch, the features are in file order.
         dense: Names of numeric columns.
-        label: Name of the column of labels, where no field may be empty.
+        label: Name of the label column, whose fields must not be empty.
         columns: Names of all columns, for files without a header. With None, the first line of
             each file is its header, and all files must have the same header.
         delimiter: The byte that separates fields, such as ``"\t"``.
@@ -55,7 +55,7 @@ class CsvReader(Reader):
         seed: Seed of the shuffle.
         rank: Index of the share of rows to read; None means the rank in torch.distributed, if any.
         world_size: Number of shares; None means the number of ranks in torch.distributed.
-        block_bytes: Size in bytes of a block, the part of a file that is in memory at a time.
+        block_bytes: Size in bytes of a block, the part of a file that is held in memory at a time.
         max_line_bytes: Maximum length of a line in bytes; longer lines are malformed.
 
     Raises:
@@ -146,9 +146,8 @@ class CriteoReader(CsvReader):
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs.
     All fields except the label may be empty. This is the format of Criteo's display advertising
-    challenge and of the files of Criteo 1TB click logs, which may be compressed. The features are
-    named C1 to C26, and the key of a category is its hexadecimal number. `dense` has the columns I1
-    to I13.
+    challenge and of the Criteo 1TB click logs. Files may be compressed. The features are named C1
+    to C26, and the key of a category is its hexadecimal number. `dense` has the columns I1 to I13.
 
     Args:
         files: One path or several, to be read in the given order.

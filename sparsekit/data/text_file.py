@@ -143,7 +143,7 @@ class TextFile:
         return list(self._blocks)
 
     def lines(self, text: bytes, stop: int, complete: bool) -> _pybind.TextLines:
-        """Return the lines that begin in text[:stop]; if complete, the last may lack a newline."""
+        """Return the lines that begin in text[:stop]; if `complete`, the last needs no newline."""
         return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
 
     def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:
@@ -211,7 +211,7 @@ class _Block(Unit):
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """Return `first`, the number of lines from there on, and the end of the last of them."""
+        """Return a triple: `first`, the number of lines from there on, and the last line's end."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)
@@ -235,7 +235,7 @@ class _Block(Unit):
         return self._end
 
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
-        """Return the lines from byte `first`, their text, its end, and if a quote is unclosed."""
+        """Return the lines from byte `first`, their text, its end, and whether a quote is open."""
         stop = self._end - first
         with open(self._file.path, "rb") as file:
             text = self._text(file, first, stop)

@@ -79,8 +79,8 @@ class Ratings:
         Returns:
             ``(order, users, counts, from_end)``, all int64. ``order [n]`` has the positions of the
             ratings in sorted order. ``users [u]`` has the distinct users in ascending order, and
-            ``counts [u]`` the number of ratings by each. ``from_end [n]`` belongs to the sorted
-            ratings: it is 1 for the latest rating of a user, 2 for the one before, and so on.
+            ``counts [u]`` the number of ratings by each. ``from_end [n]`` follows the sorted order,
+            with 1 for a user's latest rating, 2 for the one before, and so on.
         """
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]

@@ -32,8 +32,8 @@ __all__ = [
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 # Numbers that stand for padding and for words outside the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# Fields in Amazon's review files: for each field's name before 2018, its name after 2018 and its
-# type.
+# Fields in Amazon's review files: for each field's name up to the 2018 edition, its name in the
+# 2023 edition and its type.
 FIELDS: dict[str, tuple[str, Any]] = {
     "reviewerID": ("user_id", str),
     "asin": ("asin", str),
@@ -174,8 +174,8 @@ class Documents:
         row = torch.repeat_interleave(torch.arange(len(owners)), counts)
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
-        # Number of words kept before each word, over all documents; the next line subtracts the
-        # number before the word's document.
+        # Number of words kept before each word, over all documents; the next line subtracts those
+        # kept before the word's own document begins.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -187,8 +187,8 @@ class Corpus:
     """The documents of users and items, made from the training part of the reviews.
 
     A user's document consists of the user's reviews, the latest first. An item's document consists
-    of its description, if any, and its reviews. To predict a user's rating of an item, this user's
-    review of this item is left out of both documents.
+    of its description, if any, and its reviews. For predicting a user's rating of an item, both
+    documents leave out that user's review of that item.
 
     Args:
         train: training part of the reviews; must not contain reviews to be predicted.

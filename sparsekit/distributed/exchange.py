@@ -47,7 +47,7 @@ class Proposal:
 
 @dataclass
 class Agreement:
-    """The proposals from all ranks, once they have been found to agree."""
+    """The proposals from all ranks, once they are known to agree."""
 
     facts: list[list[int]]
     counts: np.ndarray  # int64 [world_size, tables], number of rows to receive from each rank
@@ -201,8 +201,9 @@ class Exchange:
             sizes: number of bytes to receive from each rank, multiples of the same number.
             words: number of int64 words to read after the head of each part; the result's `words`
                 holds those from the other ranks.
-            late: whether to report a disagreement later on a device whose errors are deferred,
-                instead of waiting for it. An error in write then ends the exchange.
+            late: on a device whose errors are deferred, whether a later lookup may report a
+                disagreement, so that this one need not wait. An error in write then ends the
+                exchange.
 
         Returns:
             A function that waits for the parts from the other ranks, and returns the parts from all

@@ -29,7 +29,7 @@ def sharded_tensors(module: torch.nn.Module) -> set[str]:
 
 
 def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of tables. Tools that replicate or shard a model must skip them.
+    """Return the tensors of tables, which tools that replicate or shard a model must skip.
 
     Args:
         module: any module, with or without sparsekit layers.

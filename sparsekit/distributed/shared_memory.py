@@ -59,7 +59,7 @@ class SharedMemoryTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Start the collective: send what fits in the buffers; waiting sends the rest."""
+        """Start the collective: send what fits in the buffers now, and the rest while waiting."""
         # Check the tensor here: the communicator gets only an address, and would silently read the
         # wrong memory.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):

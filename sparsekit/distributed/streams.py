@@ -77,7 +77,7 @@ class OwnStream(NoStream):
         Args:
             launch: starts the collective on the current stream, and returns a function that waits
                 for the other ranks.
-            arguments: arguments of launch; it may read and write the tensors among the arguments.
+            arguments: arguments of launch, which may read and write any tensors among them.
 
         Returns:
             A function that waits for the other ranks, and makes the stream that is current at that

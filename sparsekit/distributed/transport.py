@@ -70,7 +70,7 @@ class Transport(ABC):
         return self.begin_all_to_all(send, send_splits, receive_splits)()
 
     def close(self) -> None:  # noqa: B027
-        """Close the transport, so that ranks that wait for this rank raise an error."""
+        """Close the transport, so that ranks waiting for this rank raise an error."""
 
 
 def room_for(

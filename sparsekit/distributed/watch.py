@@ -133,7 +133,7 @@ class Watch(threading.Thread):
             # rank.
             return _said_by(error)
         if deadline != self._deadline:
-            return None  # another launch has begun meanwhile
+            return None  # another launch has begun in the meantime
         return f"an exchange {_late(self._seconds)}"
 
     def _end(self) -> None:

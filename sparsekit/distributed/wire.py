@@ -197,7 +197,7 @@ class RaggedBags(NamedTuple):
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return the bytes in a part with bags, given (bags, keys, bytes of weights) for each table."""
+    """Return a part's size in bytes, given (bags, keys, bytes of weights) for each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, weights]
@@ -220,7 +220,7 @@ def write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
 
 
 def read_bags_of(come: Parts, rank: int, weight_dtypes: Sequence[torch.dtype]) -> list[RaggedBags]:
-    """Return the bags for each table that a rank wrote with `write_bags`.
+    """Return each table's bags, as a rank wrote them with `write_bags`.
 
     Args:
         come: the parts received from all ranks.

@@ -115,7 +115,7 @@ def init(
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the given or the default process group; None if there is only one rank."""
+    """Return the given process group, or else the default one; None if there is only one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = process_group or settings.process_group or dist.group.WORLD

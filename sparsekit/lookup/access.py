@@ -174,7 +174,7 @@ def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
 
 
 def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
-    """Erase the int64 keys ``[n]`` that have rows on this rank, and return how many had one."""
+    """Erase those of the int64 keys ``[n]`` that have rows on this rank; return their number."""
     table = cast(HashTable, layer.table)
     table.refuse_sharing()
     rows = table.find(keys).unique()
@@ -212,7 +212,7 @@ def scores_of(layer: EmbeddingTable) -> torch.Tensor:
 
 
 def _items(layer: EmbeddingTable, chunk: int, chosen: torch.Tensor | None) -> Iterator[Items]:
-    """Yield chunks of all rows, or of the rows in ``chosen``, int64 ``[n]``, ascending."""
+    """Yield all rows in chunks, or only those in ``chosen``, int64 ``[n]`` in ascending order."""
     if layer.table is not None:
         keys = layer.table.keys()
         if layer.fallback is not None:

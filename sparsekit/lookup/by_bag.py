@@ -1,4 +1,4 @@
-"""The route by bag: every rank gets all keys, and adds up the vectors of its own keys.
+"""The route by bag: every rank gets all keys, and adds up the vectors of those that it owns.
 
 The algorithm is that of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
 every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank
@@ -45,7 +45,7 @@ from .user_scores import UserScores, inserting, scores_on_ranks
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Return whether the route supports a request: it must be a sum without weight gradients."""
+    """Return whether the route supports a request: a sum whose sample weights need no gradient."""
     return request.combiner != "none" and not request.pooled_here
 
 
@@ -104,7 +104,7 @@ class ByBag:
         self.requests = requests
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Send this rank's bags to all ranks; `sizes` says how many bytes come from each rank."""
+        """Send this rank's bags to all ranks; `sizes` says how many bytes each rank sends."""
         ranks = self.exchange.world_size
         self._received = self.exchange.send(
             f"bags: {self.signature}",

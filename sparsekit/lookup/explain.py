@@ -25,7 +25,7 @@ def explain_refusal(
 ) -> NoReturn:
     """Raise an error that explains why an op that finds or inserts keys refused its input."""
     explain(requests)
-    if isinstance(refusal, TableFullError):  # a report raised it, with a clear message
+    if isinstance(refusal, TableFullError):  # raised by a report, with a clear message
         raise refusal
     if isinstance(refusal, RuntimeError):
         if "another thread" in str(refusal):

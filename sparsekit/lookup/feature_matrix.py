@@ -12,7 +12,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Parts:
-    """Return keys, offsets and weights of a float CSR tensor ``[bags, columns]``, not copied."""
+    """Read a float CSR tensor ``[bags, columns]`` as keys, offsets and weights, without copying."""
     _check_no_weights(sample_weights, layer)
     return inputs.col_indices(), inputs.crow_indices(), inputs.values()
 

@@ -87,7 +87,7 @@ def grow_ahead(batch: TableBatch, entries: Sequence[int]) -> bool:
 
 
 def grow_for(batch: TableBatch, requests: Sequence[Request]) -> bool:
-    """Make room for a lookup's new keys after a table was full; return whether they may fit now.
+    """Make room for new keys after a lookup found a table full; return whether they may fit now.
 
     Raises:
         TableFullError: there is not enough memory for the rows.

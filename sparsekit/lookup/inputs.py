@@ -63,7 +63,7 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Read bags in any form that `DistributedEmbedding` accepts, or ``[bags, m]`` if `matrix`.
+    """Read bags in any form that `DistributedEmbedding` accepts; with `matrix`, also ``[bags, m]``.
 
     The values of offsets are not read here; `check_bags` checks them.
 

@@ -27,7 +27,7 @@ _backward_at = torch.ops.sparsekit.group_embedding_bag_backward_at_.default
 
 
 class KeyClient:
-    """The distinct keys of a batch of tables, grouped by owner, and the bags to pool.
+    """The distinct keys for a batch of tables, grouped by owner, and the bags to pool.
 
     Args:
         batch: the tables.
@@ -74,7 +74,7 @@ class KeyClient:
         self._row_strides = [math.gcd(dim, wide) for dim in batch.dims]
 
     def bytes_of_bags(self) -> int:
-        """Return the size in bytes of the sums of all bags."""
+        """Return the total size in bytes of all bags' sums."""
         each = zip(self._shapes, self.batch.table_of_request, strict=True)
         return sum(math.prod(shape) * self.batch.sum_bytes[t] for shape, t in each)
 
@@ -98,9 +98,9 @@ class KeyClient:
 
         Args:
             parts: the parts to write to.
-            keys: layout of keys, and of these numbers, in the parts.
+            keys: layout of the keys, and of their occurrence counts, in the parts.
             t: index of the table.
-            column: the layout's column for these numbers.
+            column: the layout's column for this table's occurrence counts.
         """
         own = entries_of_tables(self._bags, self._features, len(self.batch.dims))[t]
         numbers = self._inverse[own]

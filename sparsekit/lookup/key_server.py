@@ -21,7 +21,7 @@ from .user_scores import UserScores
 
 
 class KeyServer:
-    """Answers requests from all ranks for keys that this rank owns, without copies.
+    """Answers requests from all ranks for keys that this rank owns, without copying.
 
     It reads keys and gradients from the receive buffers, and writes vectors straight into the
     send buffers.
@@ -33,7 +33,7 @@ class KeyServer:
         vectors: layout of the vectors, and of their gradients, in the parts.
         places: for each table, the number of places for its keys in each part; each part then
             begins with the number of keys for each table. None if all places are in use.
-        counted: columns of the tables where the keys are followed by how often each occurred.
+        counted: columns of the tables whose keys are followed by their occurrence counts.
 
     Attributes:
         user_scores: the scores that the user gives for keys.
@@ -113,7 +113,7 @@ class KeyServer:
         return torch.cat(each)
 
     def keys_of(self, table: EmbeddingTable) -> Asked:
-        """Return the keys received for a table, and how often each occurred if it counts them."""
+        """Return a table's received keys and, if the table counts them, how often each occurred."""
         tables = [one for batch in self._plan.batches for one in batch.tables]
         own = slice(tables.index(table), tables.index(table) + 1)
         occurrences, keys = self._occurrences(own), self._requests(own)[0].keys

@@ -217,7 +217,7 @@ def make_room_on_ranks(
 
     Args:
         known: for each table, the facts from the handshake; in the same order on all ranks.
-        keys: returns the keys of a table that this rank owns, from all ranks.
+        keys: returns, for a table, all ranks' keys that this rank owns.
         exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
         by_hand: true for `assign`, which admits all keys.

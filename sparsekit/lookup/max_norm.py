@@ -17,7 +17,7 @@ def limit_norms(
     Args:
         weight: ``[num_rows, dim]``.
         rows: distinct row indices; negative indices are ignored.
-        max_norm: the largest norm.
+        max_norm: the largest allowed norm.
         norm_type: p of the p-norm.
     """
     rows = rows[rows >= 0]

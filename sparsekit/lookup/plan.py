@@ -53,7 +53,8 @@ class TableBatch:
         bounds: result of `bounds_of` for ``inserting``.
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the cache
             key contains everything that they depend on.
-        max_norms: for each table with a limit, the largest norm of a row, and that norm's p.
+        max_norms: for each table with a limit, the largest allowed norm of a row, and the p of that
+            norm.
         files: for each table whose rows are stored in files, those files.
         scored: the tables whose rows have scores; None if there are none.
         seen: whether the content of these tables has been checked.
@@ -138,7 +139,8 @@ class TableBatch:
         """Check the tables where needed, and return their tensors for the next lookup.
 
         Returns:
-            The tensors, in the last call's lists if they are unchanged; and the form that ops take.
+            The tensors, in the last call's lists if they are unchanged; and the same tensors as op
+            arguments.
 
         Raises:
             TypeError, ValueError: a lookup cannot use a table's weight.
@@ -192,7 +194,7 @@ class TableBatch:
 
     @staticmethod
     def _are_noted(weights: list[Any]) -> bool:
-        """Return whether only the library has written to weights, judging by their versions."""
+        """Return whether the weights' versions show that only this library has written to them."""
         return each_equal(weights, "_version", "noted_version")
 
     def _kept_of(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
@@ -349,7 +351,7 @@ class LookupPlan:
         """Check that all tables were made for this exchange.
 
         Raises:
-            RuntimeError: a table was made on another rank, or for another number of ranks.
+            RuntimeError: a table was made on a different rank, or for a different number of ranks.
             ValueError: the tables have different process groups or devices.
         """
         fits = self.fits_alone if exchange is None else self._fits and self._fits() is exchange

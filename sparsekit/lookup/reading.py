@@ -35,7 +35,7 @@ def insertions(
     reads: Sequence[bool],
     occurrences: torch.Tensor | None,
 ) -> tuple[list[Request], torch.Tensor | None]:
-    """Return requests for the keys that a lookup inserts, one for each table in `first`.
+    """Return a request for each table in `first`, with the keys that a lookup inserts into it.
 
     Args:
         first: see `TableBatch`.

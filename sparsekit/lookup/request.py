@@ -304,7 +304,7 @@ def leave_padding_out(request: Request) -> None:
 
 
 def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """Return a request for the vectors of keys of any shape, or jagged; do not change the table."""
+    """Return a request for each key's vector (keys of any shape, or jagged); change no table."""
     name = table.name
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)

@@ -124,7 +124,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass
 class _Redirected:
-    """A lookup whose keys are redirected when it finishes: lookups before it may admit some."""
+    """A lookup whose keys are redirected only when it finishes: earlier lookups may admit some."""
 
     plan: LookupPlan
     exchange: Exchange

@@ -40,8 +40,8 @@ class Scored:
 
         Args:
             looked_up: for each table of the call, the number of distinct keys that have rows.
-            new: how many of these keys got their rows in this lookup, by table; 0 for tables not
-                listed.
+            new: how many of these keys were given their rows by this lookup, by table; 0 for tables
+                not listed.
         """
         for t, life in self.touched:
             life.looked_up += looked_up[t]
@@ -75,7 +75,7 @@ def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
 def scored_of(
     tables: Sequence[EmbeddingTable], inserts: bool, writing: Sequence[EmbeddingTable]
 ) -> Scored | None:
-    """Return the given tables that have scores; None if there are none.
+    """Return those of ``tables`` whose rows have scores; None if there are none.
 
     Args:
         tables: the tables in a call.

@@ -149,7 +149,7 @@ class Sweep:
             *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
             *(self._now, self._pinned(rows), count),
         )
-        if self._exchange is not None:  # the lowest rows overall are among each rank's lowest
+        if self._exchange is not None:  # the lowest of all are each among the lowest of a rank
             of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sums)]
@@ -164,7 +164,7 @@ class Sweep:
         return self._sums(len(self._index))[0]
 
     def _pinned(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return `rows` and all other rows that must stay; some may be -1, which is no row."""
+        """Return `rows` and all other rows that must stay; -1 stands for no row."""
         held = [*pinned_rows(self._table.weight), *fallback_rows(self._table.fallback, self._index)]
         if rows is not None:
             held.append(rows)
@@ -228,7 +228,7 @@ def insert_admitted(table: EmbeddingTable, keys: torch.Tensor, words: torch.Tens
         return
     size = len(index)
     index.reserve(size + count)
-    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before rows get keys
+    table.catch_up(torch.arange(size, size + count, device=keys.device))  # before the rows get keys
     buckets, hash_seed, in_use = index.tensors()
     columns = [0, 0, 0, count, GROUP_COMBINERS["none"], 1, 0, 0, table.embedding_vec_size]
     scores = cast(torch.Tensor, table.scores)[size : size + count]

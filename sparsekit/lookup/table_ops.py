@@ -38,10 +38,10 @@ _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _words_of = torch.ops.sparsekit.words_of.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
-# Record for lookups without gradients; making a real one would slow down a small lookup by 5%.
+# Shared by lookups without gradients: a record of its own would slow down a small lookup by 5%.
 _NO_RECORD = LookupRecord((), [], [], False, 0)
 
-# CPU memory of at least this size is reused; see csrc/torch_ops/large_memory.h.
+# CPU blocks of at least this size in bytes are reused; see csrc/torch_ops/large_memory.h.
 _LARGE_BYTES = 2 << 20
 
 
@@ -310,7 +310,7 @@ class TableOps:
         if all(life_of(table).on_evict is None for table in tables):
             self._rows_before = dict(zip(tables, rows, strict=True))
         absent = torch.stack([(of_table < 0).sum() for of_table in rows])
-        return cast(list[int], absent.tolist())  # one read for all, since each waits for the device
+        return cast(list[int], absent.tolist())  # one read, since each read waits for the device
 
     def _keys_of(self, table: EmbeddingTable) -> Asked:
         """Return the keys that this lookup looks up in a table."""

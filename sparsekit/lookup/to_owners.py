@@ -18,7 +18,8 @@ def signature_of(exchange: Exchange, layer: EmbeddingTable, what: str) -> str:
     """Return a string that identifies an operation on a layer, the same on all ranks.
 
     Raises:
-        RuntimeError: the layer was made for other ranks; or see `EmbeddingTable.signature`.
+        RuntimeError: the layer was made for a different set of ranks. Also raises the errors of
+            `EmbeddingTable.signature`.
     """
     layer.check_ranks(exchange)
     seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
@@ -40,8 +41,8 @@ class ToOwners:
         order: position of each key in the input.
         own: number of keys to send to each rank.
         theirs: number of keys to receive from each rank.
-        asked: number of keys from all ranks.
-        rows: number of rows in use on all ranks, if the table drops rows.
+        asked: total number of keys that all ranks pass.
+        rows: total number of rows in use on all ranks if the table drops rows, else 0.
         signature: text that identifies this call, the same on all ranks.
     """
 

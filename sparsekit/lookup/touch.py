@@ -41,8 +41,8 @@ def touch(
         scored: the tables with scores.
         found: results of the lookup.
         given: the lookup's keys.
-        new: number of new rows, by table; 0 for other tables. None to leave clocks and counters
-            unchanged.
+        new: number of new rows, by table; 0 for tables not listed. With None, clocks and counters
+            do not change.
         user_scores: the scores of keys in the tables of `Scored.by_user`.
     """
     lives = scored.clocks(batch.buffers)

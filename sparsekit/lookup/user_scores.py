@@ -36,7 +36,7 @@ UserScores = dict[EmbeddingTable, KeyScores]
 
 
 def beside(request: Request, inputs: Any, scores: Any) -> Request:
-    """Store scores that were passed along with a call's keys in its request; return the request.
+    """Store in a request the scores passed along with its keys, and return the request.
 
     Args:
         request: the request for these inputs.
@@ -82,7 +82,7 @@ def scores_of_keys(
 
     Args:
         tables: tables whose scores come from the user.
-        keys: returns the keys of a table that this rank owns.
+        keys: returns, for a table, the keys that this rank owns.
         requests: the requests, with any scores passed along with their keys; None without requests,
             in which case rows keep their scores.
 
@@ -111,7 +111,7 @@ def scores_on_ranks(
 
     Args:
         tables: tables whose scores come from the user, the same on all ranks.
-        keys: returns the keys of a table that this rank owns, from all ranks.
+        keys: returns, for a table, all ranks' keys that this rank owns.
         exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
         requests: this rank's requests; see `scores_of_keys`.

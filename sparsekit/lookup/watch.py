@@ -1,4 +1,4 @@
-"""Passes the keys of lookups in training to functions that watch a table."""
+"""Passes the keys looked up in training to functions that watch a table."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import torch
 
-# ModuleDict refuses a module with the name of one of this object's attributes.
+# ModuleDict refuses a module whose name is an attribute of this object.
 _EMPTY = torch.nn.ModuleDict()
 
 

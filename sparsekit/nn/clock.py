@@ -15,7 +15,7 @@ from ..tables.life import RowLife
 
 @torch.no_grad()
 def set_clock(module: torch.nn.Module, now: int) -> int:
-    """Set the clock of all tables in a module whose rows have scores or a ttl.
+    """Set the clocks of all of a module's tables that have scores or a ttl.
 
     A clock that is never set counts lookups in training. From the first call on, only this function
     moves it, so that scores and ttl are in units of the caller's choice, such as event time in

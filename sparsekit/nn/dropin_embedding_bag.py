@@ -31,8 +31,8 @@ class EmbeddingBag(DropIn):
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type: as in `Embedding`.
         scale_grad_by_freq: must be False.
-        mode: ``"mean"``, ``"sum"`` or ``"max"``. The maximum is elementwise; on ties the first
-            vector gets the gradient. The vectors of all ids are gathered first.
+        mode: ``"mean"``, ``"sum"`` or ``"max"``. ``"max"`` first gathers the vectors of all ids;
+            the maximum is elementwise, and on ties the first vector gets the gradient.
         sparse: ignored; gradients are always sparse, with ``"max"`` too.
         _weight: not supported; see `from_pretrained`.
         include_last_offset: whether offsets include the end of the last bag.

@@ -26,7 +26,7 @@ STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 class DistributedEmbedding(EmbeddingLayer):
     """A layer of embedding bags over an unbounded vocabulary, in several slots.
 
-    `EmbeddingBag` is the similar layer with torch's interface.
+    `EmbeddingBag` is the corresponding layer with torch's interface.
 
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which starts
     from an initial vector that depends on (seed, key, column) only. In evaluation nothing is
@@ -37,11 +37,11 @@ class DistributedEmbedding(EmbeddingLayer):
     vectors by key.
 
     Args:
-        combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum), ``"sqrtn"`` or
-            ``"max"`` (elementwise, without weights; it first gathers the vectors of all keys, and
-            on ties the first vector gets the gradient). Or a list of slot_num combiners, one for
-            each slot; keys are then sorted by slot, unless they already are, as in a
-            KeyedJaggedTensor.
+        combiner: ``"sum"``, ``"mean"`` (divided by the actual key count, or by the weight sum),
+            ``"sqrtn"`` or ``"max"`` (elementwise, without weights; it first gathers the vectors of
+            all keys, and on ties the first vector gets the gradient). Or a list of slot_num
+            combiners, one for each slot; keys are then sorted by slot, unless they already are, as
+            in a KeyedJaggedTensor.
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1]. None makes a
             table that grows (``on_full="grow"``) from 1,024 rows.
         embedding_vec_size: length of a vector (dim).
@@ -258,7 +258,7 @@ class DistributedEmbedding(EmbeddingLayer):
 class All2AllDenseEmbedding(EmbeddingLayer):
     """A layer with one vector for each key, not pooled, in several slots.
 
-    `Embedding` is the similar layer with torch's interface.
+    `Embedding` is the corresponding layer with torch's interface.
 
     The table works as in `DistributedEmbedding`.
 
