@@ -82,7 +82,7 @@ class Histogram:
         return Spread(quantiles, edges.tolist(), binned.tolist(), bool(logarithmic))
 
     def _edges(self, numbers: np.ndarray, logarithmic: bool) -> np.ndarray:
-        """Return the edges of the bins in a plot of these numbers, which are in ascending order."""
+        """Return the bin edges for a plot of these numbers, given in ascending order."""
         least, last = self._least, self._greatest + self.whole
         if last == least:
             return np.array([least, np.nextafter(least, np.inf)])

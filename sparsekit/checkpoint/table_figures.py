@@ -182,7 +182,7 @@ def table_figures(
 
 
 class _Pass:
-    """Reads a table's rows once, and collects its figures."""
+    """Reads a table's rows once, and collects the table's figures."""
 
     def __init__(self, links: Chain, name: str) -> None:
         self.name = name

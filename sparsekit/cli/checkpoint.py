@@ -173,7 +173,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _verifying(work: Callable[[OnProgress], T], *paths: str) -> T:
-    """Call a function that begins by verifying these checkpoints, and show its progress."""
+    """Call a function that first verifies these checkpoints; show the verification's progress."""
     folders = [chain(resolved(path)) for path in paths]
     total = sum(
         file.bytes for links in folders for _, manifest in links for file in manifest.files.values()

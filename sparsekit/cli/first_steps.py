@@ -21,7 +21,7 @@ class _Enough(Exception):
 
 
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
-    """Call fit, stop it after a warm-up and ``args.steps`` more steps, and print their profile.
+    """Call fit, profile ``args.steps`` steps after a warm-up, then stop it and print the profile.
 
     A step ends when the optimizer has taken its step; with several optimizers, the first one
     counts.

@@ -165,7 +165,7 @@ class _RowGroup(Unit):
 def _read_together(
     run: Sequence[tuple[_RowGroup, np.ndarray]],
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Read row groups from one file as a chunk; yield it, and the indices of its rows to take."""
+    """Read row groups from one file as a chunk; yield the chunk and the indices of rows to take."""
     groups = [group for group, _ in run]
     try:
         chunk = _TableChunk(groups)

@@ -31,7 +31,7 @@ class TextFile:
     A newline within a quoted field does not end a line.
 
     Args:
-        path: A file, plain or compressed (see `Content`); or a pipe, which is read only once.
+        path: A file, plain or compressed (see `Content`); or a pipe, which can be read only once.
         delimiter: The byte that separates fields.
         quote: The byte that quotes fields, or None.
         max_line_bytes: Maximum length of a line in bytes; the rest of a longer line is dropped.

@@ -219,10 +219,9 @@ class Corpus:
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    A rating adds the film's words to the user's document. To the film's document, it adds the words
-    of the film that the user rated just before this one, or just after it if this rating is the
-    user's first. The film's own words, already at the start of its document, would be the same for
-    all ratings.
+    A rating adds the film's words to the user's document. It adds to the film's document the words
+    of the film that the user rated just before, or just after if this rating is the user's first.
+    The film's own words, already at the start of its document, would be the same for all ratings.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()

@@ -52,7 +52,8 @@ class Transport(ABC):
         the sizes must be equal.
 
         Args:
-            send: 1-D, contiguous; the part for rank 0 first. Do not write to it before the wait.
+            send: 1-D, contiguous; the part for rank 0 first. Do not write to it until the wait is
+                over.
             send_splits: number of elements to send to each rank.
             receive_splits: largest number of elements to receive from each rank.
             received: the buffer to write to, ``[sum(receive_splits)]`` in the dtype of send,

@@ -89,7 +89,7 @@ class Watch(threading.Thread):
             self._launching = False
 
     def close(self, reason: str = "") -> None:
-        """Close the communicator and end the thread; with a reason, abort instead of waiting."""
+        """Close the communicator and end the thread; given a reason, abort instead of waiting."""
         self._reason = reason
         self._over.set()
         if threading.current_thread() is not self:  # the garbage collector may run on this thread

@@ -43,7 +43,8 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             - a list, a tuple or another sequence, which may mix the types above;
             - a 1-D numpy array of an integer, ``str`` (``U`` or ``StringDType``), ``bytes`` or
               object dtype. Fixed-width arrays (``S`` or ``U``) drop NUL characters at the end of an
-              item, so these are not hashed. Masked items and missing strings count as None;
+              item, so such characters are not hashed. Masked items and missing strings count as
+              None;
             - a 1-D integer tensor, which is hashed on its device;
             - an Arrow column, as one array or in chunks, from pyarrow or another package with the
               Arrow PyCapsule interface. Its type is a string or binary type of any layout, an

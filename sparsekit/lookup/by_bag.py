@@ -277,7 +277,7 @@ class _WayBack:
 
     exchange: Exchange
     signature: str
-    like: list[torch.Tensor]  # for each table, an empty tensor with its sums' dtype and length
+    like: list[torch.Tensor]  # for each table, an empty tensor with its sums' dtype and row length
     owned: list[_Owned]
     sizes: tuple[list[int], list[int]]  # bytes of sums to send to and receive from each rank
     record: LookupRecord

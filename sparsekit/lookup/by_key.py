@@ -57,7 +57,7 @@ class ByKey:
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
         # For each table, the number of places for its keys in each message; None if messages are
         # only as large as their content. On a device all messages have fixed sizes if all tables
-        # limit their keys, since the host would have to wait to read a count.
+        # limit their keys, since reading a count would make the host wait.
         on_device = exchange.device.type in DEFERRING_DEVICES
         self._places = plan.most_keys if on_device else None
         # Layout of the keys from all ranks. With max_keys_per_rank and without fixed places, it is
@@ -161,7 +161,7 @@ class ByKey:
     def _send_places(
         self, places: list[int], requests: Sequence[Request] | Exception | None = None
     ) -> None:
-        """Send counts and keys in fixed-size messages; if requests are given, call `ask` first.
+        """Call `ask` if requests are given; then send counts and keys in fixed-size messages.
 
         Other ranks carry on before they read the heads, so an error ends the exchange.
         """
@@ -199,7 +199,7 @@ class ByKey:
             client.write_keys(parts, keys, columns)
 
     def _keys_layout(self, counts: np.ndarray) -> Layout:
-        """Return the layout of parts with keys, then key occurrences for some tables."""
+        """Return the layout of parts with keys, followed by occurrence counts for some tables."""
         tables = len(self._row_bytes) + len(self._counted)
         return Layout(np.concatenate([counts, counts[:, self._counted]], axis=1), [8] * tables)
 

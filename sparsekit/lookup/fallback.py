@@ -1,4 +1,4 @@
-"""Redirects keys without a row to fallback rows, which they share until they are admitted.
+"""Redirects keys without a row to shared fallback rows, until the keys are admitted.
 
 Owners first report which keys have a row, and admit new ones. All other keys are then replaced, so
 that the lookup itself finds a row for each key, on whichever rank that row is.

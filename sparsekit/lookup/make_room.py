@@ -3,7 +3,7 @@
 A table over its budget drops the rows with the lowest scores on all ranks. Some rows are never
 dropped: those of the lookup's own keys, and those that a pending backward or a gradient refers to.
 Ranks decide together: a lookup's handshake tells every rank an upper bound on the number of rows in
-use, and they exchange more only if the bound is above the budget.
+use, and ranks exchange more only if the bound is above the budget.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _crowded(
 
 
 def swept_columns(plan: LookupPlan) -> list[int]:
-    """Return the columns of the tables that may have to make room."""
+    """Return the plan's indices of the tables that may have to make room."""
     return [
         columns.start + t
         for batch, columns in zip(plan.batches, plan.columns, strict=True)
@@ -183,7 +183,7 @@ def swept_tables(plan: LookupPlan) -> list[EmbeddingTable]:
 
 
 def known_here(tables: Sequence[EmbeddingTable], asked: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that this rank sends to others in a handshake, int64 ``[2 * tables]``.
+    """Return the numbers that this rank sends to all ranks in a handshake, int64 ``[2 * tables]``.
 
     Args:
         tables: the tables that evict.

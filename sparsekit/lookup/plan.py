@@ -53,8 +53,7 @@ class TableBatch:
         bounds: result of `bounds_of` for ``inserting``.
         features: cache of the ops' arguments ``features`` and of `Descriptors.limits`; the cache
             key contains everything that they depend on.
-        max_norms: for each table with a limit, the largest allowed norm of a row, and the p of that
-            norm.
+        max_norms: for each table with a limit, the largest allowed norm of a row, and the norm's p.
         files: for each table whose rows are stored in files, those files.
         scored: the tables whose rows have scores; None if there are none.
         seen: whether the content of these tables has been checked.
@@ -112,7 +111,7 @@ class TableBatch:
         self.growth: Any = None  # see `larger_of`
         self.seen = False
         self._process = -1  # id of the last process where `refuse_sharing` passed
-        # The last call's tensors, and the form that ops take; set from the second call on.
+        # The last call's tensors and, from the second call on, the same as op arguments.
         self._last: Tensors | None = None
         self._kept: KeptTensors | None = None
         # The weights of tables with a hash table, and each hash table's `OF_HASH_TABLE` tensors.
@@ -139,8 +138,7 @@ class TableBatch:
         """Check the tables where needed, and return their tensors for the next lookup.
 
         Returns:
-            The tensors, in the last call's lists if they are unchanged; and the same tensors as op
-            arguments.
+            The tensors, in the last call's lists if they are unchanged, and also as op arguments.
 
         Raises:
             TypeError, ValueError: a lookup cannot use a table's weight.
@@ -210,7 +208,7 @@ class TableBatch:
         return last, Tensors(*kept.arguments)
 
     def take_gradients(self) -> list[bool]:
-        """Return, for each table, whether the backward of a lookup will need its gradient."""
+        """Return, for each table, whether a lookup's backward will need the table's gradient."""
         if not torch.is_grad_enabled():
             return [False] * len(self.dims)
         return [weight.requires_grad for weight in self._weights()]
@@ -266,7 +264,7 @@ class LookupPlan:
         self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(tables):
-            # Use these flags, not `inserts_all`: evaluation then has the same groups as training.
+            # Use these flags, not `inserts_all`, so that evaluation groups tables as training does.
             modes = table.inserts, table.admits_all, table in reading
             key = table.weight.dtype, table.dtype_on_wire, table.gradient_divisor, modes
             positions.setdefault(key, []).append(i)

@@ -77,7 +77,7 @@ def _pieces(
     layout: Layout,
     others: Sequence[int],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of slices to convert between, from `parts` and from `memory`."""
+    """Return pairs of slices, one of `parts` and one of `memory`, with the same rows."""
     pieces = []
     for batch, columns, own in zip(plan.batches, plan.columns, memory, strict=True):
         if batch.wire_dtype == batch.dtype:

@@ -208,7 +208,7 @@ class TableOps:
         words = None if report is None else report.words
         weights, seeds, *hash_tables = self._passed
         asked = sources.keys, sources.offsets, sources.features
-        # Compare sizes on the CPU only: on a device, the host does not know of new keys.
+        # Compare sizes only for tables on the CPU: on a device, the host does not know of new keys.
         counted = tables.hashed if tables.inserts else tables.growing
         before = self._sizes() if counted and reports is None and device.type == "cpu" else []
         larger = larger_of(tables, before) if tables.growing and before else []

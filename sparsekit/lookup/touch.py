@@ -94,7 +94,7 @@ def _rows_in(
     counts: torch.Tensor | None,
     bags: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rows that a lookup found in table t out of `tables`, as in `InFlight`."""
+    """Return the rows that a lookup found in table t of its `tables` tables, as in `InFlight`."""
     own = entries_of_tables(bags, features, tables)[t]
     if rows is None or counts is None:
         return index[own]

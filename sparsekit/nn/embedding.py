@@ -66,11 +66,11 @@ class DistributedEmbedding(EmbeddingLayer):
             left, or fewer if the batch needs more. Keys in the batch stay, as do those needed by a
             pending backward or a gradient; if there are only such keys, TableFullError is raised.
             An evicted key that occurs again is treated as new. The choice is exact, over all ranks,
-            and does not depend on their number. See docs/lifecycle.md. ``"grow"`` makes room for
-            more rows: this process's table begins with max_vocabulary_size_per_gpu rows. It
+            and does not depend on the number of ranks. See docs/lifecycle.md. ``"grow"`` makes room
+            for more rows: this process's table begins with max_vocabulary_size_per_gpu rows. It
             reserves address space for max_capacity rows, but takes memory only for those in use (on
-            CUDA, for its current capacity, and nothing may read ``weight`` beyond that). See
-            docs/capacity.md.
+            CUDA, for its current capacity, and nothing may read ``weight`` beyond that capacity).
+            See docs/capacity.md.
         max_capacity: largest number of rows of this process's table, with on_full="grow". None
             means 1.25 times the number of vectors that fit in the device's memory; on the CPU, in
             the system's memory or, with mmap storage, on the folder's disk.
@@ -88,10 +88,10 @@ class DistributedEmbedding(EmbeddingLayer):
             its last lookup in training. ``"lfu"`` or `sparsekit.LFU`: how often its key has
             occurred in training, a count that is halved at intervals. A function: the value that it
             returned at the last lookup in training. The rank that owns the keys calls it once per
-            lookup, with the distinct keys, int64 ``[n]``, and returns int64 ``[n]`` in [0, 2^32) on
-            the same device; equal keys must have equal scores on all ranks. Its errors are raised
-            on all ranks, with nothing changed. ``"given"``: the value in ``scores`` at the last
-            lookup in training. None means ``"lru"`` where scores are needed.
+            lookup, with the distinct keys, int64 ``[n]``; it must return int64 ``[n]`` in [0, 2^32)
+            on the same device; equal keys must have equal scores on all ranks. Its errors are
+            raised on all ranks, with nothing changed. ``"given"``: the value in ``scores`` at the
+            last lookup in training. None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
             keys get a row. The others are read as specified by before_admission, and get no
             gradient, unless that is a `Fallback`. None admits all.
