@@ -264,7 +264,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def zero_(tensor: torch.Tensor) -> None:
-    """Fill a tensor with zeros; full pages of `untouched_zeros` no longer take memory."""
+    """Fill a tensor with zeros; full pages of one from `untouched_zeros` then take no memory."""
     if device_rooms.is_in_room(tensor):
         tensor[: device_rooms.rows_with_memory(tensor)].zero_()
     elif is_mapped(tensor):

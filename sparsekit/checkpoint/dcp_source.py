@@ -224,7 +224,7 @@ class ToLoad(torch.Tensor):
 
     @staticmethod
     def of(tensor: torch.Tensor, load_from: str) -> ToLoad:
-        """Return a view of a tensor that is marked as not loaded yet."""
+        """Return a view of a tensor, marked as not loaded yet."""
         marked = tensor.as_subclass(ToLoad)
         marked.load_from = load_from
         return marked

@@ -131,7 +131,7 @@ def _tables(chains: Iterable[Chain], table: str | None) -> list[str]:
 
 
 class _Files:
-    """Finds the keys to remove in the files of checkpoints that share one complete checkpoint.
+    """Finds the keys to remove, in all files of checkpoints that share one complete checkpoint.
 
     Args:
         chains: the chain of each checkpoint.

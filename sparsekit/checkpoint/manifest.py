@@ -131,7 +131,7 @@ class Table:
 
     @property
     def counts_kind(self) -> str | None:
-        """Return how keys that have not been admitted are counted, or None."""
+        """Return how keys that have not been admitted are counted; None if they are not."""
         return None if self.scores is None else self.scores.counts
 
 

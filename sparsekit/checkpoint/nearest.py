@@ -1,4 +1,4 @@
-"""Finds equal and nearly equal vectors in a sample of bounded size from a table."""
+"""Finds equal and nearly equal vectors in a bounded-size sample of a table's vectors."""
 
 from __future__ import annotations
 

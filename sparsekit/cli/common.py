@@ -104,8 +104,8 @@ def writing(option: str, file: str | None) -> Iterator[None]:
 
 def set_threads(threads: int | None) -> None:
     """Set the number of torch's threads; None means OMP_NUM_THREADS if it is set, else 1."""
-    # At the batch sizes of the commands, a second thread helps little, and costs much if cores
-    # are shared, for instance with other ranks: torch's threads wait for one another by spinning.
+    # At the commands' batch sizes, a second thread helps little, and is costly if cores are shared,
+    # for instance with other ranks: torch's threads wait for one another by spinning.
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
     if threads is not None:

@@ -140,7 +140,7 @@ class Reader(IterableDataset):
 
     @property
     def counts_fast(self) -> bool:
-        """Return whether `count_rows` is much faster than an epoch; False for pipes."""
+        """Return whether `count_rows` is much faster than reading an epoch; False for pipes."""
         return all(unit.counts_fast for unit in self._units)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:

@@ -202,7 +202,7 @@ def _parse(lines: Iterator[str], source: str) -> Ratings:
 
 
 def _places(names: list[str], source: str) -> list[int]:
-    """Return the positions in a header of the columns in `COLUMNS`, in that order."""
+    """Return the position in a header of each column in `COLUMNS`, in the order of `COLUMNS`."""
     plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
     places = []
     for column, called in COLUMNS.items():

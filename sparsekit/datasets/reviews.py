@@ -94,7 +94,7 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
     order = ratings.timestamps.argsort(stable=True).tolist()
     pairs = list(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
     latest = torch.tensor(sorted({pairs[i]: i for i in order}.values()), dtype=torch.int64)
-    # Replace each rating by its index in `latest`, so that the split yields indices.
+    # Replace each rating with its index in `latest`, so that the split yields indices.
     once = ratings[latest]
     marked = Ratings(once.users, once.items, torch.arange(len(once)), once.timestamps)
     train, test = marked.split_by_time(test_fraction)

@@ -56,7 +56,7 @@ class NcclTransport(Transport):
     Args:
         rank: rank of this process.
         world_size: number of ranks.
-        unique_id: ``_pybind.NcclCommunicator.unique_id()`` of one rank.
+        unique_id: result of ``_pybind.NcclCommunicator.unique_id()`` on one rank.
         device: device of the tensors.
         timeout: time limit for waiting for another rank. When it expires, a waiting rank raises an
             error, and a waiting kernel is aborted.

@@ -1,4 +1,4 @@
-"""Hashes values of sequences, NumPy arrays, tensors and Arrow columns with XXH64."""
+"""Hashes the values in sequences, NumPy arrays, tensors and Arrow columns with XXH64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
 
     Subclasses of str and int, such as an ``Enum`` with str values, are hashed by their content, not
     by the result of ``__str__``. All other types are refused, including bool, and float, whose text
-    is not unique. Replace a NaN that stands for a missing value by ``None``.
+    is not unique. Replace a NaN that stands for a missing value with ``None``.
 
     Args:
         values: n values as one of

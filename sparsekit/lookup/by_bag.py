@@ -2,8 +2,9 @@
 
 The algorithm is that of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
 every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank
-that the bag came from. That rank adds up the sums from all ranks, and divides for a mean. Apart
-from the keys themselves, the number of bytes sent does not depend on the number of keys in a bag.
+that the bag came from. That rank adds up the sums from all ranks, and divides the total for a mean.
+Apart from the keys themselves, the number of bytes sent does not depend on the number of keys in a
+bag.
 """
 
 from __future__ import annotations

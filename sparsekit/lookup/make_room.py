@@ -36,7 +36,7 @@ class Known(NamedTuple):
     Attributes:
         table: the table.
         rows: number of rows in use on all ranks.
-        asked: number of distinct keys that each rank requests, added up over ranks.
+        asked: sum over ranks of the number of distinct keys that each rank requests.
         finished: the value of `RowLife.keys_finished` at the handshake.
     """
 

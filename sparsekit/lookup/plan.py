@@ -249,7 +249,7 @@ class LookupPlan:
     Attributes:
         batches: the tables, grouped into batches that one call to an op can handle.
         columns: for each batch, the range of its tables among all tables.
-        derived: values that callers derived from the tables for a form of input; see `remember`.
+        derived: values that callers derived from the tables for one form of input; see `remember`.
         strategies: the distinct values of the tables' option `strategy`.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.

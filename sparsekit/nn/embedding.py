@@ -116,11 +116,11 @@ class DistributedEmbedding(EmbeddingLayer):
         truncate: True leaves out the keys in a bag beyond its first max_nnz, padding not counted.
             These keys get no row, and neither they nor their weights get a gradient. With False,
             more keys than max_nnz are an error.
-        placement: which rank owns a key. ``"hash"``: a hash of the key decides, which spreads any
-            keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK; keys with the
-            same low bits then share a few ranks. None means ``"hash"`` with the hash table, and
-            ``"modulo"`` without it, since no other placement is then possible. A saved table keeps
-            its placement.
+        placement: which rank owns a key. ``"hash"``: a hash of the key decides, which spreads keys
+            evenly, whatever they are. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK;
+            keys with the same low bits then share a few ranks. None means ``"hash"`` with the hash
+            table, and ``"modulo"`` without it, since no other placement is then possible. A saved
+            table keeps its placement.
         wire_dtype: ``torch.bfloat16`` rounds vectors and their gradients when they are sent between
             ranks, which halves the bytes. It changes each element by at most 2^-8 of its magnitude,
             and so a bag's output by at most 2^-8 of the sum of its summands' absolute values. Sums
