@@ -76,7 +76,7 @@ class _File(MappedMemory):
             tensor[part].zero_()
 
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
-        """Yield the ranges of a tensor's rows where rows or their states have been written to."""
+        """Yield the ranges of a tensor's rows that were written to, or whose states were."""
         origin = (tensor.data_ptr() - self.address) // self.record_bytes
         count = min(len(tensor), self.allocated - origin)
         for begin, end in self.bytes_written(origin * self.record_bytes):
@@ -195,13 +195,13 @@ class RowFiles:
         return states
 
     def prepare(self, weight: torch.Tensor, columns: Mapping[str, Column]) -> None:
-        """Make room for states in a weight's records, moving it to new memory; see `states`.
+        """Make room for states next to a weight's rows, which move to new memory; see `states`.
 
         This is best done while the table is small, since all vectors are copied.
         """
         there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}
-        file = self._file()  # after an interrupt, maybe not the weight's file
+        file = self._file()  # after an interrupt, possibly not the weight's
         here = file is not None and weight.untyped_storage().data_ptr() == file.address
         if here and there == wanted:
             return
@@ -215,7 +215,7 @@ class RowFiles:
         self._take(file, made)
 
     def _new_main(self, columns: Mapping[str, Column], rows: torch.Tensor | None = None) -> Any:
-        """Return the only column in a new file, which becomes the weight's file."""
+        """Make a new file with one column the weight's file, and return the column."""
         made, file = self._lay_out(columns, rows)
         self._take(file, {})
         return made[""]
@@ -223,7 +223,7 @@ class RowFiles:
     def _lay_out(
         self, columns: Mapping[str, Column], before: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], _File]:
-        """Return a new file's columns, with the vectors of `before` copied to it, and the file."""
+        """Make a file, copy the vectors in `before` to it, and return its columns and the file."""
         made, file = self._new_file(self._capacity, self._allocated, columns)
         self._files.add(file)
         if before is not None:
@@ -236,7 +236,7 @@ class RowFiles:
         return made, file
 
     def _take(self, file: _File, states: dict[str, torch.Tensor]) -> None:
-        """Make this the weight's file; `states` are its columns for future states."""
+        """Make `file` the weight's file; `states` are its columns for future states."""
         pages = -(-len(file) // _PAGE)
         self._known = untouched_zeros([pages], torch.uint8, "cpu", first=1).numpy()
         self._resident = self._hand = 0
@@ -274,7 +274,7 @@ class RowFiles:
         return tensors, file
 
     def holding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a weight as `vectors` does, with these rows, as far as they have disk space."""
+        """Return a new weight like `vectors`, with copies of those `rows` that have disk space."""
         return self._new_main({"": (rows.shape[1:], rows.dtype)}, rows)
 
     def allocate(self, rows: int) -> None:
@@ -313,7 +313,7 @@ class RowFiles:
         absent = np.unique(asked[gone])
         most = self._most_pages() - len(absent)
         if self._resident + len(self._leaving) > most:
-            self._known[asked[~gone]] = _ASKED  # so that others go first
+            self._known[asked[~gone]] = _ASKED  # so that other pages are dropped first
             self._drop(file, most - most // 64)
             absent = np.unique(asked[self._known[asked] == _GONE])
         self._known[asked] = _ASKED
@@ -359,7 +359,7 @@ class RowFiles:
     def _drop(self, file: _File, most: int) -> None:
         """Drop pages until at most `most` are left; those not asked for go first.
 
-        Here they only start being written to the disk; the next call removes them from memory, so
+        This call only starts writing them to the disk; the next call removes them from memory, so
         no step has to wait.
         """
         file.wait()
@@ -375,7 +375,7 @@ class RowFiles:
                 self._resident = int(np.count_nonzero(self._known))
             known = self._known[begin : min(begin + _PAGES_AT_A_TIME, pages)]
             old = np.flatnonzero(known == _OLD)[: self._resident - most]
-            if 0 < len(old) == self._resident - most:  # the hand stops here
+            if 0 < len(old) == self._resident - most:  # the clock's hand stops here
                 known = known[: old[-1] + 1]
             known[known == _ASKED], known[old] = _OLD, _GONE
             self._resident -= len(old)

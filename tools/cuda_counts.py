@@ -114,14 +114,14 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Format with two significant digits, since further digits vary between runs; 0 becomes ""."""
+    """Format a number with two significant digits, since others vary between runs; 0 becomes ""."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Format a table of our ops and, optionally, their kernels, with torch's and overall totals."""
+    """Format a table of our ops and, if wanted, their kernels, followed by torch and the total."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}
@@ -153,7 +153,7 @@ def tables() -> str:
 
 
 def in_status(text: str) -> str:
-    """Return the text between the marks in docs/gpu-status.md."""
+    """Return the text between the two markers in docs/gpu-status.md."""
     return text.split(BEGIN)[1].split(END)[0].strip("\n") + "\n"
 
 

@@ -34,13 +34,13 @@ from .layer import EmbeddingLayer
 
 
 class EmbeddingGroup(torch.nn.Module):
-    """Layers looked up together: all of them share one call to each op, and a few collectives.
+    """Layers looked up together: one call to each op, and a few collectives, serve all of them.
 
     Dims, dtypes, combiners and slots may differ; process group and device must be the same.
 
     Inputs are a dict, for example of JaggedTensors, or one KeyedJaggedTensor with a key for each
     feature, in any order; other keys are ignored. The weights in a KeyedJaggedTensor are sample
-    weights. In a single process, its values are read in place.
+    weights. In a single process, the tensor's values are read without copying.
 
     Args:
         layers: the layers by name. Names must not be empty, and the layers' own names must differ.
@@ -48,8 +48,8 @@ class EmbeddingGroup(torch.nn.Module):
             on all ranks.
         features: maps each feature's name to a layer's name, or to a `Feature` with its own
             combiner and max_nnz; a feature's bags have one slot. Features with the same layer
-            share its table. None means one feature per layer, with the layer's name, whose
-            input in a dict has all of the layer's slots.
+            share its table. None means one feature per layer, with the layer's name; in a dict, its
+            input has all of the layer's slots.
         output: ``"dict"``: a dict from feature names to ``[batch, dim]``, or jagged
             ``[batch, j, dim]`` if the feature does not pool (zeros for a padding key); without
             features, a dict from layer names to each layer's output. ``"concatenated"``: ``[batch,
@@ -123,13 +123,13 @@ class EmbeddingGroup(torch.nn.Module):
         """Look up the inputs of all features.
 
         Args:
-            inputs: an input for every feature, by name, or for every layer if the group has no
+            inputs: a dict with an input for every feature, or for every layer if the group has no
                 features; or a KeyedJaggedTensor.
             sample_weights: weights of each input's keys, by name; inputs without weights may be
                 left out. A KeyedJaggedTensor has its own weights.
             scores: scores of each input's keys, by name, for layers with score="given"; see
-                `DistributedEmbedding.forward`. For a KeyedJaggedTensor, they belong to the keys
-                under that name.
+                `DistributedEmbedding.forward`. With a KeyedJaggedTensor, scores belong to its keys
+                under the same name.
 
         Returns:
             The form that `output` selects, by default a dict.
@@ -327,7 +327,7 @@ def group_embedding_lookup_sparse(
 
 
 def _check_names(layers: Mapping[str, EmbeddingLayer]) -> None:
-    """Raise ValueError if two layers share a name: their equal keys would start out equal."""
+    """Raise ValueError if two layers share a name: equal keys would get equal initial vectors."""
     by_name: dict[str, str] = {}
     for name, layer in layers.items():
         other = by_name.setdefault(layer.name, name)

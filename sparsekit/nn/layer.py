@@ -43,7 +43,7 @@ class EmbeddingLayer(EmbeddingTable):
 
         Raises:
             TypeError, ValueError: a wrong dtype or device.
-            IndexError: a key out of range, without the hash table.
+            IndexError: a key out of range, in a layer without the hash table.
             RuntimeError: the layer is on meta, or ranks disagree.
         """
         return vectors_of(self, keys)
@@ -64,7 +64,8 @@ class EmbeddingLayer(EmbeddingTable):
 
         Raises:
             TypeError, ValueError: a wrong dtype, shape or device; nothing has been changed.
-            IndexError: a key out of range, without the hash table; nothing has been changed.
+            IndexError: a key out of range, in a layer without the hash table; nothing has been
+                changed.
             TableFullError: there are more new keys than free rows; this rank's part is unchanged,
                 but ranks with enough free rows have changed theirs.
             RuntimeError: the layer is on meta, or ranks disagree.
@@ -74,11 +75,11 @@ class EmbeddingLayer(EmbeddingTable):
     def erase(self, keys: torch.Tensor) -> int:
         """Remove keys from the table, and overwrite their vectors and optimizer states.
 
-        A key that comes again later is new: it gets its initial vector and initial states. The last
-        rows in use move to the rows that become free, with their vectors and states, so rows stay
-        dense. Each call passes over the whole table and its states, so pass many keys at once. With
-        several ranks this is a collective: each rank may pass its own keys, the same keys as other
-        ranks, or no keys. Absent keys are ignored. Older checkpoints keep what they have.
+        A key that occurs again later is new: it gets its initial vector and initial states. The
+        last rows in use move to the rows that become free, with their vectors and states, so rows
+        stay dense. Each call passes over the whole table and its states, so pass many keys at once.
+        With several ranks this is a collective: each rank may pass its own keys, the same keys as
+        other ranks, or no keys. Absent keys are ignored. Older checkpoints keep what they have.
 
         Args:
             keys: int64 or int32 of any shape; repeats allowed.
@@ -89,9 +90,9 @@ class EmbeddingLayer(EmbeddingTable):
         Raises:
             TypeError, ValueError: a wrong dtype or device, or a layer without the hash table;
                 nothing has been changed.
-            RuntimeError: the weight has a gradient, whose rows would get other keys; the layer is
-                on meta; or ranks disagree. After `erase`, the backward of an earlier forward also
-                raises RuntimeError.
+            RuntimeError: the weight has a gradient, and its rows would then belong to other keys;
+                the layer is on meta; or ranks disagree. After `erase`, the backward of an earlier
+                forward also raises RuntimeError.
         """
         return erase(self, keys)
 
@@ -104,7 +105,7 @@ class EmbeddingLayer(EmbeddingTable):
 
         Args:
             fraction: fraction of the rows in use to remove, in [0, 1].
-            keep: number of rows, over all ranks, to keep at most. Give one of the two.
+            keep: largest number of rows, over all ranks, to keep. Give either this or fraction.
 
         Returns:
             The number of keys that have been removed, on all ranks together.
@@ -141,7 +142,7 @@ class EmbeddingLayer(EmbeddingTable):
         scored_life(self, "no keys leave the table by themselves").on_evict = callback
 
     def row_counts(self) -> RowCounts:
-        """Return how many rows this rank has in use, and how many came and went, as `RowCounts`.
+        """Return, as `RowCounts`, how many rows this rank has in use, has added and has dropped.
 
         Reading the counts costs nothing, but on CUDA it waits for the device. A copy of the layer
         continues from the original's counts; they are not part of the state.

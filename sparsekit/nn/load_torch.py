@@ -37,9 +37,9 @@ def load_torch_state_dict(
 
     Raises:
         TypeError: a layer's weight in the state is not a floating-point tensor.
-        ValueError: a weight has another dim, more rows than the table, or a vector at padding_idx
-            that is not zeros; or names differ, or another tensor has a different shape. The message
-            names the tensor.
+        ValueError: a weight's dim is not the layer's, it has more rows than the table, or its
+            vector at padding_idx is not zeros; or names differ, or another tensor has a different
+            shape. The message names the tensor.
     """
     layers = {
         name: module

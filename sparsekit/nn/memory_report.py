@@ -111,7 +111,7 @@ def memory_report(module: torch.nn.Module) -> MemoryReport:
     waits for the device to learn the number of rows in use.
 
     Args:
-        module: a layer, a group, or a model with layers; without any, the report has no tables.
+        module: a layer, a group, or a model with layers; without layers, the report has no tables.
 
     Example:
         >>> layer = sparsekit.Embedding(1000, 8, name="users")

@@ -1,4 +1,4 @@
-"""Finds references in a model to a layer or its weight that torch does not keep track of."""
+"""Finds a model's references to a layer or its weight, other than those that torch tracks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reference:
         return Reference(self.name + name, functools.partial(container.__getitem__, key), write)
 
     def attribute(self, name: str, owner: Any) -> Reference:
-        """Return the reference to an attribute of owner, the object at this place or part of it."""
+        """Return the reference to an attribute of `owner`, the object here or a part of it."""
         write = None if self.set is None else functools.partial(setattr, owner, name)
         return Reference(f"{self.name}.{name}", functools.partial(getattr, owner, name), write)
 
@@ -149,7 +149,7 @@ def _attributes_of_modules(model: torch.nn.Module) -> Iterator[Reference]:
 def _inside(place: Reference, value: Any) -> Iterator[Reference]:
     """Yield the references inside the object at this place, one level deep."""
     if isinstance(value, torch.optim.Optimizer):
-        place = place.fixed()  # its state is keyed by parameter, so keep the weight
+        place = place.fixed()  # keep the weight, since states are keyed by parameter
     if isinstance(value, _ATOMS):
         return
     if isinstance(value, list):

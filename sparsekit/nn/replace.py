@@ -139,7 +139,7 @@ def replace_embeddings(
 
 
 def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
-    """Return the layers of torch's classes and their subclasses, each with all of its names."""
+    """Return the model's embedding layers of torch or a subclass, each with all of its names."""
     found: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _OF_TORCH):
@@ -238,7 +238,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
                 if module in new:
                     undo.append(functools.partial(parent._modules.__setitem__, attribute, module))
                     setattr(parent, attribute, new[module])
-    except BaseException:  # for example from a module's __setattr__
+    except BaseException:  # raised, for example, by a module's __setattr__
         for step in undo:
             step()
         raise

@@ -43,7 +43,7 @@ def refuse_absent(layer: str, **arguments: Any) -> None:
 
     Args:
         layer: name of the layer, for the error message.
-        arguments: the caller's values of scale_grad_by_freq, _weight or _freeze.
+        arguments: the caller's values for scale_grad_by_freq, _weight or _freeze.
     """
     for word, value in arguments.items():
         if value is not None and value is not False:

@@ -59,9 +59,9 @@ def _average_tables(averaged: AveragedModel) -> None:
 
 
 def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
-    """Run `AveragedModel.update_parameters` after writing the initial vectors of new keys.
+    """Run `AveragedModel.update_parameters` after writing new keys' initial vectors to the average.
 
-    A key without a row has its initial vector, so its average begins with that vector.
+    Until a key has a row, its vector is the initial vector, so its average begins with that.
     """
     of_average = list(tables_of(averaged.module).values())
     if averaged.use_buffers:
@@ -121,7 +121,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an averaged model and a model, to copy the model's keys first."""
+    """Wrap a function of an averaged model and a model so that it first copies the model's keys."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,8 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
 
 
 # torch optimizers that refuse sparse gradients, and the optimizer to use instead of each. torch's
-# own errors recommend others from this list. SGD refuses sparse gradients only with weight_decay.
+# own errors recommend other optimizers from this list. SGD refuses sparse gradients only with
+# weight_decay.
 _REFUSING = {
     getattr(torch.optim, name): instead
     for name, instead in {
@@ -207,7 +208,7 @@ def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
 
 
 def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Let the states of torch's optimizers move along with the keys in the tables they update."""
+    """Make a torch optimizer's states move along with the keys of the tables that it updates."""
     weights = _tables_under(optimizer)
     if weights and _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
         optimizer.register_load_state_dict_post_hook(_loaded)

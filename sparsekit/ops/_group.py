@@ -99,7 +99,7 @@ def split_by_table(
     """Split the results of `group_embedding_bag_backward` by table.
 
     Args:
-        dims: length of a row of each table.
+        dims: row length of each table.
         counts: number of rows of each table.
         rows: the rows of all tables.
         sums: the gradients of all tables; each table's gradients begin at a multiple of 16

@@ -31,9 +31,9 @@ def group_embedding_bag_backward(
 
     Args:
         grads: gradients of outs, with the layout of outs, all of one dtype.
-        dims: length of a row of each table.
-        index: int32 with one element per entry: the index of its row among the distinct rows of
-            its table; a negative index gets no gradient.
+        dims: row length of each table.
+        index: int32 with one element per entry: the index of the entry's row among its table's
+            distinct rows; an entry with a negative index gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them, or None.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
@@ -84,10 +84,10 @@ def group_embedding_bag_backward_at_(
         out: contiguous, any shape, in the dtype of grads, changed in place.
         row_strides: for each table, the distance between rows of out, in elements.
         grads: as in `group_embedding_bag_backward`.
-        dims: length of a gradient of each table.
+        dims: gradient length of each table.
         index: as in `group_embedding_bag_backward`.
-        rows: int32 with one element per entry. The elements that start at a table's first entry
-            are the rows of out to write the gradients of the table's distinct rows to.
+        rows: int32 with one element per entry. Starting at a table's first entry, the elements are
+            the rows of out that get the gradients of the table's distinct rows.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
@@ -138,8 +138,8 @@ def group_embedding_bag_update_(
 
     Args:
         grads: gradients of outs, with the layout of outs, in the dtype of weights.
-        index: int32 with one element per entry: the index of its row among the distinct rows of
-            its table; a negative index gets no gradient.
+        index: int32 with one element per entry: the index of the entry's row among its table's
+            distinct rows; an entry with a negative index gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them.
         counts: int64 ``[T]``, number of distinct rows of each table. If count_steps is set, the
             step is also counted for a table without rows.

@@ -15,7 +15,7 @@ VIRTUAL_SHARDS = 65536
 
 class _Bucketize(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Check like `Op`, and check the length of owners."""
+        """Check the arguments as `Op` does, and the length of owners."""
         named = super().check(*args, **named)
         owners = named["owners"]
         if owners is not None and len(owners) != VIRTUAL_SHARDS:

@@ -35,7 +35,7 @@ def catch_up_rows_(
         numbers: float64 ``[count, 2]``: for rule ``"sgd"`` each step's learning rate, and an unused
             number; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and eps,
             or ``eps sqrt(1 - beta2^t)`` if eps is rescaled.
-        first_step: the number of the first of these steps, >= 1.
+        first_step: number of the step that row 0 of numbers belongs to, >= 1.
         rule: ``"sgd"`` with momentum, or ``"adam"`` without amsgrad.
         settings: as in `update_rows_`; rates, eps and weight decay are not used.
 

@@ -10,8 +10,9 @@ _compact = Op("compact_rows", {"gone": Of((torch.int64,), 1)})
 def compact_rows(gone: torch.Tensor, size: int) -> torch.Tensor:
     """Return new row numbers such that the rows that stay come first.
 
-    The last rows take over, in order, the numbers of removed rows; all others keep theirs. The
-    result can be passed as ``new_rows`` to `move_rows_` and `hash_table_renumber_`.
+    The last of the remaining rows take over, in order, the numbers of removed rows; all other rows
+    keep theirs. The result can be passed as ``new_rows`` to `move_rows_` and
+    `hash_table_renumber_`.
 
     Args:
         gone: int64 ``[k]``, the rows to remove, in ascending order without repeats.

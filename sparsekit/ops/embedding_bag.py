@@ -21,7 +21,7 @@ _pool_backward_sample_weights = Op("embedding_bag_backward_sample_weights", {})
 
 
 def check_combiner(name: str, combiner: str) -> None:
-    """Raise ValueError unless combiner is one of ``COMBINERS``; `name` is for the message."""
+    """Raise ValueError unless combiner is one of ``COMBINERS``; `name` is for the error message."""
     if combiner not in COMBINERS:
         raise ValueError(f"{name}: combiner must be one of {list(COMBINERS)}, got {combiner!r}")
 

@@ -13,7 +13,7 @@ from .bucketize import MAX_WORLD_SIZE
 
 class _Bucketize(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Check like `Op`, and check the range of world_size."""
+        """Check the arguments as `Op` does, and the range of world_size."""
         named = super().check(*args, **named)
         check_int("group_bucketize", "world_size", named["world_size"], 1, MAX_WORLD_SIZE)
         return named
@@ -52,22 +52,22 @@ def group_bucketize(
         distinct: whether a key that occurs several times in a table is sent once. If False, every
             entry counts as a key of its own.
         max_keys_per_rank: for each table, the number of places for its keys in each rank's part of
-            by_owner, at least 1; empty to leave no places unused.
+            by_owner, at least 1; if empty, the keys are packed without unused places.
 
     Returns:
         ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, and
         within a table in order of first occurrence; then the keys for rank 1, and so on. The rest
         is undefined. With max_keys_per_rank, it has ``world_size * sum(max_keys_per_rank)``
-        elements, and the keys of a table for a rank begin at the first of their places.
+        elements, and a table's keys for a rank begin at the first of their places.
         ``counts``, int64 ``[world_size, T]``: how many of each table's keys each rank owns.
         ``numbers``, int64 ``[T]``: the number of keys of each table.
-        ``inverse``, int32 with one element per entry: the index of its key among the keys of its
-        table, in order of first occurrence.
+        ``inverse``, int32 with one element per entry: the index of the entry's key among its
+        table's keys, in order of first occurrence.
         ``places``, int32 with one element per entry. Starting at the first entry of table t,
         numbers[t] elements belong to the table's keys, in order of first occurrence. Each element
         is the position of its key when the table's keys are listed for rank 0, then for rank 1, and
         so on; the rest of the table's part is undefined. With max_keys_per_rank, the list for each
-        rank has that length.
+        rank has max_keys_per_rank[t] positions.
         ``bags`` and ``key_starts`` are as in `group_find`.
 
     Raises:
@@ -107,14 +107,14 @@ def group_exchange_rows(
             None if that is also the number of vectors.
 
     Returns:
-        int32 with one element per entry. Starting at a table's first entry are the rows of its
-        keys' vectors, in order of the keys' first occurrence; the rest is undefined.
+        int32 with one element per entry. Starting at a table's first entry, the elements are the
+        rows of its keys' vectors, in order of the keys' first occurrence; the rest is undefined.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, a mix of devices, a bad feature; bags that do not rise to at most
-            the length of places, or that give a table fewer entries than there are keys; a step
-            below 1, or rows that are not in [0, 2^31).
+        ValueError: a wrong shape, a mix of devices, a bad feature; bags that are not in ascending
+            order, exceed the length of places, or give a table fewer entries than it has keys; a
+            step below 1, or rows that are not in [0, 2^31).
         IndexError: a place >= the number of the table's vectors. On CUDA with checks off, the row
             is -1 instead.
     """

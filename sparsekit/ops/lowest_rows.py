@@ -36,7 +36,7 @@ def lowest_rows(
         size: number of rows in use, at most capacity.
         kind: `ScorePolicy.lru` or `ScorePolicy.lfu`.
         halve_every: LFU counts are halved after this many units of the clock; 0 for never.
-        now: the clock's value for reading LFU counts.
+        now: the clock's value at which LFU counts are read.
         pinned: int64 ``[p]``, rows to leave out; values outside [0, size) are ignored.
         count: number of rows to find; if there are fewer, all are found.
 

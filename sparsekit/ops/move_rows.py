@@ -18,7 +18,7 @@ def move_rows_(
 ) -> None:
     """Move the last rows of tensors to other places, and write initial values where they were.
 
-    Each row r in [left, n) is copied to row ``new_rows[r]``, unless that is -1, and then gets the
+    Each row r in [left, n) is copied to row ``new_rows[r]``, unless that is -1; row r then gets the
     initial value in all its elements.
 
     Args:

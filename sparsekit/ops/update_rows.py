@@ -13,7 +13,7 @@ Tensors = Sequence[torch.Tensor]
 
 class _UpdateRows(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Check like `Op`; with several tables, error messages give the table's number."""
+        """Check the arguments as `Op` does; with several tables, errors give the table's number."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         op, weights, states = "update_rows_", named["weights"], named["states"]
         if not weights:
@@ -87,12 +87,12 @@ def update_rows_(
         states: ``[num_rows, dim]`` each, ``[num_rows]`` or ``[num_rows, 1]`` for a state with one
             number per row; float32 for bfloat16 rows, else as weight. Each row is contiguous, but
             rows may lie apart, so that all states of a row can be neighbours. Changed in place.
-        row_step: int32 ``[num_rows]`` or None: the steps of each row; see per_row.
+        row_step: int32 ``[num_rows]`` or None: the step count of each row; see per_row.
         rows: int64 ``[n]``, distinct; None means row i for gradient i.
         grad: ``[n, dim]`` in the dtype of weight.
         step: int64, one element: the number of this step, counted from 1; see count_steps.
         rule: the optimizer.
-        settings: its settings, in the order above.
+        settings: the rule's settings, in the order above.
         per_row: count each row's steps in row_step, and use that count instead of step. Without it,
             row_step is set to step. Counts stop at 2^31 - 1.
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean

@@ -34,11 +34,11 @@ class Adam(CatchUpOptimizer):
 
     ``mode="catch_up"`` lets a row wait until it is read: the next lookup, gradient, save or copy of
     the row applies the steps that it has missed, with the learning rates of those steps. A step
-    thus takes time for the touched rows only. Each of them costs the arithmetic of at most about
-    370 missed steps with the default betas, since later steps are smaller than the last bit of a
-    float64. ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. Both modes
-    give the same weights: bitwise if no row misses more than this number of steps, otherwise up to
-    rounding.
+    thus takes time for the touched rows only. Each touched row costs the arithmetic of at most
+    about 370 missed steps with the default betas, since later steps are smaller than the last bit
+    of a float64. ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. Both
+    modes give the same weights: bitwise if no row misses more than this number of steps, otherwise
+    up to rounding.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -46,9 +46,9 @@ class Adam(CatchUpOptimizer):
         betas: decay of the two moments, each in [0, 1).
         eps: added to the square root of the second moment, >= 0. TensorFlow's own default is 1e-7,
             or 1e-8 in tf.compat.v1.
-        mode: ``"catch_up"``, for sparse gradients of embedding layers and for dense gradients; call
-            `catch_up` before reading or writing ``weight`` other than through its layer. Or
-            ``"sweep"``.
+        mode: ``"catch_up"`` or ``"sweep"``. With the former, sparse gradients must be those of
+            embedding layers; call `catch_up` before reading or writing ``weight`` other than
+            through its layer.
         eps_convention: ``"torch"``, the default, as in torch.optim.Adam, or ``"tensorflow"``.
         maximize: as in `LazyAdam`.
 

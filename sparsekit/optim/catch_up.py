@@ -60,11 +60,12 @@ class CatchUpOptimizer(RowOptimizer):
     """Base of optimizers whose rows catch up later; a subclass gives two numbers for each step.
 
     While rows of an embedding layer's weight are late, the weight keeps a reference to the
-    optimizer. Layers let rows catch up before a lookup, and all rows before they are saved, loaded,
-    copied or moved. Code that reads or writes ``weight`` other than through its layer (a penalty,
-    torch.nn.init, model averaging) must call `catch_up` first. If a sweep is interrupted,
-    rows of a parameter outside embedding layers may be late until the next step or `catch_up`. On
-    CUDA, lookups in evaluation on several streams at the same time are not supported.
+    optimizer. Layers let the rows of a lookup catch up before it, and all rows before they are
+    saved, loaded, copied or moved. Code that reads or writes ``weight`` other than through its
+    layer (a penalty, torch.nn.init, model averaging) must call `catch_up` first. If a sweep is
+    interrupted, rows of a parameter outside embedding layers may be late until the next step or
+    `catch_up`. On CUDA, lookups in evaluation on several streams at the same time are not
+    supported.
 
     Raises:
         ValueError: (in step) a parameter outside embedding layers has a sparse gradient; code that
@@ -159,7 +160,7 @@ class CatchUpOptimizer(RowOptimizer):
                 if missed is not None and count:
                     changed = missed.settings != settings
                     if not moves_all or changed or count == _MOST:
-                        self.catch_up(parameter)  # still uses the missed steps' settings
+                        self.catch_up(parameter)  # with the missed steps' settings, not new ones
             if not moves_all:
                 for parameter, _, _ in updates:
                     self._missed.pop(parameter, None)
@@ -182,7 +183,7 @@ class CatchUpOptimizer(RowOptimizer):
     ) -> tuple[_Missed, int]:
         """Let rows catch up, and record the next step; return the missed steps, and their count.
 
-        Once the update has moved its rows, all others are late, so record the step before that.
+        The step is recorded before the update moves its rows, since all other rows are late then.
         """
         parameter, rows, _ = update
         missed = self._missed.get(parameter)

@@ -29,7 +29,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
-    - each backward has one lookup in a layer, and the layer's weight is used for nothing else.
+    - each backward covers a single lookup in each layer, and the layer's weight is used for nothing
+      else.
 
     Otherwise an error is raised. Anything that needs the gradients between backward and step also
     raises an error: gradient accumulation, `clip_grad_norm_`, `clip_grad_value_`,
@@ -39,8 +40,8 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
-        module: an embedding layer, a group or a model; layers whose weight the optimizer does not
-            have are left unchanged.
+        module: an embedding layer, a group or a model; layers whose weight is not a parameter of
+            the optimizer are left unchanged.
 
     Returns:
         A handle whose ``remove()`` detaches the optimizer.

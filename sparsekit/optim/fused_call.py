@@ -43,12 +43,12 @@ class FusedCall:
     group: dict[str, Any]
     parameters: list[torch.Tensor]  # all parameters of the group
     stepped: list[torch.Tensor]  # the optimizer's parameters that have states
-    states: list[State]  # states of each one in `stepped`
-    own_states: list[State]  # states of each one in `weights`
+    states: list[State]  # the states of each parameter in `stepped`
+    own_states: list[State]  # the states of each weight in `weights`
     # Set by the second call, which many programs never make.
     kept: KeptTensors | None = None
     keys: list[str] = field(default_factory=list)  # names of the states in `kept`
-    of_states: list[torch.Tensor] = field(default_factory=list)  # these states of each weight
+    of_states: list[torch.Tensor] = field(default_factory=list)  # these states, weight by weight
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
         """Return whether the call was for these weights, with states in the same dicts as now."""
@@ -70,9 +70,9 @@ class FusedCall:
         if kept is None:
             return False
         step = optimizer._step(group, weights[0].device)
-        optimizer._updated |= self.distinct  # before the update: if interrupted, it is not repeated
+        optimizer._updated |= self.distinct  # first: an interrupted update is not repeated
         update(*kept.arguments, **step)
-        increment_version(kept.aliases)  # `update` got a stand-in, so did not do it
+        increment_version(kept.aliases)  # not done by `update`, which got a stand-in
         count_own_writes(weights)
         return True
 

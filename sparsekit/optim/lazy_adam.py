@@ -35,7 +35,7 @@ class LazyAdam(RowOptimizer):
             convergence of Adam and beyond", ICLR 2018).
         bias_correction: ``"global"``: t as above. ``"per_row"``: t counts the steps in which the
             row had a gradient, so that the size of a row's first step does not depend on when that
-            step comes.
+            step is taken.
         eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is as in
             TensorFlow Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is as in FBGEMM and
             dynamicemb.

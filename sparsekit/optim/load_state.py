@@ -1,4 +1,4 @@
-"""Converts saved optimizer states for a parameter, even from a table of another capacity."""
+"""Converts saved optimizer states for a parameter, even from a table with another capacity."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def keep_kind(lr: Any, loaded: Any) -> Any:
 
 
 def with_keys(state: Mapping[str, Any], weight: EmbeddingWeight) -> Mapping[str, Any]:
-    """Return a weight's state, with its rows' keys and without rows that have no key."""
+    """Return a weight's state with the rows' keys added, and without rows that have no key."""
     if "keys" in state:
         return with_rows(state, weight)
     keys = weight.keys()
@@ -187,7 +187,7 @@ def _rows_saved(parameter: torch.Tensor, states: Iterable[str], values: Mapping[
 
 
 def _single_length(states: Iterable[str], values: Mapping[str, Any]) -> int | None:
-    """Return the number of rows in saved tensors; None if they differ, or if there are none."""
+    """Return the saved tensors' number of rows; None if they differ in it, or none exist."""
     tensors = [values[name] for name in states if isinstance(values.get(name), torch.Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None

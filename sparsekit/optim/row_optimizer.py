@@ -174,7 +174,8 @@ class RowOptimizer(torch.optim.Optimizer):
             weights: the weights to update.
             updates: returns the weights with their distinct rows and the gradients of the rows.
             update: sums the gradients and applies a step to these rows, given the arguments of
-                `group_embedding_bag_update_` from `weights` on. None if the gradients are needed.
+                `group_embedding_bag_update_` from `weights` on. None if the gradients themselves
+                are needed.
         """
         last = self._fused.find(weights, self)
         wanted = set(weights) if last is None else last.distinct
@@ -351,7 +352,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # another version or torch may have saved them
+        for group in state["param_groups"]:  # if saved by torch or another version
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__

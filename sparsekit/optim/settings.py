@@ -78,7 +78,7 @@ def in_float64(lr: Any) -> float | torch.Tensor:
 
 
 def one_of(*choices: str) -> Allowed:
-    """Return an `Allowed` for one of these strings."""
+    """Return an `Allowed` that accepts exactly these strings."""
     return Allowed(" or ".join(map(repr, choices)), lambda value: value in choices, False)
 
 

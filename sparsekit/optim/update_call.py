@@ -149,7 +149,7 @@ def prepare_states(
         row_states: as in `new_states`.
 
     Raises:
-        OSError: the disk has no space for them.
+        OSError: the disk has no space for the states.
     """
     if (files := files_of(parameter)) is not None and not parameter.is_meta:
         files.prepare(parameter, _columns_of(parameter, names, row_states))
@@ -158,7 +158,7 @@ def prepare_states(
 def _columns_of(
     parameter: torch.Tensor, names: Collection[str], row_states: Collection[str]
 ) -> dict[str, Column]:
-    """Return, by name, each state's shape of a row and its dtype."""
+    """Return, by name, each state's row shape and dtype."""
     dtype = accumulate_dtype(parameter.dtype)
     return {name: (() if name in row_states else parameter.shape[1:], dtype) for name in names}
 

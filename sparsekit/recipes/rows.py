@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-# Rows of a table that does not grow. Growing on CUDA has not yet run on a GPU, so it is avoided.
+# Number of rows in a table that does not grow. Growing on CUDA is avoided, since it has not yet
+# been run on a GPU.
 _ROWS = 100_000
 
 

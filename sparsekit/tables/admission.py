@@ -28,7 +28,7 @@ _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 @dataclass(frozen=True)
 class MinCount:
-    """Admits a key once it has come `count` times in training; every position in a batch counts.
+    """Admits a key once it has occurred `count` times in training, repeats in a batch included.
 
     Args:
         count: number of times, at least 1. Batches are counted as a whole, over all ranks: a key is
@@ -36,7 +36,7 @@ class MinCount:
         sketch_bytes: size, on each rank, of a count-min sketch for approximate counts; at least 64,
             rounded down to a power of two. An estimate is never too low; with a probability of at
             most 2%, it is too high by more than ``44 / sketch_bytes`` times the sum of all counts.
-            None counts exactly, in some 60 to 120 bytes for each key that has not been admitted.
+            None counts exactly, using some 60 to 120 bytes for each key that has not been admitted.
         expire_after: an exact count that has not grown for this many units of the table's clock is
             dropped; None for never.
 
@@ -64,7 +64,7 @@ class MinCount:
 
 @dataclass(frozen=True)
 class Probability:
-    """Admits a key with a given probability each time it comes in a batch.
+    """Admits a key with a given probability in each batch that contains it.
 
     A hash of the key, the seed and the table's clock decides, so the choice does not depend on the
     number of ranks.
@@ -94,7 +94,7 @@ class Probability:
 
 
 class ExactCounts:
-    """Exact counts of how often keys without a row have come.
+    """Exact counts of how often keys without a row have occurred.
 
     A count of 0 means the same as no count. Such counts, and expired ones, are removed when the
     index is full.
@@ -180,7 +180,7 @@ class ExactCounts:
 
 
 class Sketch:
-    """A count-min sketch of how often keys without a row have come."""
+    """A count-min sketch of how often keys without a row have occurred."""
 
     kind = "sketch"
 
@@ -230,7 +230,7 @@ class Sketch:
 
 
 def largest_counts(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elementwise maximum of sketches, with no estimate below that of any sketch."""
+    """Return the elementwise maximum of sketches, so that no estimate is below any of theirs."""
     return torch.stack(list(states)).amax(0)
 
 

@@ -63,8 +63,8 @@ class EmbeddingTable(TableTensors):
     ``table``, a `HashTable`, unless use_hashtable is False; ``seed`` int64 [1]; ``shard`` int64
     [2], the rank and world size; and, on several ranks with ``placement="hash"``, ``owners`` int16
     [65536], the rank of each virtual shard (see `sparsekit.ops.bucketize`). Layers may share the
-    tensor ``owners``, so do not write to it: before there are any keys, assign another tensor, the
-    same on all ranks.
+    tensor ``owners``, so do not write to it: to change it, assign another tensor, the same on all
+    ranks, before there are any keys.
     """
 
     # Limit on the norm of rows that are read, and the p of that norm; see `Embedding`.
@@ -205,7 +205,7 @@ class EmbeddingTable(TableTensors):
         return self._process_group.group
 
     def process_exchange(self) -> Exchange | None:
-        """Return the exchange, without checking that the layer was made for its ranks."""
+        """Return the exchange, without checking that it has the layer's rank and world size."""
         self.refuse_meta()
         return exchange_of(self.process_group, self.weight.device)
 

@@ -16,7 +16,7 @@ from . import saved_state as saved
 from .counter import Counter
 from .rows_of import RowsOf
 
-# A table with room for fewer rows grows all at once, which takes less than a millisecond.
+# Smallest capacity that grows in steps. A smaller table grows at once, in less than a millisecond.
 _STEPWISE = 1 << 16
 # Rows in use, as a fraction of the capacity C, at which work on a larger index begins.
 _BEGIN = 0.7
@@ -174,7 +174,7 @@ class CanGrow(torch.nn.Module):
         self.extend_reach(rows)
 
     def extend_reach(self, rows: int) -> None:
-        """Bring this number of rows into reach."""
+        """Bring the first `rows` rows into reach."""
         if rows > self.reach:
             # Rows beyond the capacity have no memory on a device, and no space in a file.
             ahead = min(2 * self.reach, self.reach + _ROWS_AHEAD, self.capacity)
@@ -209,18 +209,18 @@ class CanGrow(torch.nn.Module):
             self._replace(growth)
 
     def larger(self) -> torch.Tensor | None:
-        """Return the buckets that will replace this table's, if they must get new keys too."""
+        """Return the larger index's buckets if new keys must go there too, else None."""
         growth = self._current_growth(None)
         return growth.buckets if growth is not None and growth.takes_keys else None
 
     def stop_growing(self) -> None:
-        """Discard the larger index being built, which would miss changes made to this one."""
+        """Discard the larger index being built, before a change that it would miss."""
         if self._growth is not None:
             changes_of_growth.next()
             self._growth = None
 
     def _current_growth(self, rows: int | None) -> Growth | None:
-        """Return the growth in progress; discard it if the table has changed without it."""
+        """Return the growth in progress, but discard it if it has missed a change to the table."""
         growth = self._growth
         if growth is not None and (
             growth.before is not self.tensors()[0]
@@ -248,7 +248,7 @@ class CanGrow(torch.nn.Module):
 
     def _replace(self, growth: Growth) -> None:
         own = cast(dict[str, Any], self._buffers)
-        changes_of_growth.next()  # once before and once after, as an interrupt may come between
+        changes_of_growth.next()  # before and after, as an interrupt may fall in between
         saved.replace_all(
             [
                 (own, {"buckets": growth.buckets}),

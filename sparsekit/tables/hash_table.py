@@ -169,7 +169,7 @@ class HashTable(CanGrow):
         """On a device, grow if this number of new keys might not fit; return whether it has grown.
 
         The call waits for the device only if the table grows, or might exceed max_capacity. If
-        there is no memory to grow, the keys may still fit: the lookup finds out.
+        there is no memory to grow, the keys may still fit, which only the lookup can tell.
         """
         capacity, size = self.capacity, self.tensors()[2]
         for bound in (self.row_bound.most_for(size), None):
@@ -186,7 +186,7 @@ class HashTable(CanGrow):
         return self.capacity != capacity
 
     def _count_rows(self) -> int:
-        """Wait for the device; return the number of rows in use, recorded as their new bound."""
+        """Wait for the device; return the number of rows in use, and record it as the new bound."""
         rows = len(self)
         self.row_bound.learn(rows, self.row_bound.add(self.tensors()[2], 0))
         return rows

@@ -22,8 +22,8 @@ class InFlight:
         moved: whether rows have been renumbered. The backward must then read `found`, since
             saved-tensor hooks may give it outdated copies.
         done: whether the backward has run. It may run again, if its graph was retained.
-        stale: whether rows have been renumbered after the backward. The gradients from it have the
-            old row numbers, so they can no longer be differentiated.
+        stale: whether rows have been renumbered after the backward. The gradients that it returned
+            have the old row numbers, so they can no longer be differentiated.
         lost: whether a row has been removed, so that the backward can no longer run.
     """
 
@@ -70,7 +70,7 @@ class InFlight:
             )
 
     def check(self) -> None:
-        """Raise RuntimeError if a row has been removed since the lookup."""
+        """Raise RuntimeError if one of the lookup's rows has since been removed."""
         if self.lost:
             raise RuntimeError(
                 f"{self.name}: the table has dropped keys of this backward's forward, as a sweep "

@@ -109,7 +109,7 @@ def resolve(
 
 
 def _drawn(function: Callable[[torch.Tensor], Any], shape: tuple[int, int]) -> Initializer:
-    """Return the distribution that a function draws from; raise if it is not exactly one."""
+    """Return the distribution that a function draws from; raise unless there is exactly one."""
     if getattr(function, "func", function) is torch.nn.init.trunc_normal_:
         return _truncated(function)
     tensor = torch.empty(shape, device="meta")

@@ -17,7 +17,7 @@ _in_use: weakref.WeakSet[KeptTensors] = weakref.WeakSet()
 
 
 class Tensors(NamedTuple):
-    """Lists of tables' tensors, or of arguments made from them; the last three are hash tables'."""
+    """Lists of tables' tensors, or of arguments made from them; the last three for hash tables."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]
@@ -33,8 +33,8 @@ OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 class KeptTensors:
     """Lists of tensors, and the arguments that ops on many tables take instead; see `kept_list.h`.
 
-    Ops get plain tensors as they are, and notice changes to their memory. Instead of parameters
-    they get aliases: a parameter's hooks may refer to the module that keeps this object, so a
+    Ops get plain tensors as they are, and notice changes to their memory. Instead of parameters,
+    ops get aliases: a parameter's hooks may refer to the module that keeps this object, so a
     reference from C++ to the parameter would keep both from being collected. Aliases keep the
     memory alive, so a parameter that gets new memory has a new address.
 

@@ -48,15 +48,16 @@ class RowCounts(NamedTuple):
 
     Attributes:
         rows: rows in use now.
-        inserted: keys that have got a row from a lookup, `assign` or a load: rows in use plus all
-            dropped rows.
-        admitted: the inserted keys that `admission` has given a row.
-        refused: keys in lookups in training that got no row, each counted once per lookup.
-        evicted: rows dropped for lack of room, and by `evict`.
+        inserted: keys that have been given a row by a lookup, `assign` or a load: rows in use plus
+            all dropped rows.
+        admitted: those inserted keys that `admission` has given their row.
+        refused: keys looked up during training that were given no row, each counted once per
+            lookup.
+        evicted: rows dropped for lack of room, or by `evict`.
         expired: rows dropped because they were older than ttl.
-        erased: rows dropped by `erase` and `clear`.
-        asked: keys in lookups in training, each counted once per lookup of the table, even if
-            several ranks have it. 0 on CUDA, where the host does not know the number.
+        erased: rows dropped by `erase` or `clear`.
+        asked: keys looked up during training, each counted once per lookup of the table, even if
+            several ranks ask for it. 0 on CUDA, where the host does not know the number.
         found: the keys in `asked` that had a row before their lookup, so found / asked is the hit
             rate.
     """
@@ -78,22 +79,23 @@ class RowLife:
     Attributes:
         score: how rows are scored.
         max_rows: budget of rows over all ranks; None if a full table is an error.
-        low_watermark: fraction of the budget that a sweep leaves in use. The next sweep comes when
+        low_watermark: fraction of the budget that a sweep leaves in use. The next sweep runs when
             the difference has been used up, so the cost of a sweep, which reads all scores, is
             spread over many new keys.
         admission: decides which new keys get a row; None for all.
         before_admission: vector of a key before its admission: "initial", "zero", or fallback rows.
-        counts: how often each key that is not yet admitted has come; None if admission needs none.
+        counts: how often each key that is not yet admitted has occurred; None if admission needs no
+            counts.
         ttl: a row expires after this many units of the clock without a lookup; None for never.
         set_by_user: whether the clock is set by `sparsekit.set_clock`, so that lookups do not
             advance it.
         evicted, expired: number of this rank's rows that sweeps have dropped.
         erased: number of this rank's rows that the user has dropped.
-        admitted, refused: number of this rank's keys that admission gave a row, and how often it
-            gave a key in a batch none.
-        looked_up: number of this rank's keys with a row in lookups in training, counted on the CPU
-            only.
-        new: number of these keys that got their row in the lookup, other than by admission.
+        admitted, refused: number of this rank's keys that admission has given a row, and number of
+            times that it has refused a key in a batch.
+        looked_up: number of this rank's keys that had a row after a lookup during training, each
+            counted once per lookup, on the CPU only.
+        new: number of these keys that were given their row by the lookup, other than by admission.
         on_evict: called with the rows that a sweep drops.
         makes_room_first: whether lookups make room before they insert keys; set once a lookup has
             had more new keys than there were free rows.
@@ -147,7 +149,7 @@ class RowLife:
 
     @property
     def counts_touches(self) -> bool:
-        """Return whether the number of times that a key comes matters."""
+        """Return whether it matters how many times a key occurs."""
         return self.score.kind == LFU.kind or self.counts is not None
 
     def row_counts(self, rows: int, on_cpu: bool) -> RowCounts:
@@ -165,7 +167,7 @@ class RowLife:
         )
 
     def now(self, clock: torch.Tensor) -> int:
-        """Return the value of a table's clock; wait for the device only if others changed it."""
+        """Return the clock's value; wait for the device only if other code has changed it."""
         known = clock, _version(clock)
         if self._known[0] is not clock or known[1] is None or self._known[1] != known[1]:
             self._now, self._known = int(clock), known
@@ -201,11 +203,11 @@ class RowLife:
     def admit(
         self, keys: torch.Tensor, counts: torch.Tensor, now: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys that are to get a row, and how often each had come before this batch.
+        """Return the keys to be given a row, and how often each was counted before this batch.
 
         Args:
             keys: int64 ``[n]``, distinct keys without a row.
-            counts: int64 ``[n]``, how often each has come in this batch on all ranks.
+            counts: int64 ``[n]``, how often each occurs in this batch on all ranks.
             now: the table's clock.
         """
         if isinstance(self.admission, Probability):
@@ -216,7 +218,7 @@ class RowLife:
         return keys[admitted], before[admitted]
 
     def removal_of_counts(self, keys: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls, for `run_all`, that remove the counts of keys that get rows."""
+        """Return the calls, for `run_all`, that remove the counts of keys being given rows."""
         return [] if self.counts is None else self.counts.removal(keys)
 
     def erase_counts(self, keys: torch.Tensor) -> None:
@@ -225,7 +227,7 @@ class RowLife:
             saved.run_all(self.counts.erasure(keys))
 
     def oldest(self, now: int) -> int:
-        """Return the clock that a row's last lookup must have reached for the row not to expire.
+        """Return the clock value such that rows last looked up before it expire.
 
         The result depends only on the clock's period, so a program that resumes within a period,
         and sweeps again, drops nothing that the original program would have kept.

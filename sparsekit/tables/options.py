@@ -146,7 +146,7 @@ class TableOptions:
         )
 
     def _without_rows(self, name: str) -> TableOptions:
-        """Return options that let the table grow, the default if no number of rows is given."""
+        """Return options that let the table grow, since no number of rows has been given."""
         for given, reason in (
             (not self.use_hashtable, "use_hashtable=False"),
             (self.on_full == "evict", "on_full='evict'"),
@@ -317,5 +317,5 @@ def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None
 
 def drawn_seed() -> int:
     """Draw a seed from torch's default generator, which torch.manual_seed seeds."""
-    with _disable_current_modes():  # such as FakeTensorMode, whose tensors have no values
+    with _disable_current_modes():  # e.g. FakeTensorMode: its tensors have no values
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

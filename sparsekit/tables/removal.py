@@ -40,8 +40,8 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     """Remove the keys of rows, and overwrite everything that belongs to them.
 
     The last rows in use move to the rows that become free, with their vectors, scores and states.
-    Lookups with a pending backward, and a gradient, get the new row numbers. Afterwards, every free
-    row is as it was before its first key.
+    Pending backwards, and the weight's gradient if it has one, get the new row numbers. Afterwards,
+    every free row is as it was before its first key.
 
     Args:
         table: a table with a hash table.
@@ -92,7 +92,7 @@ def _element(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_flight(weight: torch.Tensor) -> Iterator[InFlight]:
-    """Yield the lookups in a weight whose backward may still run."""
+    """Yield a weight's lookups whose backward may still run."""
     if isinstance(weight, EmbeddingWeight) and weight.lookups is not None:
         yield from list(weight.lookups)
 

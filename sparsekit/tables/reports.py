@@ -26,8 +26,8 @@ from .._reports import Reports, devices_in_use, reports_of
 from ..errors import TableFullError
 from .hash_table import HashTable
 
-# Words per table in a report: rows in use before the lookup, new keys that did not fit (negative
-# for a damaged table), rows in use after the lookup.
+# Number of words per table in a report: rows in use before the lookup, new keys that did not fit
+# (negative for a damaged table), rows in use after the lookup.
 _STATUS_WORDS = 3
 
 
@@ -47,7 +47,7 @@ class Inserting(NamedTuple):
 
 
 def bounds_of(inserting: Sequence[Inserting]) -> RowBounds:
-    """Return the bounds on the rows in use in these tables."""
+    """Return the upper bounds on the number of rows in use in these tables."""
     return RowBounds(
         [table.bound for table in inserting],
         [table.capacity for table in inserting],
@@ -66,7 +66,7 @@ _captured = _Captured()
 
 @contextmanager
 def captured_reports() -> Iterator[list[Report]]:
-    """Collect reports from the lookups in the body, which a graph captures.
+    """Collect the reports of the lookups that a graph captures in the body.
 
     Each replay must then send what `Report.replayed` returns. Lookups that are captured without
     this context have no reports, and their tables' bounds are unknown from then on.
@@ -125,12 +125,12 @@ class Report:
         self._fits = self._bounds.fit()
 
     def asked(self) -> Iterator[tuple[RowBound, int]]:
-        """Yield, for each table that inserts keys, its bound and the most new keys possible."""
+        """Yield each inserting table's bound, and the largest possible number of new keys in it."""
         for table in self._inserting:
             yield table.bound, self._entries[table.number]
 
     def replayed(self) -> Report:
-        """Return a report for a replay that is about to write this report's words."""
+        """Return a new report for the next replay, which will write to this report's `words`."""
         replay = copy.copy(self)
         replay._in_graph = False
         replay._count()

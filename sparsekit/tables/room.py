@@ -61,7 +61,7 @@ class RowsWithRoom(torch.nn.Module):
         return self.capacity if self.table is None else self.table.reach
 
     def rows_of_state(self, keep_vars: bool) -> int | None:
-        """Return how many leading rows a state has; None means all."""
+        """Return how many leading rows a saved state has; None means all."""
         weight = self.weight
         if keep_vars or not isinstance(weight, EmbeddingWeight) or weight.is_meta:
             return None
@@ -72,7 +72,7 @@ class RowsWithRoom(torch.nn.Module):
     def reach_on(self, device: torch.device) -> int | None:
         """Return how many leading rows need memory on a device; None means all.
 
-        On a device in `DEVICES`, all rows within the capacity come into reach.
+        On a device in `DEVICES`, all rows within the capacity are brought into reach.
         """
         if self.table is None or not self.grows:
             return None
@@ -99,7 +99,7 @@ class RowsWithRoom(torch.nn.Module):
         Applying a function to these two inside the context takes no memory for the other rows.
 
         Args:
-            fn: the function.
+            fn: the function that will be applied.
 
         Raises:
             NotImplementedError: fn moves or converts tensors in files.

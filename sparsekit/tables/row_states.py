@@ -156,7 +156,7 @@ def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> M
 
 
 def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Return a sparse tensor, such as the momentum of torch's SGD, with rows moved to `to`."""
+    """Return a sparse state, such as momentum in torch's SGD, with `rows` moved to rows `to`."""
     coalesced = state.coalesce()
     indices = coalesced.indices()[0]
     # Cover only the rows that occur here: a table that grows may have room for far more.

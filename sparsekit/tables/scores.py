@@ -43,7 +43,7 @@ class LRU:
         return words
 
     def words_of(self, counts: torch.Tensor, then: torch.Tensor | int) -> torch.Tensor:
-        """Return words for keys that have come `counts` times, the last time at clock `then`."""
+        """Return words for keys that occurred `counts` times, most recently at clock `then`."""
         return torch.zeros_like(counts) + then
 
 
@@ -59,13 +59,13 @@ class _Dated:
         return words & _LOW
 
     def words_of(self, counts: torch.Tensor, then: torch.Tensor | int) -> torch.Tensor:
-        """Return words for keys that have come `counts` times, the last time at clock `then`."""
+        """Return words for keys that occurred `counts` times, most recently at clock `then`."""
         return counts.clamp(max=_LOW) << 32 | then
 
 
 @dataclass(frozen=True)
 class LFU(_Dated):
-    """Least frequently used: the score of a key is the number of times that it came in training.
+    """Least frequently used: the score of a key is how many times it has occurred in training.
 
     All positions in a batch count, repeats included. Counts age: they are halved every
     `halve_every` units of the clock, since otherwise keys that were popular once would stay
@@ -97,7 +97,7 @@ class LFU(_Dated):
 
 @dataclass(frozen=True)
 class UserScore(_Dated):
-    """The score of a key is the user's score for it in its last lookup in training.
+    """The score of a key is the one that the user gave it in its last lookup in training.
 
     Attributes:
         function: returns the scores of keys; None if calls pass scores along with keys.

@@ -130,8 +130,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     def reach(self) -> int | None:
         """Number of leading rows in reach, in a table that grows; None means all rows.
 
-        Rows out of reach are as they were created. Optimizer states do not have initial values
-        there; see `open_rows`.
+        Rows out of reach are as they were created. Optimizer states do not have their initial
+        values there yet; see `open_rows`.
         """
         table = None if self._table is None else self._table()
         if table is None:
@@ -146,7 +146,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         return table.reach
 
     def reserve(self, rows: int) -> None:
-        """Bring this number of rows into reach, if the table can grow that far."""
+        """Bring the first `rows` rows into reach, if the table can grow that far."""
         table = None if self._table is None else self._table()
         if table is not None and table.reach < rows <= table.max_capacity:
             table.reserve(rows)

@@ -56,7 +56,7 @@ class CapturedStep:
 
     The first `warm_ups` calls run the step normally, on a separate stream. The next call captures
     the step. That call and all later ones replay the capture, so the host launches one graph
-    instead of many kernels. Each call runs one step on its own inputs, with the same bits as
+    instead of many kernels. Each call runs one step on its own inputs, and gives the same bits as
     without a capture.
 
     The step runs forward, backward and the optimizers' ``step()``, zeroes gradients, and returns

@@ -74,7 +74,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 class Ranks:
-    """Counts the samples of each batch over the ranks of a group (None for a single rank)."""
+    """Counts the samples of each batch over the ranks of a group; no group means a single rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group

@@ -60,8 +60,8 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Plot the loss, metrics, speed and table statistics of a run in one picture.
 
-    If a table has scores, a third row of plots shows the hit rate and how table rows come, go
-    and age.
+    If a table has scores, a third row of plots shows the hit rate, how many table rows are added
+    and dropped, and their ages.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -132,7 +132,7 @@ def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _coming_and_going(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
-    """Plot how many rows come and go per step, and, on the right axis, how many there are."""
+    """Plot how many rows are added and dropped per step and, on the right axis, how many exist."""
     points = []
     for before, record in pairwise([{"step": 0}, *records]):
         steps = record["step"] - before["step"]
@@ -216,11 +216,11 @@ def plot_scaling(
 def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> None:
     """Plot how norms, ages and scores are distributed over tables' rows, one line per table.
 
-    If there are more than 8 tables, the largest are plotted. Columns that no table has are left
-    out.
+    If there are more than 8 tables, the largest are plotted. A column for which no plotted table
+    has data is left out.
 
     Args:
-        tables: figures for at least one table.
+        tables: the statistics of at least one table.
         out: path of the picture.
 
     Raises:

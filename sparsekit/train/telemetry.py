@@ -13,9 +13,9 @@ from ..tables.life import RowCounts
 
 # Maximum number of buckets to inspect, since a table may have millions of them.
 SAMPLED_LINES = 4096
-# Maximum number of rows to sample for ages and scores, for the same reason.
+# Maximum number of rows to sample for ages and scores, since there may be millions of rows.
 SAMPLED_ROWS = 4096
-# Counts in `RowCounts` to report; the report is their growth since the last one.
+# Counts in `RowCounts` whose growth since the last report is reported.
 FLOWS = ("inserted", "admitted", "refused", "evicted", "expired")
 
 
@@ -34,9 +34,9 @@ class Telemetry:
 
     - ``inserted``, ``admitted``, ``refused``, ``evicted``, ``expired``: counts since the last call
       to `read`; see `RowCounts`.
-    - ``hit_rate``: fraction of keys in lookups in training, since the last call, that had a row
-      before their lookup. A key counts once per lookup of the table, even if several positions or
-      ranks have it. None if there was no lookup. Not reported on CUDA.
+    - ``hit_rate``: fraction of the keys looked up in training since the last call that had a row
+      before their lookup. A key counts once per lookup of the table, even if it occurs several
+      times or on several ranks. None if there was no lookup. Not reported on CUDA.
     - ``age_deciles``, ``score_deciles``, at the end of an epoch: minimum, deciles and maximum of
       rows' ages (units of the table's clock since their last lookup in training) and scores (as in
       `Evicted`), estimated from at most 4,096 rows on each rank.
@@ -58,7 +58,7 @@ class Telemetry:
     ) -> dict[str, dict[str, Any]]:
         """Return the statistics for each table, by layer name. A collective on several ranks.
 
-        If there has been no step since the last call, the statistics are the same as then.
+        If there has been no step since the last call, the same statistics are returned again.
 
         Args:
             steps: number of updates so far.
@@ -150,7 +150,7 @@ def _of_ranks(here: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
 
 
 def _sample(layer: EmbeddingTable) -> torch.Tensor:
-    """Return a tensor of the counts of rows and sampled rows, and the sample's ages and scores."""
+    """Return one tensor: the row and sample counts, then the sample's ages and scores."""
     sample = torch.zeros(2 + 2 * SAMPLED_ROWS, dtype=torch.int64)
     life, scores, clock, table = layer.life, layer.scores, layer.clock, layer.table
     if life is None or scores is None or clock is None or table is None:

@@ -156,7 +156,7 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
         model,
         lambda _, batch: (model.losses(batch[0]), 0.0),
         model.optimizers(),
-        stream=io.StringIO(),  # hide the progress: there are too many epochs to print them all
+        stream=io.StringIO(),  # hide the progress: there are too many epochs to print
     )
     epochs = args.epochs or ORIGINAL_EPOCHS
     data, batch_size = (torch.arange(users),), args.batch_size or users

@@ -17,7 +17,7 @@ HIDDEN = (10, 5, 10)
 
 
 class DenseAutoencoder(SavedModel):
-    """An autoencoder of layer sizes n-10-5-10-n, on rows of the dense users-by-items matrix.
+    """An autoencoder with layer sizes n-10-5-10-n, on rows of the dense users-by-items matrix.
 
     All activations are sigmoids. Weights and biases are drawn from N(0, 1). The loss is the mean
     squared error over all cells, rated or not, of ratings scaled to [0, 1]. This has two

@@ -66,7 +66,7 @@ def _recommend(args: argparse.Namespace) -> int:
     print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
     if args.show:
         titles: dict[int, str] = {}
-        with contextlib.suppress(DatasetUnavailableError):  # show no titles then
+        with contextlib.suppress(DatasetUnavailableError):  # without this data, show no titles
             titles = movielens_100k_titles() if model.source == MOVIELENS else {}
         _show(best, args.show, titles)
     return 0

@@ -162,7 +162,7 @@ def _best(
 
     Args:
         history: the ratings; items that a user has rated are excluded.
-        parts: parts of the users, each as indices int64 ``[n]``.
+        parts: subsets of the users, each an int64 tensor ``[n]`` of indices.
         k: number of items for each user.
         scorer: ``scorer(begin, end)(i)`` returns the scores ``[n, end - begin]`` of parts[i].
     """
@@ -191,7 +191,7 @@ def _best(
 def _without_rated(
     history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """Set the scores ``[n, end - begin]`` of items that the user has rated to -inf."""
+    """Set to -inf the scores ``[n, end - begin]`` of items that the user has rated."""
     entries, _, row = history(rows)
     column = history.columns[entries]
     here = (begin <= column) & (column < end)

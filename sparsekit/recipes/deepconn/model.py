@@ -104,7 +104,7 @@ class DeepCoNN(torch.nn.Module):
         result.
 
         Raises:
-            ValueError: documents have another shape.
+            ValueError: documents have the wrong shape.
             RuntimeError: the ranks' batches differ in size.
         """
         for name, documents in zip(TOWERS, (users, items), strict=True):
@@ -127,8 +127,8 @@ class DeepCoNN(torch.nn.Module):
             features = self._features(other, self._swap(vectors, "words"))
             features = self._swap(features, "features")
         document = self._dense(own, features)
-        # Both ranks compute the same loss. Each one computes the gradient of its own document's
-        # vector, so no gradients are sent.
+        # Both ranks compute the same loss. Each one computes the gradients of its own documents'
+        # vectors, so no gradients are sent.
         return (document * self._swap(document.detach(), "documents")).sum(1)
 
     def losses(

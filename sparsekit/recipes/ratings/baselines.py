@@ -68,7 +68,7 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
     user_ids, user, user_count = train.users.unique(return_inverse=True, return_counts=True)
     item_ids, item, item_count = train.items.unique(return_inverse=True, return_counts=True)
     residuals = ratings - ratings.mean()
-    user_bias = ratings.new_zeros(len(user_ids))  # float64 like ratings, on the same device
+    user_bias = ratings.new_zeros(len(user_ids))  # same dtype and device as ratings
     item_bias = ratings.new_zeros(len(item_ids))
     # Alternate: fit the items' biases exactly, given the users' biases, then the reverse.
     for _ in range(SWEEPS):
