@@ -297,7 +297,7 @@ class RowFiles:
         return OSError(error.errno, f"{self.name}: {told}: {os.strerror(error.errno or 0)}")
 
     def ask_for(self, rows: torch.Tensor) -> None:
-        """Start reading rows from the disk; drop others from memory if there are too many.
+        """Start reading rows from the disk; drop other rows from memory if there are too many.
 
         Args:
             rows: int32 or int64, any shape; -1 stands for no row.
@@ -357,7 +357,7 @@ class RowFiles:
         return max(1, most // _PAGE)
 
     def _drop(self, file: _File, most: int) -> None:
-        """Drop pages until at most `most` are left; those not asked for go first.
+        """Drop pages until at most `most` are left, beginning with those not asked for.
 
         This call only starts writing them to the disk; the next call removes them from memory, so
         no step has to wait.

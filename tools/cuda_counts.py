@@ -114,7 +114,7 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Format a number with two significant digits, since others vary between runs; 0 becomes ""."""
+    """Format a number with two significant digits, as further digits vary by run; 0 becomes ""."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))

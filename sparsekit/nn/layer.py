@@ -25,7 +25,7 @@ class EmbeddingLayer(EmbeddingTable):
         self.plan_cache = PlanCache()
 
     def request(self, *inputs: Any) -> Request:
-        """Check the input of a call, and return a request for it; do not change the table."""
+        """Check a call's input and return a request for it, without changing the table."""
         raise NotImplementedError
 
     def vectors(self, keys: torch.Tensor) -> torch.Tensor:

@@ -144,8 +144,8 @@ def _of_table(table: EmbeddingTable) -> TableMemory:
         waiting += counts.index.tensors()
     states: dict[str, Bytes] = {}
     for name, state, _ in () if weight.is_meta else states_of(weight):
-        # Two optimizers of the same class may have states, for example if one has replaced the
-        # other.
+        # Two optimizers of the same class may have states for a weight, for example if one has
+        # replaced the other.
         states[name] = _sum((states.get(name, Bytes(0, 0)), of_rows(state)))
     return TableMemory(
         name=table.name,

@@ -134,7 +134,7 @@ def _memory(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory; 0 if the tensor has no memory."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and others have no storage
+    except (NotImplementedError, RuntimeError):  # sparse and some other tensors have no storage
         return 0
 
 

@@ -139,7 +139,7 @@ def replace_embeddings(
 
 
 def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
-    """Return the model's embedding layers of torch or a subclass, each with all of its names."""
+    """Return all layers of torch's embedding classes or subclasses, each with all of its names."""
     found: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _OF_TORCH):

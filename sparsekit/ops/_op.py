@@ -10,14 +10,14 @@ import torch
 
 from ._checks import check_same_device, check_tensor
 
-# Number of dimensions of a tensor that stands for a list; tensors in such a list have fewer.
+# Number of dimensions of a tensor that stands in for a list of tensors, which have fewer each.
 STAND_IN_DIM = 4
 
 
 class Of(NamedTuple):
     """Dtypes and number of dimensions that a tensor, or each tensor in a list, must have."""
 
-    dtypes: Sequence[torch.dtype] | None  # None accepts any
+    dtypes: Sequence[torch.dtype] | None  # None accepts any dtype
     dim: int | None  # None accepts any number of dimensions
     # True for descriptors, which are always on the CPU.
     on_cpu: bool = False

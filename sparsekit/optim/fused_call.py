@@ -72,7 +72,7 @@ class FusedCall:
         step = optimizer._step(group, weights[0].device)
         optimizer._updated |= self.distinct  # first: an interrupted update is not repeated
         update(*kept.arguments, **step)
-        increment_version(kept.aliases)  # not done by `update`, which got a stand-in
+        increment_version(kept.aliases)  # `update` cannot do this to a stand-in
         count_own_writes(weights)
         return True
 
@@ -110,7 +110,7 @@ class FusedCalls:
     """An optimizer's latest updates of several weights in backward."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, FusedCall] = {}  # by the id of a call's first weight
+        self._calls: dict[int, FusedCall] = {}  # keyed by the id of each call's first weight
 
     def find(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> FusedCall | None:
         """Return an earlier call that can be repeated to update these weights, or None."""
@@ -118,7 +118,7 @@ class FusedCalls:
         return call if call is not None and call.is_for(weights, optimizer) else None
 
     def keep(self, weights: list[torch.Tensor], optimizer: Steps, group: dict[str, Any]) -> None:
-        """Keep a call that has updated weights in a group."""
+        """Keep a call that has updated these weights of a group."""
         if len(weights) == 1:
             return  # updating a single weight is fast anyway
         if len(self._calls) >= _MOST_KEPT:

@@ -160,7 +160,7 @@ def loaded_state(
 
 
 def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Return a dict with the entry ``keys`` if the saved rows may not be in the table's order."""
+    """Return the saved ``keys`` in a dict; an empty dict if rows are known to be in table order."""
     now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
     if now is None:
         return {}

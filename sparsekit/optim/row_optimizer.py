@@ -352,7 +352,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # if saved by torch or another version
+        for group in state["param_groups"]:  # those of torch or another version may lack settings
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__

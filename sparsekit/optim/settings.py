@@ -20,7 +20,7 @@ class Allowed:
     Attributes:
         words: description of the values, which follows "must be" in error messages.
         holds: returns whether a value is allowed.
-        is_number: whether the value must be a number; holds then gets a float.
+        is_number: whether the value must be a number; `holds` is then passed a float.
         or_none: whether the value may also be None.
     """
 

@@ -181,7 +181,7 @@ class EmbeddingTable(TableTensors):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"life": None, "files": None, **state})
-        for name in ("scores", "clock"):  # an older version may have pickled the layer
+        for name in ("scores", "clock"):  # a layer pickled by an older version lacks them
             self._buffers.setdefault(name, None)
         self._tie()
 

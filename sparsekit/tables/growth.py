@@ -18,14 +18,14 @@ from .rows_of import RowsOf
 
 # Smallest capacity that grows in steps. A smaller table grows at once, in less than a millisecond.
 _STEPWISE = 1 << 16
-# Rows in use, as a fraction of the capacity C, at which work on a larger index begins.
+# Fraction of the capacity C that is in use when work on a larger index begins.
 _BEGIN = 0.7
 # Buckets to clear or to copy for each new key: 2/3 C are cleared and C/3 copied during C/4 new
 # keys, so the index is replaced when 0.95 C rows are in use. Starting earlier would waste room.
 _BUCKETS_PER_KEY = 4
 # Further buckets to clear or to copy in each lookup with new keys.
 _LEAST_BUCKETS = 1024
-# Maximum number of rows beyond those in use that come into reach at a time.
+# Maximum number of rows beyond those in use that are brought into reach at a time.
 _ROWS_AHEAD = 1 << 14
 
 # Counts growth steps of all tables.

@@ -136,7 +136,7 @@ _MADE_BY: dict[Any, Callable[..., Initializer]] = {
 
 
 def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
-    """Return the distribution of trunc_normal_, read from its arguments: on meta it is a no-op."""
+    """Return trunc_normal_'s distribution from its arguments, since it draws nothing on meta."""
     signature = inspect.signature(torch.nn.init.trunc_normal_)
     # Read the keywords of a functools.partial; trunc_normal_ itself has none.
     given = signature.bind(None, **getattr(function, "keywords", {}))

@@ -125,7 +125,8 @@ class RowLife:
         self.on_evict: Callable[[Evicted], Any] | None = None
         self.makes_room_first = False
         self.keys_finished = 0
-        # The clock's value when last read or written, its tensor, and the tensor's version then.
+        # The clock's value when last read or written, its tensor, and the tensor's version at the
+        # time.
         self._now = 0
         self._known: tuple[torch.Tensor | None, int | None] = None, None
         # Period of the clock during which the last sweep for expired rows ran.

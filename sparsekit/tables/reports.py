@@ -34,7 +34,7 @@ _STATUS_WORDS = 3
 class Inserting(NamedTuple):
     """Facts about a table that inserts keys, without a reference that keeps the table alive."""
 
-    number: int  # index among the tables of a lookup
+    number: int  # index of the table in its lookup
     bound: RowBound
     name: str
     rank: int

@@ -25,7 +25,7 @@ MOST_SCORE = _LOW
 class LRU:
     """Least recently used: the score of a key is the clock of its last lookup in training."""
 
-    # How `group_touch_` writes words, and how `lowest_rows` compares them.
+    # Selects how `group_touch_` writes words, and how `lowest_rows` compares them.
     kind: ClassVar[int] = 1
     compared_as: ClassVar[int] = 1
     name: ClassVar[str] = "lru"

@@ -78,7 +78,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     def _note_rows(self) -> None:
         """Treat all values, including those in rows without a key, as written by the library.
 
-        An optimizer may have changed rows without a key before they were saved.
+        Before the rows were saved, an optimizer may have changed those without a key.
         """
         self.note_version()
         table = None if self._table is None else self._table()
@@ -142,7 +142,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         if self.is_meta or table.reach >= table.capacity:
             return table.reach
         if table.reach < len(table) <= table.capacity:
-            table.extend_reach(len(table))  # a lookup has been interrupted
+            table.extend_reach(len(table))  # only after an interrupted lookup
         return table.reach
 
     def reserve(self, rows: int) -> None:
@@ -163,7 +163,7 @@ class EmbeddingWeight(torch.nn.Parameter):
                 commit(state, rows)
 
     def open_rows(self, before: int, after: int) -> None:
-        """Write initial states for rows ``[before, after)``, which come into reach."""
+        """Write initial states for rows ``[before, after)``, which are coming into reach."""
         self._reach = after
         for optimizer in list(self._optimizers or ()):
             for state, initial in initial_rows(optimizer, self):

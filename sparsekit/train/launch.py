@@ -31,7 +31,8 @@ class RankError(RuntimeError):
         self.rank = rank
         self.kind, self.reason = "", f"ended with exit code {failure.exitcode}"
         shown = self.reason
-        # The launcher declares a string, but sets a dictionary if the rank raised an error.
+        # The launcher declares the message as a string, but sets a dictionary if the rank raised an
+        # error.
         message: Any = failure.message
         if failure.exitcode < 0:
             self.reason = shown = f"was ended by {failure.signal_name()}"

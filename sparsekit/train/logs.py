@@ -39,7 +39,7 @@ def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None)
 def go_on(
     logs: Sequence[Log], step: int, stream: TextIO | None, exchange: Exchange | None = None
 ) -> None:
-    """Remove the records after this step from the logs; if that fails, raise on all ranks.
+    """Remove all records after this step from the logs; if that fails, raise on all ranks.
 
     Rank 0 does the work. If it finds lines that are not records, it reports them on ``stream``.
     """

@@ -97,9 +97,9 @@ def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
     """Return the normalized discounted cumulative gain of the first k items, averaged over users.
 
     If the i-th item, counted from 1, is relevant, its gain is ``1 / log2(i + 1)``. The sum of gains
-    is divided by the sum for the best order, in which all relevant items come first. Source:
-    Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", TOIS 2002, with
-    relevance 0 or 1.
+    is divided by the sum for the best order, with all relevant items first. Source: Järvelin and
+    Kekäläinen, "Cumulated gain-based evaluation of IR techniques", TOIS 2002, with relevance 0 or
+    1.
 
     Takes the arguments of `precision_at_k` and raises the same errors.
     """

@@ -216,8 +216,8 @@ def plot_scaling(
 def plot_tables(tables: Sequence[TableFigures], out: str | os.PathLike[str]) -> None:
     """Plot how norms, ages and scores are distributed over tables' rows, one line per table.
 
-    If there are more than 8 tables, the largest are plotted. A column for which no plotted table
-    has data is left out.
+    If there are more than 8 tables, the largest are plotted. Columns without data for any plotted
+    table are left out.
 
     Args:
         tables: the statistics of at least one table.

@@ -156,7 +156,7 @@ def _sample(layer: EmbeddingTable) -> torch.Tensor:
     if life is None or scores is None or clock is None or table is None:
         return sample
     rows, now = len(table), life.now(clock)
-    # Row numbers follow the order of the keys' arrival, so sample rows at equal distances.
+    # Row numbers follow the order in which keys arrived, so sample rows at equal distances.
     places = (
         torch.arange(SAMPLED_ROWS) * rows // SAMPLED_ROWS
         if rows > SAMPLED_ROWS

@@ -183,7 +183,7 @@ class Trainer:
             TypeError: a batch has a form not listed above.
             ValueError: tensors are empty or have unequal lengths, a number is out of range, or the
                 metric of ``stop`` does not exist.
-            ResumeError: data or schedulers differ from those of the checkpoint; nothing is loaded.
+            ResumeError: data or schedulers differ from those in the checkpoint; nothing is loaded.
             DataFormatError: an epoch has no samples: a file is empty, or the data is a generator
                 that the previous epoch has exhausted.
             RuntimeError: the ranks' data, number of epochs, seeds or other settings differ.

@@ -71,7 +71,7 @@ def _predict(run: dict[str, Any], args: argparse.Namespace) -> int:
         model = trained.load(args.folder, run)
         with torch.no_grad():
             found = [trained.scores(model, batch).sigmoid() for batch in Prefetcher(reader)]
-    probabilities = gather(torch.cat([torch.empty(0), *found]))  # ranks have consecutive rows
+    probabilities = gather(torch.cat([torch.empty(0), *found]))  # each rank's rows are consecutive
     if len(probabilities) == 0:
         raise UsageError(f"--data {' '.join(args.data)}: no rows")
     if rank() == 0:

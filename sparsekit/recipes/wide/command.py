@@ -26,7 +26,8 @@ TEST_FRACTION, SPLIT_SEED = 0.2, 0
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
 NUMBER_BUCKETS = 32
-# Far more than the number of distinct values of a column (at most 42), so that few values collide.
+# Number of matrix columns per feature: far more than its number of distinct values (at most 42), so
+# that few values collide.
 FEATURE_LENGTH = 1000
 EVALUATION_BATCH = 8192
 
