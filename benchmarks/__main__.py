@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: runs them, compares runs, and makes tables and plots."""
+"""Command line for the benchmarks: runs them, compares runs, and makes tables and plots."""
 
 import argparse
 import json
@@ -205,7 +205,7 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
                 rows.append({"benchmark": name, **result.row()})
                 write()  # write each result now, since the run may be killed
         except Exception:
-            # Continue: other benchmarks are independent, and GPU time is scarce.
+            # Continue: the other benchmarks do not depend on this one, and GPU time is scarce.
             traceback.print_exc()
             failed.append(name)
     write()

@@ -31,7 +31,7 @@ class Dense(torch.nn.Module):
         self.top = _stack((dim + len(row), *widths, 1), device)
 
     def forward(self, dense: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Return a logit per sample for dense values ``[n, 13]`` and vectors ``[n, 26, dim]``."""
+        """Return a logit per sample from dense values ``[n, 13]`` and vectors ``[n, 26, dim]``."""
         first = self.bottom(dense)
         every = torch.cat([first.unsqueeze(1), vectors], 1)
         products = (every @ every.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
@@ -46,7 +46,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time steps with one key per bag. 1M ids per table need 40 GB: halve them until they fit."""
+    """Time steps with one key per bag. 1M ids per table need 40 GB: halve that until it fits."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))

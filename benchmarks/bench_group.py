@@ -123,7 +123,7 @@ class Tables:
         return layers
 
     def one_layer(self) -> list[Call]:
-        """Return steps of one layer with a slot per table; offsets keep slots' keys distinct."""
+        """Return steps of one layer with a slot per table; offsets separate the slots' keys."""
         (nnz,) = set(self.nnz)
         slots, ids = len(self.rows), sum(self.rows)
         layer = sparsekit.DistributedEmbedding("sum", ids, self.dim, slots, nnz)

@@ -1,6 +1,6 @@
 """Times many tables on ranks with one thread each: steps, collectives, and the effect of prefetch.
 
-sparsekit uses LazyAdam. TorchRec has half of the tables on each rank, and uses row-wise Adagrad
+sparsekit uses LazyAdam. TorchRec places half of the tables on each rank, and uses row-wise Adagrad
 fused into backward.
 """
 
@@ -82,7 +82,7 @@ def _steps(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
-    """Time two ranks that share the tables, and a third rank alone with both ranks' batches."""
+    """Time two ranks that share the tables, then a third rank that processes both batches alone."""
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ranks, over, name = ([0, 1], alone, ONE_RANK) if rank == 2 else ([rank], pair, TWO_RANKS)
     tables = Tables(shape, ranks, over)

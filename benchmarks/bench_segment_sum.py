@@ -55,7 +55,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time four rows per segment on average, against reading ids and rows and writing the sums."""
+    """Time four rows per segment on average, against just reading ids and rows and writing sums."""
     for dim in (16, 32, 64, 128, 256):
         n = gpu.fit(gpu.size(min(4 << 20, (1 << 29) // dim), 1_000), bytes_each=16 * dim)
         segments = n // 4

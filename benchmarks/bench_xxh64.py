@@ -14,7 +14,7 @@ _LOOP = "loop over xxhash"
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time hashing a million distinct strings: of 12 to 18 characters, and of 1 to 60."""
+    """Time hashing a million distinct strings: first of 12 to 18 characters, then of 1 to 60."""
     n = cpu.size(1_000_000, 500)
     similar = [[f"user_id_{i}_{turn + 100}" for i in range(n)] for turn in range(2)]
     mixed = [_mixed(n, turn) for turn in range(2)]

@@ -35,7 +35,7 @@ def median_and_spread(samples: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Position of a case in a plot: figure, series, name and value of x, and item count."""
+    """Position of a case in a plot: figure, series, the x axis's name, x, and the item count."""
 
     figure: str
     series: str
@@ -49,9 +49,9 @@ class Comparison:
     """Comparison of a case with one roof or one peer.
 
     Samples are milliseconds per call, in the order of measurement. On the CPU, our calls and the
-    peer's are timed in turns, so samples with the same index were taken at about the same time. A
-    roof may have a single sample. `line` is the name of the case's target in `targets.py`, if any.
-    With the clock "collectives", samples are collectives per step instead of times.
+    peer's calls are timed in turns, so samples with the same index were taken at about the same
+    time. A roof may have a single sample. `line` is the name of the case's target in `targets.py`,
+    if any. With the clock "collectives", samples are collectives per step instead of times.
     """
 
     case: str
@@ -85,7 +85,7 @@ class Comparison:
         return None if self.target is None else self.ratio >= self.target
 
     def row(self) -> dict[str, object]:
-        """Return the comparison as a row of the JSON file."""
+        """Return the comparison as a row for the JSON file."""
         ms, spread = median_and_spread(self.samples)
         against_ms, against_spread = median_and_spread(self.against_samples)
         return {
@@ -132,7 +132,7 @@ def zipf_cumulative(exponent: float, num_ids: int) -> np.ndarray:
 
 
 def zipf_keys(n: int, exponent: float, num_ids: int, seed: int = 0) -> torch.Tensor:
-    """Draw keys ``[n]`` in [0, num_ids); the weight of key k is (k + 1) ** -exponent."""
+    """Draw keys ``[n]`` in [0, num_ids); key k is drawn with weight (k + 1) ** -exponent."""
     cumulative = zipf_cumulative(exponent, num_ids)
     draws = np.random.default_rng(seed).random(n) * cumulative[-1]
     return torch.from_numpy(np.searchsorted(cumulative, draws, side="right"))

@@ -98,7 +98,7 @@ class Cpu:
         num_bytes: int | None = None,
         curve: Curve | None = None,
     ) -> Iterator[Comparison]:
-        """Time our calls and all peers' in turns, and yield a comparison with each peer.
+        """Time our calls and all peers' calls in turns, and yield a comparison with each peer.
 
         Args:
             case: description, including sizes; unique within the suite.
@@ -140,8 +140,8 @@ class Cpu:
         times: list[list[float]] = [[] for _ in sides]
         for r in range(rounds):
             for i, (side, count) in enumerate(zip(sides, loops, strict=True)):
-                # Start the sides at distant inputs, so that no side finds its inputs in the cache
-                # because another side has just used them.
+                # Let the sides start at inputs far apart, so that no side finds its inputs in the
+                # cache because another side has just used them.
                 first = r * count + i * len(side.calls) // len(sides)
                 times[i].append(_time(side, first, count))
         return times

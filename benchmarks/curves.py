@@ -1,4 +1,4 @@
-"""Measures throughput by size, load factor, dim and duplication, for plots that have no targets."""
+"""Measures throughput by size, load factor, dim and duplication, for plots, without targets."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -111,7 +111,7 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class _FullTable:
-    """A table at its budget, and training lookups of as many keys as one sweep drops rows."""
+    """A table at its budget; each method looks up as many keys as one sweep drops rows."""
 
     def __init__(self, rows: int) -> None:
         spare = max(rows // 10, 8192)

@@ -2,7 +2,7 @@
 
 This is a sketch of a fused mode for layers: the step pools the vectors of keys, and updates rows
 with the gradient of the result. Each tensor has one row per key, since only the device knows the
-number of distinct keys. Rows beyond that number are padding, which takes memory and time.
+number of distinct keys. Rows beyond that number are padding, and cost memory and time.
 """
 
 import torch

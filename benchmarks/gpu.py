@@ -42,7 +42,7 @@ class Timing:
         return statistics.median(self.events)
 
     def on(self, clock: str) -> list[float]:
-        """Return the samples from a clock, "events" or "wall"."""
+        """Return the samples taken with a clock, "events" or "wall"."""
         return self.wall if clock == "wall" else self.events
 
 
@@ -180,7 +180,8 @@ class Gpu:
 
     def fit(self, count: int, bytes_each: float) -> int:
         """Return `count`, halved until that many items leave some memory free."""
-        # Free modules with hooks (they are in reference cycles), and then torch's cached memory.
+        # First free modules with hooks, which are in reference cycles; then free torch's cached
+        # memory.
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

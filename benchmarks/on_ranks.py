@@ -22,12 +22,13 @@ WARM_UP = 4
 
 
 def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-    """Call ``function(rank, *arguments)`` on all ranks; return rank 0's result, converted by JSON.
+    """Call ``function(rank, *arguments)`` on all ranks; return rank 0's result, sent as JSON.
 
     Functions are pickled by name, so they must be at the top level of a module.
     """
-    # Fork the ranks from a server process that has only imported torch, and torch._dynamo, which
-    # the first optimizer imports. Each import would take seconds in every rank.
+    # Fork the ranks from a server process that has already imported torch, sparsekit, and
+    # torch._dynamo (which the first optimizer imports): the imports would take seconds in every
+    # rank.
     preload = ["torch.distributed", "torch._dynamo", "sparsekit"]
     get_context("forkserver").set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +58,7 @@ def time_in_turns(
         sides: steps that take turns. None means that this rank waits in gloo's barrier during the
             step, and gets no samples.
         rounds: number of timed steps for each side.
-        together: the ranks that run a step at the same time as this one; None for all.
+        together: the ranks that run their steps at the same time as this rank; None for all.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(-WARM_UP, rounds):

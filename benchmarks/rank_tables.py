@@ -1,4 +1,4 @@
-"""Defines many tables on ranks, and steps on them with a group, one layer, and TorchRec.
+"""Defines many tables on ranks, and steps that use them via a group, one layer, or TorchRec.
 
 sparsekit looks up raw keys in hash tables that already contain all keys; TorchRec gets row numbers.
 The input of both is one KeyedJaggedTensor, or a stand-in for it. A group returns the vectors of
@@ -135,7 +135,7 @@ class Tables:
         return self.step(group, optimizer)
 
     def one_layer(self) -> Step:
-        """Return a step of one layer with a slot per table; offsets keep slots' keys distinct."""
+        """Return a step of one layer with a slot per table; offsets separate the slots' keys."""
         tables, ids, dim = self.shape.tables, self.shape.ids, self.shape.dim
         layer = sparsekit.DistributedEmbedding(
             "sum", self._capacity(tables * ids), dim, tables, 1, name="one", process_group=self.over

@@ -31,7 +31,7 @@ def read(path: Path) -> Run:
 
 
 def brief(run: Run) -> str:
-    """Format a run as JSON with one line per result, without samples, for tables and plots."""
+    """Format a run as JSON for tables and plots: one line per result, without samples."""
     head = json.dumps({name: value for name, value in run.items() if name != "results"}, indent=1)
     samples = ("samples", "against_samples")
     rows = [{name: each[name] for name in each if name not in samples} for each in run["results"]]

@@ -1,7 +1,7 @@
 """FBGEMM's table batched embeddings (TBE) on the CPU: the training module, float32.
 
-This is its fastest configuration: each table has one feature, bounds are not checked (sparsekit
-checks them), and the optimizer is fused into backward.
+This is FBGEMM's fastest configuration: each table has one feature, bounds are not checked
+(sparsekit checks them), and the optimizer is fused into backward.
 """
 
 from collections.abc import Sequence

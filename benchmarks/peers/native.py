@@ -1,7 +1,7 @@
 """Peers written in C++, which are compiled on first use and called through ctypes.
 
 They are compiled for this processor into ``build/peers``. Outputs are torch tensors, so that
-allocation takes a peer as long as sparsekit.
+allocating them takes a peer as long as it takes sparsekit.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def _library(name: str) -> ctypes.CDLL:
     target = BUILD / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        # Compile to a temporary file and rename it: another process may load the library meanwhile.
+        # Compile to a temporary file and rename it: another process may be loading the library.
         part = target.with_suffix(f".{os.getpid()}")
         command = [compiler, *flags, str(source), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's flags, which tell apart the builds for different machines in BUILD."""
+    """Return the processor's flags; they distinguish builds for different machines in BUILD."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -102,7 +102,7 @@ def pages(num_bytes: int, huge: bool) -> torch.Tensor:
         raise MemoryError(f"no memory for {num_bytes:,} bytes")
     array = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     tensor = torch.from_numpy(array)
-    # Free the pages with the array, which lives as long as any tensor that shares its memory.
+    # Free the pages when the array is freed, after all tensors that share its memory.
     weakref.finalize(array, partial(_free, "gather", "pages_free", address))
     return tensor
 

@@ -3,9 +3,9 @@
     python -m benchmarks.systems.capacity [--speed] [--plot FILE]
 
 Predicts hit rates at five sizes for LRU, LFU, admission at 2, and ttl, and looks up the same keys
-in real tables. The keys are a zipf stream whose popular keys drift, and the values in the Adult
-census data, for three epochs in different row orders. Then, or with --speed alone, it times a
-feature with ten million keys, and reports how much the process's memory grows. Exits with 1 if a
+in real tables. The keys are first a zipf stream whose popular keys drift, then the values in the
+Adult census data, in three epochs with different row orders. Then, or with --speed alone, it times
+a feature with ten million keys, and reports how much the process's memory grows. Exits with 1 if a
 prediction is off by more than a point, or memory grows by more than 100 MB.
 """
 
@@ -27,7 +27,7 @@ from sparsekit.datasets import adult
 MOST_ERROR, MOST_BYTES = 0.01, 100e6
 ROWS = {"zipf": (8192, 16384, 32768, 65536, 131072), "Adult": (500, 1000, 2000, 5000, 10000)}
 TTLS = {"zipf": (5, 20, 50, 100, 200), "Adult": (2, 5, 20, 50, 100)}
-# The timed feature: zipf keys with drifting popularity, until DISTINCT distinct keys have come.
+# The timed feature: zipf keys with drifting popularity, until DISTINCT distinct keys have occurred.
 IDS, EXPONENT, BATCH, BLOCK, DISTINCT = 10**8, 1.05, 4096, 1 << 20, 10**7
 
 
@@ -73,7 +73,7 @@ def stream() -> Iterator[np.ndarray]:
 
 
 def time_it() -> bool:
-    """Print speed and memory for a feature with many keys; return whether memory is small."""
+    """Print speed and memory for a feature with many keys; return whether memory grew little."""
     warm = CapacityCurve(rows=[1000], sample=1000)
     for start in range(0, 2_000_000, 10_000):
         warm.add(torch.arange(start, start + 10_000))
@@ -102,7 +102,7 @@ def time_it() -> bool:
 
 
 def main() -> int:
-    """Print the tables; return 1 if a prediction is wrong or the memory too large."""
+    """Print the tables; return 1 if a prediction is too far off or memory grew too much."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--speed", action="store_true", help="only time a feature")
     parser.add_argument("--plot", metavar="FILE", help="PNG to write, of the comparison")

@@ -1,4 +1,4 @@
-"""Checks that a step of `Trainer` takes at most 1.05 times as long as in a handwritten loop.
+"""Checks that a step of `Trainer` takes at most 1.05 times as long as a handwritten one.
 
 python -m benchmarks.systems.trainer_overhead
 """

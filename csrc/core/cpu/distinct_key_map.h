@@ -151,7 +151,7 @@ class DistinctKeyMap {
     for (int k = 0; k < count; ++k) {
       const uint32_t* group = group_at(hashes[k]);
       const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
-      // Without a match, take the last entry. It is either empty or another key's.
+      // Without a match, take the last entry. It is either empty or holds another key.
       numbers[k] = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
       prefetch(&distinct[numbers[k]]);
     }

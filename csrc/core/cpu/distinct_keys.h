@@ -53,9 +53,8 @@ class DistinctKeys {
   }
 
   // Numbers the keys of each table t, then calls then(t, keys, scratch, parallel_for) with the
-  // table's distinct keys and a buffer scratch [n]. The `parallel_for` passed to it uses only the
-  // threads that `then` may use. A table without entries gets the count 0, and `then` is not called
-  // for it.
+  // table's distinct keys and a buffer scratch [n]. This `parallel_for` uses only the threads that
+  // `then` may use. A table without entries gets the count 0, and `then` is not called for it.
   template <class Then>
   void each(int32_t* order, void* workspace, const ParallelFor& parallel_for,
             const Then& then) const {

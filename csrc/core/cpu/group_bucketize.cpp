@@ -28,8 +28,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int64_t
     owner_of_key[j] = static_cast<int32_t>(owner);
     ++counts[owner * stride];
   }
-  // Turn counts into start positions. They advance while keys are moved, and are then turned back
-  // into counts.
+  // Turn counts into start positions. These positions advance as keys are moved, and are then
+  // turned back into counts.
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) begin += std::exchange(counts[r * stride], begin);
   for (int64_t j = 0; j < n; ++j) {

@@ -78,7 +78,8 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   const int64_t distance = rows_ahead<T>(dim);
   const auto ahead = [=](int64_t i) {
     if (i + distance >= n) return;
-    // This row is not checked yet. Even computing the address of an invalid row would be undefined.
+    // This row is not checked yet. Even computing an invalid row's address would be undefined
+    // behavior.
     const int64_t r = rows.row_number(i + distance);
     if (rows.is_row(r)) prefetch_row(rows.vector(r), dim);
   };
@@ -200,7 +201,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        // Keep an invalid index invalid: the sum reports it.
+        // Keep an invalid index invalid: the segment sum reports it.
         const int64_t number = index[i];
         numbers[i] = static_cast<uint64_t>(number) < static_cast<uint64_t>(num_rows)
                          ? place[number]

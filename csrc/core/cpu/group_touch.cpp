@@ -67,7 +67,7 @@ void count_touches(const FoundRows& found, int64_t num_distinct, int64_t begin, 
   }
 }
 
-// Writes the scores of a table. counts [num_distinct] is workspace. Without kShared, `parallel_for`
+// Writes a table's scores. counts [num_distinct] is workspace. Without kShared, `parallel_for`
 // must use one thread.
 template <bool kShared>
 void touch_table(const TouchedTable& table, const FoundRows& found, uint64_t* counts,

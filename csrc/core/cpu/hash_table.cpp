@@ -189,8 +189,8 @@ void take_back(Table& table, int64_t size_before, const Key* keys, int64_t end,
   }
 }
 
-// Renumbers and removes the keys of bucket `b`. Other threads may decrement its `spilled` count
-// meanwhile, but have no access to its slots.
+// Renumbers and removes the keys of bucket `b`. Other threads may be decrementing its `spilled`
+// count, but have no access to its slots.
 void renumber_bucket(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t b,
                      const int32_t* new_rows, int64_t n) {
   Bucket& bucket = buckets[b];
@@ -279,7 +279,7 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
     std::fill(keys + begin, keys + end, int64_t{0});
   });
   // Sum of the `spilled` counts of all buckets, minus the number of buckets that keys have passed.
-  // In a sound table the difference is 0.
+  // In an undamaged table the difference is 0.
   std::atomic<int64_t> surplus{0};
   std::atomic<bool> sound{true};
   parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {

@@ -182,7 +182,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   Progress* progress = half.progress + part * (num_segments + 1);
   for (int64_t s = 0; s <= num_segments; ++s) progress[s] = run_begins_at(s * dim);
   int64_t num_runs = 0;
-  // Use integers as addresses, since the sums of first runs and of later runs are in different
+  // Use integers as addresses: the sums of first runs and those of later runs are in different
   // arrays.
   const auto zeros = reinterpret_cast<uintptr_t>(work.zeros);
   const auto sums = reinterpret_cast<uintptr_t>(half.sum + column);

@@ -113,8 +113,8 @@ class ByHash {
     }
   }
 
-  // Turns firsts_[chunk * parts_] into the rank of the chunk's first new key. Returns the number of
-  // distinct keys.
+  // Converts firsts_[chunk * parts_] to the rank of the chunk's first new key. Returns the number
+  // of distinct keys.
   int64_t rank_chunks() {
     uint32_t rank = 0;
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {

@@ -7,7 +7,7 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Returns the means that the rule needs, over element(0), ..., element(dim - 1). The order of
+// Returns the means over element(0), ..., element(dim - 1) that the rule needs. The order of
 // additions is the same for all instruction sets.
 template <class Rule, class A, class Element>
 RowMeans<A> mean_of_row(int64_t dim, const Element& element) {

@@ -18,8 +18,8 @@ using namespace xxh64_steps;
 #include "cpu/xxh64_lanes256.h"
 
 // Number of vectors per step, the largest that fits in 32 registers. Vectors of 512 bits were not
-// faster: AVX-512 gains from its multiplication and rotation of 64-bit lanes, not from wider
-// vectors.
+// faster: AVX-512 helps because it can multiply and rotate 64-bit lanes, not because its vectors
+// are wider.
 constexpr int kSide = 8;
 
 SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {

@@ -55,7 +55,7 @@ SPARSEKIT_DEVICE bool has_divisor(Combiner combiner) {
   return combiner == Combiner::kMean || combiner == Combiner::kSqrtn;
 }
 
-// Returns what a weight adds to the total that determines the divisor: for kMean the weight itself,
+// Returns what a weight adds to the total that determines the divisor: the weight itself for kMean,
 // otherwise its square.
 template <class A>
 SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {

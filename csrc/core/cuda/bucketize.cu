@@ -149,7 +149,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kBlocksAtOnce)
   }
   simt::barrier();
 
-  // Find where this thread's owners begin: in the sorted tile and in the output.
+  // Find where the keys of this thread's owners begin, in the sorted tile and in the output.
   const int owners_each = (world_size + kSumThreads - 1) / kSumThreads;
   const int first_owner = simt::thread() * owners_each;
   const int end_owner =

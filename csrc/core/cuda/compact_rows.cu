@@ -5,7 +5,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Returns how many of the k ascending numbers are below `row`.
+// Returns how many of the k ascending numbers in `gone` are below `row`.
 SPARSEKIT_DEVICE int64_t count_below(const int64_t* gone, int64_t k, int64_t row) {
   int64_t low = 0, high = k;
   while (low < high) {
@@ -35,7 +35,7 @@ SPARSEKIT_KERNEL compact_rows_kernel(const int64_t* gone, int64_t k, int64_t siz
     if (below < k && gone[below] == row) {
       number = -1;
     } else if (row >= left) {
-      // The number of rows in [left, row) that stay. It may be wrong if `gone` is not ascending.
+      // The number of kept rows in [left, row). It may be wrong if `gone` is not ascending.
       const int64_t stay = row - left - (below - count_below(gone, k, left));
       number = stay < 0 || stay >= k ? -1 : gone[stay];
     }

@@ -207,8 +207,8 @@ void commit(Address address, size_t bytes, void* stream) {
   fill_bytes(reinterpret_cast<void*>(begin), 0, static_cast<int64_t>(size), stream);
 }
 
-// Frees a room. Waits for the device, since unmapping does not, and kernels may still use it. If
-// the wait fails, leaks the room: when the process ends, the driver may already be gone.
+// Frees a room. Waits for the device first: unmapping does not wait, and kernels may still use the
+// room. If the wait fails, leaks the room: when the process ends, the driver may already be gone.
 void free_room(Address address, const Room& room) {
   try {
     const OnDevice current(room.device);
@@ -315,7 +315,7 @@ const char* message_of(const Call& call) {
 #define SPARSEKIT_PUBLIC extern "C" __attribute__((visibility("default")))
 
 // Reserves addresses for `bytes` bytes on a device, and sets `tensor` to their DLManagedTensor. The
-// first `first` bytes get memory, as from sparsekit_commit_room(). Like the next two functions,
+// first `first` bytes get memory, as if from sparsekit_commit_room(). Like the next two functions,
 // returns an error message or null.
 SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, int device,
                                                 void* stream, void** tensor) {
@@ -323,7 +323,7 @@ SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, in
   return message_of([&] { *tensor = new_room(bytes, first, device, stream); });
 }
 
-// Sets `tensor` to a DLManagedTensor of a room's first bytes; it also keeps the room alive.
+// Sets `tensor` to a DLManagedTensor of a room's first bytes; the tensor also keeps the room alive.
 SPARSEKIT_PUBLIC const char* sparsekit_room_tensor(unsigned long long address, int64_t bytes,
                                                    void** tensor) {
   using namespace sparsekit::cuda;
@@ -337,7 +337,7 @@ SPARSEKIT_PUBLIC const char* sparsekit_commit_room(unsigned long long address, i
   return message_of([&] { commit(address, static_cast<size_t>(bytes), stream); });
 }
 
-// Returns how many bytes of a room have memory, or -1 if there is no room at this address.
+// Returns how many bytes of a room are backed by memory, or -1 if no room begins at this address.
 SPARSEKIT_PUBLIC int64_t sparsekit_committed(unsigned long long address) {
   using namespace sparsekit::cuda;
   const std::lock_guard<std::mutex> lock(mutex());

@@ -137,9 +137,9 @@ inline simt::Grid enter_grid(int64_t n) {
 // is a value that the slot's `first` has held. Returns true if the key has not been seen before
 // `position`.
 //
-// The bit of a position is flipped once when it becomes the first of its key and once more when a
-// smaller one takes its place, in whatever order the two flips happen. The caller flips the bit of
-// `position`.
+// The bit of a position is flipped once when the position becomes its key's first and once more
+// when a smaller position replaces it; the two flips may happen in either order. The caller flips
+// the bit of `position`.
 SPARSEKIT_DEVICE bool count_keys(const FirstSeen& seen, uint32_t slot, int32_t first,
                                  int32_t position, int32_t count) {
   simt::atomic_add(&seen.slots[slot].count, count);

@@ -103,7 +103,7 @@ inline void find_first_entries(const GroupCall& call, const DeviceGroup& group, 
                                const FirstEntries& first, int32_t* slot_of, int64_t* words,
                                int64_t num_words, void* stream) {
   const simt::Grid grid = grid_for_entries(call);
-  // Clear the slots and the prefix sums' words after them.
+  // Clear the slots, and the words for prefix sums that follow them.
   const auto bytes =
       reinterpret_cast<char*>(first.ranks.totals.end()) - reinterpret_cast<char*>(first.slots);
   simt::fill_bytes(first.slots, 0xFF, bytes, stream);

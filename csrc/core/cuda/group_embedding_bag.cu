@@ -233,7 +233,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 template <class T>
 RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& feature) {
   const PooledTable<T>& table = tables[feature.table];
-  // Wide accesses require that every vector begins at a multiple of 16 bytes.
+  // Wide accesses require every vector to begin at a multiple of 16 bytes.
   const bool aligned = feature.keeps_alignment(kWide<T>) && table.stride % kWide<T> == 0;
   return row_shape<T>(table.dim, table.weight, aligned ? feature.out : misaligned<T>());
 }

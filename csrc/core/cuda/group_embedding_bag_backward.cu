@@ -164,7 +164,7 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   return features;
 }
 
-// Returns the shape of a table's gradients. Wide accesses require that every gradient begins at a
+// Returns the shape of a table's gradients. Wide accesses require every gradient to begin at a
 // multiple of 16 bytes.
 template <class T>
 RowShape shape_of_table(const SummedTable<T>& table) {
@@ -287,7 +287,7 @@ void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_r
         i == 0 ? Begins{work.entry, 1} : Begins{work.levels.level[i - 1].chunks, 2};
     const auto sum =
         i == 0 ? sum_tables_kernel<T, true, kAllRows> : sum_tables_kernel<T, false, kAllRows>;
-    // Each table has its own block for each column, however few chunks it has.
+    // Each table has its own block for each column, even if the table has few chunks.
     const int64_t threads = to.n / 2 * lanes + columns * kGroupThreads;
     simt::launch("group: sums", sum, simt::strided_grid_for(threads, kGroupThreads), stream, group,
                  from, begins, to);

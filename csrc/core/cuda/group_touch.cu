@@ -42,8 +42,8 @@ struct Touched {
   }
 };
 
-// Writes the scores of all distinct rows at the advanced clocks: final scores for LRU, and scores
-// without the new touches for LFU.
+// Writes the scores of all distinct rows for the advanced clocks: final scores for LRU, and scores
+// that lack the new touches for LFU.
 SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
   const FoundRows& found = touched.found;
   for (int64_t e = simt::global_thread(); e < found.entries; e += simt::global_threads()) {

@@ -65,7 +65,7 @@ constexpr int kInsertSteps = 4;
 constexpr int kInsertBlocksAtOnce = 5;
 constexpr int kInsertThreads = 256;
 
-// Returns a bit mask of a bucket's free slots. Other threads may be claiming slots meanwhile.
+// Returns a bit mask of a bucket's free slots. Other threads may be claiming some of them.
 SPARSEKIT_DEVICE uint32_t free_slots(const Bucket& bucket) {
   static_assert(kSlotsPerBucket == 5 && offsetof(Bucket, rows) % 8 == 0, "two rows are a word");
   const auto* words = reinterpret_cast<const int64_t*>(simt::global(&bucket)->rows);
@@ -77,7 +77,7 @@ SPARSEKIT_DEVICE uint32_t free_slots(const Bucket& bucket) {
   return mask;
 }
 
-// Does what insert_absent() does, for each pending key. In each round, each of the thread's keys
+// Does for each pending key what insert_absent() does. In each round, each of the thread's keys
 // tries one slot or moves on to another bucket.
 SPARSEKIT_DEVICE bool insert_all_absent(Bucket* buckets, int64_t num_buckets, int64_t seed,
                                         const int64_t (&keys)[kInsertSteps],
@@ -182,7 +182,7 @@ SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
 }
 
 // Writes each row's key to `keys`. Adds to *surplus the sum of the `spilled` counts of all buckets,
-// minus the number of buckets that keys have passed. In a sound table the difference is 0.
+// minus the number of buckets that keys have passed. In an undamaged table the difference is 0.
 SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
                                      const int64_t* seed, int64_t size, int64_t* keys,
                                      int64_t* surplus) {
@@ -227,8 +227,8 @@ SPARSEKIT_KERNEL copy_keys_kernel(const Bucket* from, int64_t num_from, const in
   }
 }
 
-// Renumbers and removes the keys of a bucket. Other threads may decrement its `spilled` count
-// meanwhile, but have no access to its slots.
+// Renumbers and removes the keys of a bucket. Other threads may be decrementing its `spilled`
+// count, but have no access to its slots.
 SPARSEKIT_KERNEL renumber_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                                  const int32_t* new_rows, int64_t n, int64_t* bad_row) {
   const int64_t b = simt::global_thread();

@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // Each lane checks one key, and a tile writes its lanes' new rows one after another. In most
-// batches few keys are new; every other key costs only the read of a row index.
+// batches few keys are new, and each known key costs only the read of a row index.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     init_rows_kernel(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,

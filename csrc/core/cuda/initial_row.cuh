@@ -12,8 +12,8 @@ constexpr int kDrawColumns = 4;
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 
-// Returns true if all rows of an array that begins at `out` are aligned for accesses of kDrawWidth
-// elements, where each row begins `stride` elements after the previous one.
+// Returns true if all rows of an array that begins at `out`, with rows `stride` elements apart, are
+// aligned for accesses of kDrawWidth elements.
 template <class T>
 SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim, int64_t stride) {
   return dim % kDrawColumns == 0 && stride % kDrawColumns == 0 &&

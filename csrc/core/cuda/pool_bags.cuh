@@ -88,7 +88,7 @@ struct Entries {
       if (row[j] != -1 && element < in.dim) in.read(begin + j, row[j], element, piece[j]);
     }
   }
-  // Adds the row and the weight of entry j.
+  // Adds entry j's row and weight.
   template <bool kShortBags, int kWidth, class In>
   SPARSEKIT_DEVICE void add(const In& in, int j, const RowPiece<T, kWidth>& piece,
                             Acc<T> (&sum)[kWidth], Acc<T>& total) const {
@@ -299,7 +299,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   while (bag < last) finish_bag();
 }
 
-// Computes the sum over the part of bag `bag` that is in slot `slot`.
+// Computes the sum over the part in slot `slot`, which belongs to bag `bag`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int64_t slot,
                                 int64_t bag, int64_t element) {
@@ -324,7 +324,7 @@ struct Round {
   bool last;
 };
 
-// Performs a round's additions for the part of bag `bag` that is in slot `slot`.
+// Performs a round's additions for the part in slot `slot`, which belongs to bag `bag`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Round round,
                                   int64_t slot, int64_t bag, int64_t element) {

@@ -64,7 +64,7 @@ struct LookBack {
       : words(arena.take<int64_t>(1 + tiles * sums)), tiles(tiles), sums(sums) {}
 
   int64_t* end() const { return words + 1 + tiles * sums; }
-  // Returns the totals for the n-th launch after this one.
+  // Returns the totals to use in the n-th launch after this one.
   SPARSEKIT_HOST_DEVICE LookBack after(int n) const {
     LookBack later = *this;
     later.launch += n;

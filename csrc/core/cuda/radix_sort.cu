@@ -49,7 +49,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, 2)
   }
   simt::barrier();
 
-  // Find where this thread's digit begins: in the tile and in the output.
+  // Find where the pairs with this thread's digit begin, in the tile and in the output.
   const int own_digit = simt::thread();
   int32_t in_tile = 0;
   for (int w = 0; w < kSumWarps; ++w) in_tile += block.begins[w][own_digit];

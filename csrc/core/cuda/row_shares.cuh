@@ -23,9 +23,10 @@ struct Share {
   SPARSEKIT_HOST_DEVICE int64_t threads(int64_t n) const { return (n << log2_lanes) * columns; }
 };
 
-// Maximum number of blocks of a launch, not counting one for each table and column. It is more than
-// any device runs at a time. With this limit, each block has enough rows to amortize the two powers
-// that it computes per step. The host runner uses fewer blocks, so that small tests loop, too.
+// Maximum number of blocks in a launch, not counting one for each table and column. It exceeds the
+// number of blocks that any device runs at a time. With this limit, each block has enough rows to
+// amortize the two powers that it computes per step. The host runner uses fewer blocks, so that
+// small tests loop, too.
 #ifdef __CUDACC__
 constexpr int64_t kMostUpdateBlocks = 2048;
 #else

@@ -40,8 +40,8 @@ struct TableSlice {
   }
 };
 
-// Returns the shape of a table's rows. Wide accesses require that every row of the weight, of the
-// states and of `grad` (unless it is null) begins at a multiple of 16 bytes.
+// Returns the shape of a table's rows. Wide accesses require every row of the weight, of the states
+// and of `grad` (unless null) to begin at a multiple of 16 bytes.
 template <class T>
 RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
   using A = Acc<T>;

@@ -52,7 +52,8 @@ struct FewTables : GivenTables<T, kTablesOfLaunch> {
   void put(int i, const SteppedTable<T>& table) { tables[i] = table; }
 };
 
-// The parameter of a launch for more tables. Its 32 KB hold only the data that is new in each call.
+// The parameter of a launch for more tables. Its 32 KB hold only the data that differs from call to
+// call.
 template <class T>
 struct ManyTables : GivenTables<T, 768> {
   const SteppedTable<T>* tables;

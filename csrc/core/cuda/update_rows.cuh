@@ -159,7 +159,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
       auto w = read<T, kWidth>(weight_at);
       TableSlice<A, kWidth, kOwn> states;
       states.read(own.table, row, at);
-      // Read the gradient last: if it is summed here, it has to wait for its terms.
+      // Read the gradient last: if it is summed here, the sum has to wait for its terms.
       const simt::Vec<T, kWidth> g = gradient(at);
       Philox4x32 random{};
       if constexpr (std::is_same_v<T, BFloat16>) {

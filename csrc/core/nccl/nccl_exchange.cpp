@@ -162,7 +162,7 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
     from += send_bytes[rank];
     to += receive_bytes[rank];
   }
-  // End the group even after an error; otherwise later calls of this thread would be part of it.
+  // End the group even after an error; otherwise later calls by this thread would be part of it.
   const ncclResult_t end = nccl.group_end();
   expect(result, failed);
   expect(end, "ncclGroupEnd");

@@ -1,7 +1,7 @@
 // Counts the plain loads and stores of kernels. Kernels are plain C++, so only the compiler knows
 // where they access memory. With -fsanitize=thread, it calls a function before each access. These
 // functions are defined here, and ThreadSanitizer's library, which also defines them, is not
-// linked. Values that the optimizer keeps in registers are not counted, as on a device.
+// linked. As on a device, accesses to values that the optimizer keeps in registers are not counted.
 #include <cstddef>
 #include <cstdint>
 

@@ -106,8 +106,8 @@ Range own_stack() {
 
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
-// If `on` is nonzero, starts an empty list of the calling thread's records; otherwise drops the
-// list. If `on` is 2, calls are only planned, not executed.
+// If `on` is nonzero, starts a new list of the calling thread's records; otherwise drops the list.
+// If `on` is 2, calls are only planned, not executed.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);
@@ -118,7 +118,8 @@ extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   }
 }
 
-// Returns the calling thread's records, valid until its next launch or sparsekit_simt_count call.
+// Returns the calling thread's records, which stay valid until its next launch or its next call of
+// sparsekit_simt_count.
 extern "C" SPARSEKIT_VISIBLE const void* sparsekit_simt_records(int64_t* count) {
   using namespace sparsekit::simt::host;
   *count = records == nullptr ? 0 : static_cast<int64_t>(records->size());

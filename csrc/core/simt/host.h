@@ -33,12 +33,12 @@ struct Position {
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
 enum class Access { kRead, kWrite, kAtomic };
-// Kind of request from the host to the device: a kernel, a memset, a library call (which may launch
-// any number of kernels), or a copy to the host (which waits).
+// Kinds of requests from the host to the device: a kernel, a memset, a library call (which may
+// launch any number of kernels), and a copy to the host (which waits).
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
-// In randomly chosen calls, lets other fibers of this OS thread run.
+// In a random subset of calls, lets other fibers of this OS thread run.
 void maybe_switch();
 // Lets other fibers of this OS thread and other OS threads run.
 void wait_a_little();
@@ -48,7 +48,7 @@ void wait_a_little();
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written, int64_t operations = 1);
 // Returns true if the calling thread only plans calls. Its launches are checked and recorded, but
-// do not run. Its outputs and workspace have addresses but no memory, so a call may have any size.
+// do not run. Outputs and workspace have addresses but no memory, so a call may have any size.
 bool only_plans();
 // Returns an address for `bytes` bytes: without memory if the call is only planned, backed by
 // memory if it is recorded (recording.h). Otherwise returns null.

@@ -1,6 +1,6 @@
-// Records a thread's requests to the device instead of executing them, to execute them later any
-// number of times, as a CUDA graph does. Tests use the functions at the end of recording.cpp
-// (tests/graphs.py).
+// Records a thread's requests to the device instead of executing them; the recording can be
+// executed later any number of times, like a CUDA graph. Tests use the functions at the end of
+// recording.cpp (tests/graphs.py).
 #pragma once
 
 #include <cstdint>

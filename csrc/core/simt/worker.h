@@ -69,8 +69,8 @@ struct Launch {
   }
 };
 
-// The point where a group's workers wait for each other: a barrier in the kernel, or the start or
-// end of a block.
+// A point where a group's workers wait for each other: a barrier in the kernel, or the start or end
+// of a block.
 class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };

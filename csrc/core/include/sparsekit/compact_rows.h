@@ -1,4 +1,4 @@
-// Renumbers rows after some are removed, so that the last rows move into the freed places.
+// Renumbers rows after some are removed: the last rows move into the freed places.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Powers of the factor by which a state decays in a step without a gradient, and when they vanish.
+// Computes how far a state decays in steps without a gradient, and after how many it has vanished.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Sizes that are known only on the device, and arrays of int64 or int32.
+// Sizes that are known only on the device, and arrays that hold either int64 or int32.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace sparsekit {
 
-// A number of entries. If `exact` is null, it is `most`; otherwise it is the smaller of `most` and
-// *exact, which is in device memory and is read when the kernel runs. This lets an op consume
-// another op's result without a round trip to the host.
+// A number of entries. If `exact` is null, the number is `most`; otherwise it is the smaller of
+// `most` and *exact, which is in device memory and is read when the kernel runs. This lets an op
+// consume another op's result without a round trip to the host.
 struct DeviceCount {
   int64_t most;
   const int64_t* exact = nullptr;

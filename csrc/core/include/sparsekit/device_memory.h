@@ -8,7 +8,7 @@
 
 namespace sparsekit::cuda {
 
-// Initial value of an error position, which means that no error was found. All bytes are equal, so
+// Initial value of an error position; it means that no error was found. All bytes are equal, so
 // that a memset can set it.
 constexpr int kNoPositionByte = 0x7F;
 constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;

@@ -1,5 +1,5 @@
-// Arguments of ops that process many tables in one call. They describe where the keys are, and
-// which table each run of bags uses.
+// Arguments of ops that process many tables in one call. They tell where the keys are, and which
+// table each run of bags uses.
 #pragma once
 
 #include <cstdint>
@@ -102,8 +102,8 @@ struct GroupErrors {
   int64_t* bad_key;
 };
 
-// Error words of the device. They are moved from words [count] to report [count] in stream order,
-// so that the host can read them later without a wait. If count is 0, nothing is moved.
+// The device's error words. They are moved from words [count] to report [count] in stream order, so
+// that the host can read them later without waiting. If count is 0, nothing is moved.
 struct ErrorReport {
   int64_t* words;
   int64_t* report;

@@ -41,8 +41,8 @@ struct RouteErrors {
 };
 
 // Locates the vectors that one rank sent for a table, in rows of the receive buffer. `end` is the
-// number of the table's keys for this rank and all lower ranks. In sending order, the vector of key
-// j begins at row `begin` + (j - `end` of the previous rank) * step.
+// number of the table's keys for this rank and all lower ranks. The vector of key j, counted in
+// sending order, begins at row `begin` + (j - `end` of the previous rank) * step.
 struct ComeVectors {
   int64_t begin, end;
 };

@@ -46,7 +46,7 @@ struct FeatureBags {
 
   int64_t first_entry() const { return bags[0]; }
   int64_t num_entries() const { return bags[num_bags] - bags[0]; }
-  // Returns true if all vectors are aligned to `width` elements whenever the first one is.
+  // Returns true if all vectors are aligned to `width` elements, provided that the first one is.
   bool keeps_alignment(int64_t width) const { return num_bags <= 1 || stride % width == 0; }
   SPARSEKIT_HOST_DEVICE int64_t first() const { return key_start == nullptr ? 0 : *key_start; }
   SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
@@ -199,12 +199,12 @@ template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 
 // Makes the optimizer step that update_rows would make with the gradients from
-// group_embedding_bag_backward, but does not write these gradients to memory: stores sums only for
-// rows whose sorted entries span several chunks. Does not read the field `grad` of sums.tables.
-// Each table's num_rows is only an upper bound. A table has at most as many rows as entries, even
-// if `counts` is larger. Positions in *bad_row are counted among the distinct rows of a table.
-// before_changes() is called after the launches that check `index` and before anything is changed;
-// it may throw. The host does not wait for the number of rows.
+// group_embedding_bag_backward, but does not write these gradients to memory: only the sums of rows
+// whose sorted entries span several chunks are stored. Does not read the field `grad` of
+// sums.tables. Each table's num_rows is only an upper bound. A table has at most as many rows as
+// entries, even if `counts` is larger. Positions in *bad_row are counted among the distinct rows of
+// a table. before_changes() is called after the launches that check `index` and before anything is
+// changed; it may throw. The host does not wait for the number of rows.
 template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,

@@ -17,13 +17,13 @@ struct GroupTable : AskedTable {
   const int64_t* device_hash_seed;  // replaces hash_seed on a device
   int64_t* size;
   int64_t capacity, world_size;
-  // A larger table that has the same seed, is about to replace this one, and gets all new keys too;
-  // null if there is none.
+  // A larger table that has the same seed and is about to replace this one: it gets all new keys,
+  // too. Null if there is none.
   Bucket* larger;
   int64_t num_larger;
 };
 
-// Memory for the initial vectors of a table's new rows, and the settings to initialize them.
+// Memory for the initial vectors of a table's new rows, and the settings for computing them.
 struct NewRows {
   void* weight;  // [capacity, dim]; row r begins at element r * stride
   int64_t dim, stride;

@@ -1,5 +1,5 @@
-// Records in a table's scores which rows a lookup touched, so that the least valuable rows can be
-// found later.
+// Records in a table's scores which rows a lookup touched, so that the least valuable rows can
+// later be found.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ enum class ScorePolicy : int64_t {
 
 // A point in time for reading and writing LFU words. A word's upper half counts how often the row
 // was touched, and its lower half is the clock at the last touch. Counts are halved whenever the
-// clock reaches a multiple of halve_every, or never if that is 0.
+// clock reaches a multiple of halve_every, or never if halve_every is 0.
 class LfuClock {
  public:
   static constexpr uint64_t kMostTouches = 0xFFFFFFFF;
@@ -31,7 +31,7 @@ class LfuClock {
     last_halving_ = halvings_ * halve_every_;
   }
 
-  // Returns a word's current count.
+  // Returns the count in a word, as of this time.
   SPARSEKIT_HOST_DEVICE uint64_t age(int64_t word) const {
     const uint64_t count = static_cast<uint64_t>(word) >> 32;
     const auto then = static_cast<uint32_t>(word);
@@ -41,7 +41,7 @@ class LfuClock {
     return missed < 32 ? count >> missed : 0;
   }
 
-  // Returns the word after `touches` more touches.
+  // Returns the word that results from `touches` more touches.
   SPARSEKIT_HOST_DEVICE int64_t add(int64_t word, uint64_t touches) const {
     const uint64_t count = age(word);
     const uint64_t sum = touches < kMostTouches - count ? count + touches : kMostTouches;
@@ -76,7 +76,7 @@ struct FoundRows {
   // [entries] the number of touches that each entry stands for; null if each is one touch.
   const int64_t* occurrences;
 
-  // Clamps numbers of touches to [0, kMostTouches].
+  // Returns the number of touches that entry e stands for, clamped to [0, kMostTouches].
   SPARSEKIT_HOST_DEVICE uint64_t touches(int64_t e) const {
     if (occurrences == nullptr) return 1;
     if (occurrences[e] < 0) return 0;
@@ -94,7 +94,7 @@ int64_t group_touch_workspace_bytes(const TouchedTable* tables, int64_t num_tabl
                                     const ParallelFor& parallel_for);
 
 // Advances the clocks, and writes the score of each distinct row. Skips rows outside [0, capacity),
-// and entries whose index is not that of a distinct key. Preconditions: check_bags reports no
+// and entries whose index is not the index of a distinct key. Preconditions: check_bags reports no
 // error, and the counts of distinct keys do not exceed the numbers of entries.
 void group_touch(const TouchedTable* tables, int64_t num_tables, const FoundRows& found,
                  int32_t* order, void* workspace, const ParallelFor& parallel_for);

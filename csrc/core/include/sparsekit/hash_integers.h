@@ -30,7 +30,7 @@ SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
 }
 
 // Returns the XXH64 of the decimal text of an integer. The text is never stored in memory: it is
-// assembled in three words, whose leading zeros are shifted out.
+// assembled in three words, and its leading zeros are shifted out.
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool negative,
                                                    uint64_t seed) {
   namespace steps = xxh64_steps;

@@ -16,8 +16,8 @@ constexpr int kSlotsPerBucket = 5;
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
   int32_t rows[kSlotsPerBucket];
-  // Number of keys in the table that found this bucket full and moved on. If it is 0, a search ends
-  // here.
+  // Number of keys in the table that found this bucket full and moved on. If none did, a search
+  // ends here.
   int32_t spilled;
 
   // Returns true if a search that reaches this bucket must continue in the next one. The bucket may
@@ -94,7 +94,7 @@ bool hash_table_copy(const Bucket* from, int64_t num_from, int64_t seed, int64_t
 
 // Gives the key of each row r in [0, n) the row new_rows[r], or removes the key if that is -1. The
 // caller sets the table's size. Returns -1, or the first position in new_rows of a value outside
-// [-1, n); then nothing has been changed. Rows beyond n, which only a damaged table has, stay.
+// [-1, n); then nothing has been changed. Rows >= n, which only a damaged table has, are kept.
 int64_t hash_table_renumber(Bucket* buckets, int64_t num_buckets, int64_t seed,
                             const int32_t* new_rows, int64_t n, const ParallelFor& parallel_for);
 

@@ -42,7 +42,7 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
     const double radius = std::sqrt(-2 * std::log(u));
     double sine = 0, cosine = 0;
 #ifdef __CUDA_ARCH__
-    // Use sincospi: sin and cos have a path for huge angles, which needs stack memory.
+    // Use sincospi: sin and cos have a path for huge angles that needs stack memory.
     sincospi(0x1p-31 * random.word[j + 1], &sine, &cosine);
 #else
     const double angle = 2 * 3.14159265358979323846 * 0x1p-32 * random.word[j + 1];

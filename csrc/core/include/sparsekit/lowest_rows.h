@@ -10,8 +10,8 @@
 
 namespace sparsekit {
 
-// The rows [0, size) of a table; `count` of them are wanted. Rows are compared by order, and rows
-// of equal order by their key's hash as an unsigned number.
+// The rows [0, size) of a table; the lowest `count` are wanted. Rows are compared by order, and
+// rows of equal order by the hashes of their keys as unsigned numbers.
 struct ScoredRows {
   const int64_t* scores;  // [size]
   int64_t size;

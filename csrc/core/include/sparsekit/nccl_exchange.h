@@ -37,9 +37,9 @@ void check(ncclComm* communicator);
 
 // Sends a part of `send` to each rank, and receives a part of `receive` from each rank. Parts are
 // contiguous and ordered by rank. send_bytes [world_size] and receive_bytes [world_size] are the
-// sizes of the parts. Sender and receiver must agree on the size of each part. The parts are read
-// and written in stream order; the call returns once the work is queued in the stream. The first
-// transfer with a rank waits for that rank, since NCCL connects to it then.
+// sizes of the parts. The sender and the receiver of a part must agree on its size. The parts are
+// read and written in stream order; the call returns once the work is queued in the stream. The
+// first transfer with a rank waits for that rank, since NCCL connects to it then.
 void all_to_all(ncclComm* communicator, int world_size, const void* send, const int64_t* send_bytes,
                 void* receive, const int64_t* receive_bytes, void* stream);
 

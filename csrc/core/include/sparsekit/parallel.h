@@ -7,7 +7,7 @@
 namespace sparsekit {
 
 // A parallel loop over [begin, end). It may call its body on several threads, each with a sub-range
-// of at least `grain` items. The body must not throw. Every kernel gives the same bits for any
+// of at least `grain` items. The body must not throw. Every kernel computes the same bits with any
 // number of threads: the ranges may decide which thread does the work, but not the order of
 // additions.
 class ParallelFor {
@@ -23,7 +23,7 @@ class ParallelFor {
   template <class F>
   void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
     if (begin >= end) return;
-    // Too little work to split: do not use the caller's pool.
+    // There is too little work to split: do not use the caller's pool.
     if (end - begin <= grain) return static_cast<void>(body(begin, end));
     using Callable = std::remove_reference_t<F>;
     run_(

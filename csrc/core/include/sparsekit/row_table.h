@@ -21,7 +21,7 @@ struct RowTable {
   int64_t strides[kMostStates];
   int64_t num_rows;
   int64_t dim;
-  // [num_rows] step count of each row, or null.
+  // [num_rows] the step count of each row; null if rows have none.
   int32_t* row_step;
 };
 
@@ -31,8 +31,9 @@ SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   return static_cast<int32_t>(step < kMost ? step : kMost);
 }
 
-// Rounding of new weights to BFloat16: to nearest, or stochastic. Stochastic rounding goes up or
-// down with probabilities that make the expected value exact. Other types are not rounded.
+// Specifies how new weights are rounded to BFloat16: to nearest, or stochastically. Stochastic
+// rounding goes up or down with probabilities that make the expected value exact. Other types are
+// not rounded.
 struct Rounding {
   bool stochastic;
   uint64_t seed;
