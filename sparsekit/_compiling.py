@@ -18,8 +18,8 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Exclude a function from compilation, as `torch.compiler.disable` does.
 
     `disable` imports the compiler, which takes as long as importing torch. It is therefore called
-    only once a compiler is active. The compiler then ends its graph before the call, and does not
-    trace the function.
+    only when a compiler is already active. The compiler then ends its graph before the call, and
+    does not trace the function.
     """
     disabled: Callable[_P, _R] | None = None
 
@@ -46,10 +46,10 @@ def _skip_frames_of(function: Callable[..., object]) -> None:
     """Tell the compiler to skip the function's own code, as `eval_frame.skip_code` does.
 
     All functions that `uncompiled` returns share one code object. The compiler would otherwise
-    compile it again for each of them.
+    compile this code again for each function.
     """
     frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # without these attributes, only speed is lost
+    with contextlib.suppress(AttributeError):  # if these attributes are missing, only speed is lost
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, skip)
 

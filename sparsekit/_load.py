@@ -44,7 +44,7 @@ def instruction_set() -> str:
     """Return the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
     The engine must match torch's setting, so that ``ATEN_CPU_CAPABILITY=default`` also selects our
-    portable engine. It must also run on this processor: torch trusts the variable unchecked.
+    portable engine. It must also run on this processor, which torch does not check.
     """
     names = list(ENGINES)
     wanted = torch.backends.cpu.get_cpu_capability().lower()
@@ -119,14 +119,14 @@ def load() -> None:
 class checked:
     """A switch for immediate checks of values in CUDA memory.
 
-    Checks are off by default. A row or offset out of range then reads zeros and writes nothing. The
-    error is raised by a later call: by one of the next 8 lookups, by an op that waits for the
-    device anyway, such as `ops.unique`, or by `raise_errors`. With checks on, every op waits for
-    the device, and the call itself raises an error that names the position and the value. The
-    environment variable ``SPARSEKIT_CHECKED=1`` turns checks on from the start. On the CPU, values
-    are always checked.
+    Checks are off by default. A row or offset out of range then reads as zeros, and nothing is
+    written there. The error is raised by a later call: by one of the next 8 lookups, by an op that
+    waits for the device anyway, such as `ops.unique`, or by `raise_errors`. With checks on, every
+    op waits for the device, and the call itself raises an error that names the position and the
+    value. The environment variable ``SPARSEKIT_CHECKED=1`` turns checks on from the start. On the
+    CPU, values are always checked.
 
-    The switch takes effect immediately. As a context manager, it is undone at the end of the
+    The switch takes effect immediately. Used as a context manager, it is undone at the end of the
     block::
 
         with sparsekit.checked():

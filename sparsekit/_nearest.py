@@ -18,7 +18,7 @@ def did_you_mean(wrong: str, names: Iterable[str]) -> str:
 
 
 def _shown(name: str) -> str:
-    """Return the name; put it in quotes if a leading or trailing blank would be invisible."""
+    """Return the name, in quotes if a leading or trailing blank would otherwise be invisible."""
     return name if name == name.strip() else repr(name)
 
 

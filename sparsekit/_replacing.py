@@ -1,4 +1,4 @@
-"""Writes files that replace existing files only once they are complete."""
+"""Writes files that replace existing files only when the new ones are complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write to; at the end, the file there is moved to `path`.
+    """Yield a temporary path to write to; at the end, move the file written there to `path`.
 
     After an error, the old file is unchanged and the new file is removed. The temporary path is
     unique: if two jobs write the same file, the result is the file of the job that finishes last.

@@ -15,7 +15,7 @@ import torch
 
 from ._load import device_library
 
-# Device types with deferred errors: ops do not wait for them.
+# Device types with deferred errors: an op does not wait to see whether it has failed.
 DEFERRING_DEVICES = {"cuda"}
 
 # Maximum age of a report, in lookups. A lookup waits for reports of this age, so an error is raised
@@ -37,7 +37,7 @@ class HostCopy:
         return self._made.query()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy, and return it."""
+        """Wait until the copy is complete, and return it."""
         self._made.synchronize()
         return self._copy
 
@@ -56,7 +56,7 @@ class Reports:
         self._lock = threading.RLock()
 
     def send(self, words: torch.Tensor, read: Read) -> None:
-        """Start the copy of a report to the host, which will pass it to `read`."""
+        """Start copying a report to the host; when the host reads the report, it calls `read`."""
         with self._lock:
             self._sent.append((self._lookups, HostCopy(words), read))
 
@@ -85,7 +85,8 @@ class Reports:
                 self._read_oldest()
 
     def _read_oldest(self) -> None:
-        # Remove the report only after the wait, so that an interrupt cannot lose its error.
+        # Remove the report only after the wait, so that its error is not lost if the wait is
+        # interrupted.
         _, copy, read = self._sent[0]
         words = copy.wait()
         try:
@@ -117,7 +118,7 @@ def reports_of(device: torch.device) -> Reports | None:
 
 
 def errors_are_deferred(device: torch.device) -> bool:
-    """Return whether errors of ops on a device are raised later, without waiting for the ops."""
+    """Return whether errors from ops on a device are raised later, without waiting for the ops."""
     return device.type in DEFERRING_DEVICES and not device_library().sparsekit_checks_on()
 
 

@@ -1,4 +1,4 @@
-// Functions that add parts to the module. Each function add_x is defined in x.cpp.
+// Functions that each add a part to the module. The function add_x is defined in x.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>

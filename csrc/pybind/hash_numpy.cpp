@@ -12,8 +12,8 @@
 namespace sparsekit {
 namespace {
 
-// Returns the length of a string without its trailing zeros, which are numpy's padding. With
-// padding, the string has `size` characters.
+// Returns the length of a string of `size` characters without its trailing zeros, which are numpy's
+// padding.
 template <class Character>
 Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   constexpr Py_ssize_t kStep = 8 / sizeof(Character);

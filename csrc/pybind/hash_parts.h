@@ -133,8 +133,8 @@ char* put_utf8(const Point* text, size_t size, char* out) {
   return out;
 }
 
-// Stores a word in little-endian order, like xxh64_steps::load64(). Does not write single bytes,
-// since gcc would not combine them into a single store.
+// Stores a word in the byte order that xxh64_steps::load64() reads, little-endian. Does not write
+// single bytes, since gcc would not combine them into one store.
 inline void store64(uint64_t word, char* out) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
   word = __builtin_bswap64(word);
@@ -143,7 +143,7 @@ inline void store64(uint64_t word, char* out) {
 }
 
 // Encodes the first `count` bytes of a little-endian word of Latin-1 as UTF-8. The other bytes must
-// be zero. Returns the end of the output; up to 8 bytes beyond it are overwritten.
+// be zero. Returns the end of the output; up to 8 bytes beyond this end are overwritten.
 inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
   while (const uint64_t beyond_ascii = word & 0x8080808080808080u) {
     const auto before = static_cast<size_t>(__builtin_ctzll(beyond_ascii)) / 8;
@@ -160,7 +160,7 @@ inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
 }
 
 // Encodes Latin-1 text as UTF-8. Every byte of Latin-1 is a character, so this cannot fail. `out`
-// must have space for 8 bytes more than the result.
+// must have room for the result and 8 more bytes.
 inline char* put_utf8(const uint8_t* text, size_t size, char* out) {
   for (; size >= 8; size -= 8, text += 8) {
     out = put_latin1_word(xxh64_steps::load64(text), 8, out);

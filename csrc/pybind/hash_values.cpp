@@ -39,7 +39,7 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// Maximum number of characters in a non-ASCII string that is encoded on the stack.
+// Maximum number of characters in a non-ASCII string that is still encoded on the stack.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {
@@ -167,7 +167,7 @@ bool hash_big_int(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* c
 
 // Converts an integer of another type, such as numpy's, to a Python int. May run Python code.
 PyObject* to_int(PyObject* item, Py_ssize_t position) {
-  // Refuse types with len(). A 0-d array or a tensor of one element could also be used as an index,
+  // Refuse types with len(). A 0-d array or a tensor of one element could also serve as an index,
   // and a bool tensor would then be taken for an int. Numbers do not define len().
   const PyTypeObject* type = Py_TYPE(item);
   const bool has_length = (type->tp_as_sequence && type->tp_as_sequence->sq_length) ||

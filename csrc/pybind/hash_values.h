@@ -64,8 +64,8 @@ class ArrowColumn {
   ArrowColumn(const ArrowColumn&) = delete;
   ArrowColumn& operator=(const ArrowColumn&) = delete;
 
-  // Opens the array in the two capsules that __arrow_c_array__ returned. They must outlive this
-  // object.
+  // Opens the array in the two capsules that __arrow_c_array__ returned. The capsules must outlive
+  // this object.
   bool open_array(PyObject* schema, PyObject* array);
   // Opens all chunks of the stream in the capsule that __arrow_c_stream__ returned, and takes
   // ownership of the chunks.

@@ -21,8 +21,8 @@ namespace {
 // Maximum time that abort() waits for another thread's call to stop.
 constexpr std::chrono::seconds kPatience{10};
 
-// A communicator whose errors any thread can check. Only one thread at a time may send. Meanwhile,
-// other threads may check for errors and abort the call.
+// A communicator whose errors any thread can check. Only one thread at a time may send. During such
+// a call, other threads may check for errors and abort the call.
 class NcclCommunicator {
  public:
   NcclCommunicator(int rank, int world_size, const std::string& unique_id)
@@ -39,7 +39,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Abort without waiting for other ranks: destroy() was not called, so they may not be
+  // Abort without waiting for other ranks: if destroy() was not called, they may not be
   // disconnecting.
   ~NcclCommunicator() { nccl::abort(communicator_); }
 
@@ -91,7 +91,7 @@ class NcclCommunicator {
     if (communicator == nullptr) return;
     if (calling_) {
       // NCCL would free the communicator while another thread's call uses it, so stop that call
-      // first. An old library cannot stop a call; then only abort, as torch's watchdog does.
+      // first. An old library cannot stop a call; in that case only abort, like torch's watchdog.
       lock.unlock();
       const bool stopped = nccl::revoke(communicator);
       lock.lock();

@@ -1,5 +1,5 @@
-// Upper bounds on each table's number of rows in use on a device, computed without waiting for the
-// device. For hundreds of tables, loops in Python would take as long as the rest of a lookup.
+// Upper bounds on the number of rows in use in each table on a device, computed without waiting for
+// the device. For hundreds of tables, loops in Python would take as long as the rest of a lookup.
 #include <pybind11/stl.h>
 
 #include <algorithm>

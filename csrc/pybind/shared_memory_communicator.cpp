@@ -68,7 +68,7 @@ Communicator::Communicator(int rank, int world_size, std::shared_ptr<Segment> se
       seconds_(seconds),
       segment_(std::move(segment)),
       sockets_(world_size, -1) {
-  // Each rank begins with the next rank, so that the ranks do not all begin with the same one.
+  // Each rank begins with the rank after it, so that not all ranks begin with the same one.
   for (int other = rank + 1; other < rank + world_size; ++other) {
     const int peer = other % world_size;
     peers_.push_back({peer, segment_->writer(rank, peer), segment_->reader(peer, rank)});
@@ -126,7 +126,7 @@ bool Communicator::work_on(uint64_t number, Clock::time_point deadline) {
       const uint32_t rings = bell.rings();
       bool any = advance();
       if (!any && in_vain) {
-        // Try once more: the rank may have sent data after the last advance() and before it left.
+        // Try once more: the rank may have sent data between the last advance() and leaving.
         const std::string gone = who_is_gone(number);
         if (!gone.empty() && !(any = advance())) throw std::runtime_error(gone);
       }
@@ -285,8 +285,8 @@ void Communicator::close_sockets(const std::string* reason) {
     if (reason != nullptr) {
       send(open, reason->data(), std::min(reason->size(), kLongestReason),
            MSG_DONTWAIT | MSG_NOSIGNAL);
-      // Shut the connection down: closing is not enough, since a forked process may have a copy of
-      // the socket.
+      // Shut the connection down: closing the socket is not enough, since a forked process may have
+      // a copy of it.
       shutdown(open, SHUT_RDWR);
     }
     ::close(open);

@@ -19,8 +19,8 @@ using Clock = std::chrono::steady_clock;
 // Runs the collectives of one rank.
 //
 // Each rank sends a stream of messages to every other rank: one message per collective, in order. A
-// message is a word with the size of the data, followed by the data. So a rank counts bytes to find
-// the collective that a byte belongs to. Each call makes progress on all collectives that have
+// message is a word with the size of the data, followed by the data. So a rank finds the collective
+// that a byte belongs to by counting bytes. Each call makes progress on all collectives that have
 // begun: a rank that waits for the second collective also reads the bytes of the first one. So
 // there can be no deadlock.
 //
@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 // At most one thread at a time may be in a call.
 class Communicator {
  public:
-  // `sockets` has a descriptor for each rank; the descriptor for this rank is ignored. The caller
+  // `sockets` has one descriptor per rank; this rank's own is ignored. The caller
   // keeps ownership of the descriptors.
   Communicator(int rank, int world_size, std::shared_ptr<Segment> segment,
                const std::vector<int>& sockets, double seconds);

@@ -67,7 +67,7 @@ Segment::Segment(int file, int world_size) : world_size_(world_size), owner_(get
   if (seals < 0 || fstat(file, &status) != 0) {
     throw std::system_error(errno, std::generic_category(), "looking at shared memory");
   }
-  // Check the size: accessing a mapping beyond the end of its file would kill the process.
+  // Check the size: an access to the mapping beyond the end of the file would kill the process.
   if ((seals & F_SEAL_SHRINK) == 0 || static_cast<uint64_t>(status.st_size) != size) {
     throw std::runtime_error("the shared memory is not what this rank expects");
   }

@@ -24,7 +24,7 @@ constexpr uint64_t padded(uint64_t size) {
   return (size + kGrain - 1) / kGrain * kGrain;
 }
 
-// The state of a ring, which does not include its bytes. A ring is empty if its state is all zeros.
+// The state of a ring, without the ring's bytes. A ring is empty if its state is all zeros.
 struct RingState {
   alignas(kLine) std::atomic<uint64_t> written;  // number of bytes written so far
   alignas(kLine) std::atomic<uint64_t> read;
@@ -70,8 +70,8 @@ class RingWriter {
   void publish() { state_->written.store(written_); }
 
  private:
-  // These accesses and those to `full` are sequentially consistent: either the writer sees the free
-  // bytes, or the reader sees that the writer waits.
+  // These accesses, like those to `full`, are sequentially consistent: either the writer sees the
+  // free bytes, or the reader sees that the writer waits.
   uint64_t free_bytes() const {
     return capacity_ - distance(state_->read.load(), written_, capacity_);
   }

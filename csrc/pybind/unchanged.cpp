@@ -1,5 +1,5 @@
-// Checks whether the objects of many tables are unchanged since an earlier step. A Python loop over
-// hundreds of tables would take longer than the ops.
+// Checks whether the objects that belong to many tables are unchanged since an earlier step. A
+// Python loop over hundreds of tables would take longer than the ops.
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -46,7 +46,7 @@ PyObject* find(PyObject* dict, PyObject* key) {
   if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
   return value;
 }
-// Returns the attribute, or null if there is none of this name.
+// Returns the attribute with this name, or null if there is none.
 py::object attribute(const py::object& object, const py::str& name) {
   PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
   if (value == nullptr) PyErr_Clear();
@@ -73,8 +73,8 @@ bool dict_is(const py::dict& dict, const py::list& keys, const py::list& values)
   return true;
 }
 
-// Goes through the dicts one by one, since reaching a dict takes longer than looking up a key in
-// it.
+// Looks up all keys in one dict before the next dict, since reaching a dict takes longer than
+// looking up a key in it.
 bool each_dict_has(const py::list& dicts, const py::list& keys, const py::list& values) {
   const Py_ssize_t count = size_of(keys);
   if (size_of(dicts) * count != size_of(values)) return false;

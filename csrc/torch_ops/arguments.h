@@ -60,8 +60,8 @@ struct Span {
   }
 };
 
-// Cached facts about a tensor, for an op that needs each of them more than once, since every query
-// is a call into torch. Valid as long as the tensor exists.
+// Cached facts about a tensor, for an op that needs each fact more than once: every query is a call
+// into torch. Valid as long as the tensor exists.
 class View {
  public:
   // `is_kept` is true for a tensor of a KeptList.
@@ -110,7 +110,7 @@ class View {
   torch::stable::Device device_;
 };
 
-// Overloads that let templates take both tensors and views of them.
+// Overloads that let templates take both a Tensor and a View.
 inline const Tensor& tensor_of(const Tensor& tensor) {
   return tensor;
 }
@@ -150,8 +150,8 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return item.position < 0 ? text : text << '[' << item.position << ']';
 }
 
-// Limit on the number of elements of each argument and result. It exceeds any memory, but keeps
-// numbers computed from sizes (in bytes, elements or threads) far from overflow.
+// Limit on the number of elements of each argument and result. It is more than any memory holds,
+// but keeps numbers computed from sizes (in bytes, elements or threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
 // Limit on the numbers of entries, of tables and of features; their indices have 32 bits.
@@ -224,7 +224,7 @@ class Arguments {
 
   const char* op() const { return op_; }
 
-  // Makes room for this number of arguments.
+  // Reserves space for this number of arguments.
   void expect(size_t count) { named_.reserve(count); }
 
   // Throws an error that becomes a ValueError in Python.
@@ -260,7 +260,7 @@ class Arguments {
             int64_t dim = kAnyDim) {
     if (tensor.has_value()) read(name, *tensor, dtype, dim);
   }
-  // Checks an argument with a single int64, such as a table's size or hash_seed.
+  // Checks an argument that holds a single int64, such as a table's size or hash_seed.
   template <class AnyTensor>
   void read_word(const Item& name, const AnyTensor& word) {
     check_one(name, read(name, word, ScalarType::Long, 1));
@@ -308,7 +308,7 @@ class Arguments {
   }
 
   // Calls body(table) for each table. If there are several tables, adds the table's index to errors
-  // that `body` throws and to later errors about the arguments that `body` checks.
+  // thrown by `body` and to later errors about the arguments that `body` checks.
   template <class Body>
   void for_each_table(size_t count, const Body& body) {
     for (size_t t = 0; t < count; ++t) {
@@ -412,7 +412,8 @@ class Arguments {
   }
 
   // Checks the numbers of entries and targets of an op that sorts. On a device, sort keys have 32
-  // bits. On the CPU, the limit exceeds any memory and keeps workspace sizes far from overflow.
+  // bits. On the CPU, the limit is more than any memory holds, and keeps workspace sizes far from
+  // overflow.
   void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
     constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
     check(targets >= 0 && targets < kEnd, name, " must be in [0, ", kOnDevice ? "2^32 - 1" : "2^48",
@@ -517,7 +518,7 @@ class Arguments {
   }
 
   // Returns true if an earlier call found no overlap among the arguments in kept lists, and the
-  // other arguments overlap neither them nor one another.
+  // other arguments overlap neither the kept ones nor one another.
   bool known_apart(const std::vector<uint64_t>& kept) const {
     if (kept.empty()) return false;
     const KnownApart::Memory memory = KnownApart::find(key_of(kept));

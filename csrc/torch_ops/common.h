@@ -75,8 +75,8 @@ inline Tensor packed(const Tensor& tensor) {
 }
 
 // Returns an uninitialised tensor on the device of `like`. It has the dtype of `like` unless
-// another dtype is given. On the CPU, the memory of a tensor of at least kept_bytes is not released
-// when the tensor is freed, but kept for later tensors.
+// another dtype is given. On the CPU, when a tensor of at least kept_bytes is freed, its memory is
+// not released but kept for later tensors.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt,
                          [[maybe_unused]] size_t kept_bytes = kLargeBytes) {

@@ -101,10 +101,10 @@ constexpr bool kOnDevice = true;
 // its kernels are launched.
 //
 // Kernels report invalid values in one word per device and kind of error; the word holds the
-// smallest bad position. Reading the words requires a wait for the device, so a call reads them
-// only with checks on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups
-// copy the words to the host without a wait (sparsekit/tables/reports.py), and a call that waits
-// for another reason throws the error.
+// smallest bad position. Reading the words means waiting for the device, so a call reads them only
+// with checks on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups copy
+// the words to the host without waiting (sparsekit/tables/reports.py), and a call that waits for
+// another reason throws the error.
 class DeviceContext {
  public:
   explicit DeviceContext(const Tensor& on);
@@ -112,8 +112,8 @@ class DeviceContext {
 
   void* stream() const { return stream_; }
   int64_t* error_word(DeviceError error) const;
-  // Returns the position below `limit` reported by a kernel of this call, or -1 if there is none.
-  // Always returns -1 with checks off and while a graph is captured.
+  // Returns the position, below `limit`, that a kernel of this call has reported, or -1 if there is
+  // none. Always returns -1 with checks off and while a graph is captured.
   int64_t error_position(DeviceError error, int64_t limit) const;
   // Returns the kNumErrors error words.
   int64_t* error_words() const { return error_words_; }

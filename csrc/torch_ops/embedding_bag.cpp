@@ -39,7 +39,7 @@ struct BagArguments {
     }
   }
 
-  // Checks the total size of the rows as if every entry had its own row.
+  // Checks the total size that the rows would have if every entry had its own row.
   void check_dim_of_rows(int64_t dim) const { given.check_elements("rows to pool", {bags.n, dim}); }
 
   template <class T>

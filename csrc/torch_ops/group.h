@@ -133,7 +133,7 @@ class GroupFeatures {
 class GroupInput : public GroupFeatures {
  public:
   std::vector<Source> sources;
-  // Number of entries, and number of bags of all sources.
+  // Number of entries, and number of bags in all sources.
   int64_t entries = 0;
   int64_t source_bags = 0;
 

@@ -25,7 +25,8 @@ struct RowLayout {
     return distance < width ? RowLayout{0, 0} : RowLayout{width, distance};
   }
 
-  // Returns true if each vector with this placement lies within one row, so that it is contiguous.
+  // Returns true if each vector with this placement lies within one row and is therefore
+  // contiguous.
   bool has(const Placement& placement, int64_t count, int64_t dim) const {
     if (width == 0) return false;
     const bool each = count <= 1 || placement.stride % width == 0 || distance == 0;
@@ -213,7 +214,7 @@ class GroupArguments {
     for (const Tensor& tensor : tensors) list.push_back(packed(tensor));
   }
 
-  // Sets the weights and keys of a feature from its source, if the source has any.
+  // Sets the weights and keys of a feature to those of its source, if the source has any.
   template <class T>
   void add_source(int64_t f, FeatureBags<T>& of) const {
     if (sample_weights.empty() && keys.empty()) return;

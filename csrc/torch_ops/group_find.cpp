@@ -68,8 +68,8 @@ void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t
   given.check_size("report", *report, 0, kNumErrors + num_words);
 }
 
-// Returns the destination of the error words. Without a report, as in a graph whose replays send
-// none, the words stay on the device.
+// Returns the destination of the error words. Without a report, as in a graph whose replays send no
+// report, the words stay on the device.
 cuda::ErrorReport errors_to(const std::optional<Tensor>& report, const DeviceContext& context) {
   if (!report.has_value()) return {};
   return {context.error_words(), mutable_data<int64_t>(*report), kNumErrors};
@@ -134,7 +134,7 @@ std::vector<NewRows> new_rows_of(Arguments& given, const Views& weights, const V
   return new_rows;
 }
 
-// Checks the larger hash tables, one for each hash table or none. An empty tensor stands for none.
+// Checks the larger hash tables: one for each hash table, or an empty tensor where there is none.
 void take_larger(Arguments& given, const Views& larger, size_t num_hash_tables,
                  GroupTables& group) {
   if (larger.empty()) return;

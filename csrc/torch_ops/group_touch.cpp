@@ -11,8 +11,8 @@ struct PolicyRow {
 };
 static_assert(sizeof(PolicyRow) == 2 * sizeof(int64_t));
 
-// Checks the scores and clocks of all tables, and returns the tables that score rows, without their
-// bags, which are not yet known.
+// Checks the scores and clocks of all tables, and returns the tables that score rows. Their bags
+// are not yet known, and are left out.
 std::vector<TouchedTable> read_tables(Arguments& given, const Views& scores, const Views& clocks,
                                       const Tensor& policies, const std::vector<int64_t>& ticks) {
   const size_t count = scores.size();

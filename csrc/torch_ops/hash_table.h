@@ -98,8 +98,8 @@ class Exclusive {
   std::vector<Span> spans_;
 };
 
-// Returns a random seed, which is drawn once per process, so that colliding keys cannot be
-// constructed. Results do not depend on it.
+// Returns a random seed, drawn once per process, so that colliding keys cannot be constructed.
+// Results do not depend on it.
 inline int64_t process_seed() {
   static const int64_t seed = [] {
     std::random_device random;  // uses the system's source of randomness

@@ -1,6 +1,6 @@
 // Lists of tensors that Python passes again and again. Converting hundreds of tensors, and querying
 // torch about each, takes longer than the ops themselves. So the op `kept_list` converts them once
-// and returns a tensor that can be passed, as the only item, in place of the list.
+// and returns a tensor; a list with only this tensor can be passed in place of the original list.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ class KeptList {
     if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return nullptr;
     if (!item.is_contiguous() || item.numel() != kWords) return nullptr;
     const int64_t* words = int64_data(item);
-    // A copy of the words, at another address, does not keep the tensors alive, so it does not
+    // A copy of the words is at another address. It does not keep the tensors alive, so it does not
     // represent the list.
     if (!std::equal(kMark, kMark + kMarkWords, words) || words[kMarkWords] != address(words)) {
       return nullptr;
@@ -48,8 +48,8 @@ class KeptList {
     return reinterpret_cast<KeptList*>(const_cast<int64_t*>(words));
   }
 
-  // A snapshot of the tensors. Aliases keep their memory alive, so no other memory can get the same
-  // address.
+  // A snapshot of the tensors. Aliases keep the tensors' memory alive, so no other memory can get
+  // the same address.
   struct Facts {
     Tensors aliases;
     std::vector<View> views;
@@ -64,9 +64,9 @@ class KeptList {
     }
   };
 
-  // Returns the current tensors. A tensor that now has other memory is recognized by its address. A
-  // tensor with a new shape in the same memory keeps its old facts, as for an op that began before
-  // the change.
+  // Returns the current tensors. A tensor whose memory has been replaced is recognized by its new
+  // address. A tensor with a new shape in the same memory keeps its old facts, as for an op that
+  // began before the change.
   std::shared_ptr<const Facts> current() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -91,7 +91,8 @@ class KeptList {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(words));
   }
   static void free(void* words) {
-    // Reused memory must not look like a list; a plain write would be optimized away.
+    // When this memory is reused, it must not look like a list; a plain write would be optimized
+    // away.
     *static_cast<volatile int64_t*>(words) = 0;
     delete static_cast<KeptList*>(words);
   }

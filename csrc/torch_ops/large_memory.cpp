@@ -22,7 +22,7 @@ constexpr size_t kMostBytes = size_t{1} << 47;
 // several steps of a training loop, where sizes repeat.
 constexpr uint64_t kPatience = 128;
 
-// Number of idle bytes that the pool may always keep.
+// Number of idle bytes that the pool may keep in any case.
 constexpr size_t kAlwaysIdle = size_t{64} << 20;
 
 // A block may be up to this many times as large as the request, so that loops with varying sizes
@@ -159,8 +159,8 @@ class Pool {
     munmap(block.memory, block.size);
   }
 
-  // Limits idle memory to the recent peak in use plus kAlwaysIdle. Without this limit, blocks of
-  // every new size would be kept for kPatience requests.
+  // Limits idle memory to the recent peak of memory in use, plus kAlwaysIdle. Without this limit,
+  // blocks of every new size would be kept for kPatience requests.
   void trim() {
     while (idle_bytes_ > peak_.bytes() + kAlwaysIdle) unmap(idle_.begin());
   }

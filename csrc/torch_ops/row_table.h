@@ -13,7 +13,7 @@
 
 namespace sparsekit::ops {
 
-// Checks and returns the weight, states and row steps of a table. All of them are written to.
+// Checks and returns the weight, states and row steps of a table, all of which the op writes to.
 // States must be [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or
 // [num_rows]. There may be gaps between rows, except in row_step.
 template <class T>

@@ -2,8 +2,8 @@
 // written as `Tensor(x!)`. sparsekit/ops/ documents each op.
 //
 // If num_keys is given, an op uses only the first num_keys keys. Instead of num_keys, update_rows_
-// has num_grads, with one number per table. The kernel reads these numbers from device memory, so
-// ops can follow one another without waiting for the host.
+// has num_grads, with one number per table. Kernels read num_keys and num_grads from device memory,
+// so ops can follow one another without waiting for the host.
 #include "device_context.h"
 
 namespace {
@@ -46,9 +46,9 @@ constexpr const char* kSchemas[] = {
     "init_rows_(Tensor(a!) out, Tensor keys, Tensor? rows, Tensor? status, int seed,"
     " int distribution, float a, float b) -> ()",
 
-    // A stand-in for a list of tensors: ops on many tables take it, as the only item, in place of a
-    // list with one or several tensors per table; see kept_list.h. Autograd and the compiler do not
-    // know what it represents.
+    // A stand-in for a list of tensors: where ops on many tables take a list with one or several
+    // tensors per table, they also take a list whose only item is the stand-in; see kept_list.h.
+    // Autograd and the compiler do not know what it represents.
     "kept_list(Tensor[] tensors) -> Tensor",
     "words_of(Tensor[] words) -> Tensor",
 

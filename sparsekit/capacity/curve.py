@@ -20,11 +20,11 @@ from .sample import KeySample, distinct
 POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "lfu"))
 # Maximum number of automatically chosen sizes per policy; each is double the previous one.
 _SIZES = 5
-# Rows of the smallest miniature: with fewer rows, it says little about a large table.
+# Minimum number of rows in a miniature: a smaller one says little about a large table.
 _LEAST_ROWS = 512
-# Keys to process together: the number of keys so far divided by _PART, within these bounds.
+# Number of keys to process together: the number so far divided by _PART, within these bounds.
 _LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 17
-# Number of keys to collect before the first pass; overhead of a lookup, expressed in keys.
+# Number of keys to collect before the first pass; a lookup's overhead, expressed in keys.
 _FIRST, _LOOKUP = 1 << 20, 64
 
 
@@ -72,12 +72,12 @@ class CapacityCurve:
     Memory is fixed, whatever the number of keys. With up to `sample` distinct keys, predictions are
     exact for a single table whose lookups are all in training. With more, the keys are sampled by
     hash, and a miniature of each table is simulated; see `KeySample` and `Miniature` for the
-    sources. The sample's misses are divided by an exact count of all keys, since keys in every
-    lookup hardly miss and are unlikely to be sampled: the SHARDS-adj correction from FAST 2015,
-    section 3.2.
+    sources. The sample's misses are divided by an exact count of all keys, since keys that occur in
+    every lookup hardly ever miss, but are unlikely to be sampled. This is the SHARDS-adj correction
+    from FAST 2015, section 3.2.
 
     Args:
-        policies: policies to predict; each must have a score.
+        policies: policies to predict hit rates for; each must have a score.
         rows: table sizes in rows; None for up to five powers of two, below the number of distinct
             keys.
         ttls: ttl values in lookups; None for all powers of two below the number of lookups; empty
@@ -187,7 +187,8 @@ class CapacityCurve:
                 pieces.append([])
                 size = 0
         if self._lookups == 0:
-            # Find the sampling rate first: of keys simulated at a higher rate, few would remain.
+            # Find the sampling rate first: if keys were simulated at a higher rate, most would be
+            # dropped later.
             for piece in filter(None, pieces):
                 keys = torch.cat(piece)
                 self._make_room(keys[self._sample.chosen(keys)], reserve=True)
@@ -198,7 +199,7 @@ class CapacityCurve:
         return min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
 
     def _make_room(self, keys: torch.Tensor, reserve: bool = False) -> None:
-        """Make room in the sample for chosen keys; `reserve` inserts those that stay chosen too."""
+        """Make room in the sample for chosen keys; `reserve` also inserts those still chosen."""
         unique, _, _ = ops.unique(keys)
         kept = self._sample.make_room(unique)
         if kept is not None:

@@ -25,7 +25,7 @@ class Allotment(NamedTuple):
         policy: the policy with the highest predicted hit rate for this many rows.
         max_rows: budget of rows over all ranks.
         rows_per_rank: number of rows to create on each rank; ``max_rows`` is by default nine tenths
-            of their total, since ranks get uneven shares.
+            of the total over ranks, since ranks get uneven shares.
         bytes: memory on all ranks.
         hit_rate: predicted hit rate.
     """
@@ -46,8 +46,8 @@ def bytes_per_row(
 
     Args:
         dim: elements of a float32 vector.
-        optimizer: makes the optimizer for a list of parameters; None for a table that is not
-            trained.
+        optimizer: function that makes the optimizer for a list of parameters; None for a table that
+            is not trained.
     """
     with torch.enable_grad():
         layer = Embedding(_ROWS, dim, on_full="evict", device="cpu", dtype=torch.float32)
@@ -59,7 +59,7 @@ def bytes_per_row(
 
 
 def size_of(max_rows: int, row_bytes: float, ranks: int = 1) -> tuple[int, int]:
-    """Return the rows per rank for a budget of rows, and their total bytes on all ranks."""
+    """Return the rows per rank for a budget of rows, and the total bytes of all ranks' rows."""
     each = math.ceil(max_rows / DEFAULT_BUDGET / ranks)
     return each, round(each * ranks * row_bytes)
 
@@ -72,10 +72,10 @@ def divide(
 ) -> dict[str, Allotment]:
     """Divide memory among tables to maximize the total number of predicted hits.
 
-    Every table first gets rows for its largest lookup. The rest goes where each byte brings the
-    most hits, along the concave hull of each table's predictions. This is optimal where the
-    predictions are concave: Fox, "Discrete Optimization via Marginal Analysis", Management Science
-    13, 1966. Between two predictions, hit rates are interpolated.
+    Every table first gets rows for its largest lookup. The remaining memory goes where each byte
+    brings the most hits, along the concave hull of each table's predictions. This is optimal where
+    the predictions are concave: Fox, "Discrete Optimization via Marginal Analysis", Management
+    Science 13, 1966. Between two predictions, hit rates are interpolated.
 
     Args:
         budget: bytes for all tables on all ranks.
@@ -106,7 +106,7 @@ def divide(
         cost = row_bytes[name]
         more = size_of(after, cost, ranks)[1] - size_of(rows[name], cost, ranks)[1]
         if more > free:
-            # Whole rows on every rank that fit into the bytes available to this table.
+            # Find how many rows fit into this table's bytes, with equally many on every rank.
             most = size_of(rows[name], cost, ranks)[1] + free
             fit = int(int(most / cost / ranks) * ranks * DEFAULT_BUDGET)
             rows[name] = max(rows[name], fit)
@@ -139,13 +139,13 @@ def _between(points: list[tuple[int, float]], rows: int) -> float:
 
 
 def _sizes(curve: Curve, least: int) -> list[tuple[int, float]]:
-    """Return the predicted sizes above `least`, ascending, with the best hit rate for each."""
+    """Return the sizes above `least` with predictions, ascending, and each one's best hit rate."""
     sizes = {rows for policy, rows, _ in curve.points if policy.ttl is None and rows > least}
     return [(rows, _best(curve, rows)[1]) for rows in sorted(sizes)]
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the vertices of the upper concave hull, up to its highest point."""
+    """Return the vertices of the points' upper concave hull, up to its highest point."""
     hull: list[tuple[int, float]] = []
     for x, y in points:
         while len(hull) > 1:

@@ -16,8 +16,8 @@ _POWERS = 40
 class Expiry:
     """Counts the keys that return after their rows have expired, for several ttls in one pass.
 
-    A key has a row if the last sweep before its lookup kept it, which depends only on the time
-    since its previous lookup.
+    A key has a row if the last sweep before its lookup kept the row. This depends only on the times
+    of the key's lookups.
 
     Args:
         ttls: ttl values, ascending; None for all powers of two.

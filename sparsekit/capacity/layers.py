@@ -16,8 +16,8 @@ from .curve import CapacityCurve, Curve
 class LayerCurves:
     """Records the training lookups of a model's tables, with one curve per table.
 
-    Any layer with a hash table works, including tables that grow. Each lookup takes longer by the
-    time of `CapacityCurve.add`; on CUDA, `add` waits for the device, since the keys are there.
+    Any layer with a hash table works, including tables that grow. Each lookup also takes the time
+    of `CapacityCurve.add`; if the keys are on a CUDA device, `add` waits for it.
 
     Args:
         model: a model that contains sparsekit layers, on a single rank.

@@ -11,7 +11,7 @@ from .curve import Curve, Point
 
 
 class Measure:
-    """Real tables, one per prediction of a curve, for the same lookups.
+    """Real tables, one for each prediction in a curve, that all get the same lookups.
 
     Args:
         curve: the predictions.
@@ -50,7 +50,7 @@ def _table(point: Point, most_at_once: int, low_watermark: float, name: str) -> 
     options = point.policy.options()
     rows = None
     if point.policy.ttl is None:
-        # Rows in use exceed the budget until the lookup that inserted them has swept.
+        # A lookup may exceed the budget, since a sweep drops no rows of the lookup's own keys.
         rows = point.rows + most_at_once
         options |= {"max_rows": point.rows, "low_watermark": low_watermark}
     return Embedding(rows, 1, name=name, device="cpu", **options)

@@ -28,7 +28,7 @@ class Miniature:
 
     Args:
         policy: a policy with a score.
-        rows: rows of the full table, not of the miniature; with infinity, it never sweeps.
+        rows: rows of the full table, not of the miniature; if infinite, the miniature never sweeps.
         low_watermark: fraction of the rows that a sweep keeps.
         most: maximum number of keys in the sample.
 
@@ -79,7 +79,7 @@ class Miniature:
 
         Args:
             lookups: the lookups.
-            sample: the sample before these lookups.
+            sample: the sample as it was before these lookups.
         """
         budget = self.rows if self.rows == np.inf else max(1, round(self.rows * sample.scale))
         total, last = sample.total.copy(), sample.last.copy()
@@ -110,7 +110,7 @@ class Miniature:
         self.misses += misses / sample.rate
 
     def _end(self, lookups: Lookups, begin: int, width: int) -> int:
-        """Return where to stop: at the end of a lookup, and before counts are halved."""
+        """Return where to stop: at the end of a lookup, but before counts are halved."""
         end = int(lookups.end[min(begin + width, len(lookups.slots)) - 1])
         if every := self._halve_every:
             halved = (int(lookups.clock[begin]) // every + 1) * every

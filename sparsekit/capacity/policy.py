@@ -17,12 +17,12 @@ class Policy:
     Args:
         score: ``"lru"`` or ``"lfu"``, for a table with ``on_full="evict"``; None for a table whose
             rows are dropped only by ``ttl``.
-        admission: occurrences before a key gets a row, as with ``MinCount``.
+        admission: number of occurrences that a key needs to get a row, as with ``MinCount``.
         ttl: a row expires after this many lookups without its key; None for never.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type or is out of range, or score and ttl
-            are both given, or neither.
+        TypeError, ValueError: an argument has a wrong type or is out of range, ttl is given with a
+            score or an admission, or neither ttl nor score is given.
     """
 
     score: str | None = "lru"
@@ -49,7 +49,7 @@ class Policy:
         return (LFU() if self.score == "lfu" else LRU()).halve_every
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a table with this policy, except for its rows."""
+        """Return the options for a table with this policy, except its number of rows."""
         if self.score is None:
             return {"ttl": self.ttl}
         admission = {"admission": MinCount(self.admission)} if self.admission > 1 else {}

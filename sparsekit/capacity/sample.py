@@ -45,8 +45,8 @@ class KeySample:
     """Samples the keys whose hash is below a limit, halving the limit when there are too many.
 
     Keys are chosen by hash rather than by occurrence, so every lookup of a chosen key is seen, and
-    at most a fixed number are kept, which bounds memory: Waldspurger, Park, Garthwaite and Ahmad,
-    "Efficient MRC Construction with SHARDS", FAST 2015, section 3.
+    at most a fixed number of keys are kept, which bounds memory: Waldspurger, Park, Garthwaite and
+    Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015, section 3.
 
     Args:
         most: maximum number of keys to keep.
@@ -55,7 +55,8 @@ class KeySample:
         rate: fraction of the hashes that are kept, a power of two in (0, 1].
         scale: fraction of the distinct keys so far that are kept; by chance, it differs from the
             rate.
-        found: estimated number of distinct keys; each new key adds 1 / rate, as of that time.
+        found: estimated number of distinct keys; each new key adds 1 / rate, with the rate at that
+            time.
         total: occurrences of each kept key, int64 ``[most]``.
         last: number of each kept key's last lookup, int64 ``[most]``.
         ties: order of the kept keys if their scores are equal, int64 ``[most]``, below 2^31.
@@ -138,7 +139,8 @@ class KeySample:
             times: occurrences of each key in its lookup, int64 ``[n]``.
         """
         slots = self.insert(keys)
-        # Occurrences before, and previous lookups, within this call: sort by key, then by lookup.
+        # Find each key's earlier occurrences and previous lookup in this call: sort by key, then
+        # lookup.
         order = np.argsort(slots, kind="stable")
         ordered, amounts, clocks = slots[order], times[order], clock[order]
         sums = np.cumsum(amounts) - amounts

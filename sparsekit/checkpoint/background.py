@@ -48,7 +48,8 @@ class Background:
         """Copy the tables and start writing; a collective.
 
         Raises:
-            CheckpointError: the draft cannot be created, or memory does not suffice for the copy.
+            CheckpointError: the draft cannot be created, or there is not enough memory for the
+                copy.
         """
         writing = self._writing
         try:
@@ -68,7 +69,7 @@ class Background:
         return self._task.cancel()
 
     def done(self) -> bool:
-        """Return whether this rank has finished, or failed, writing its part; not a collective."""
+        """Return whether this rank has written its part, or has failed to; not a collective."""
         return self._task.done()
 
     def wait(self) -> Path:

@@ -2,8 +2,8 @@
 
 Optimizers, `assign` and user code all write to rows, so we compare contents instead of tracking
 writes. A change to a single 8-byte word is always detected. Any other change is missed with a
-probability of 2^-31. The key of each row is kept too: a row whose key is different counts as
-changed, and a key that no longer has a row as removed.
+probability of 2^-31. The key of each row is kept too: a row that now has another key counts as
+changed, and a key that no longer has a row counts as removed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class MarkedTable:
 class Marks:
     """Fingerprints of a checkpoint's tables, kept so that the next checkpoint can be incremental.
 
-    The marks are valid for one checkpoint only. Check that it is on disk before using them.
+    The marks are valid for one checkpoint only. Check that this checkpoint is on disk before using
+    the marks.
 
     Attributes:
         base: the checkpoint that the marks belong to.
