@@ -1,4 +1,4 @@
-"""Compares reading Criteo's format with pyarrow.csv and pandas, and times training on it."""
+"""Compares our reader of Criteo's format with pyarrow.csv and pandas; times training on it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Compares gather_rows with index_select on a GPU; on the CPU, other benchmarks cover it."""
+"""Compares gather_rows with index_select on a GPU (other benchmarks cover its CPU version)."""
 
 from collections.abc import Iterator
 from functools import partial

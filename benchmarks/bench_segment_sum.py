@@ -1,4 +1,4 @@
-"""Compares unsorted_segment_sum with zeros and index_add_."""
+"""Compares unsorted_segment_sum with torch.zeros followed by index_add_."""
 
 from collections.abc import Iterator
 from functools import partial

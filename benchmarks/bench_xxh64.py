@@ -1,4 +1,4 @@
-"""Compares hashing.xxh64 with a Python loop over the package xxhash."""
+"""Compares hashing.xxh64 with a Python loop that calls the package xxhash."""
 
 import random
 import sys

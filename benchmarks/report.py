@@ -153,7 +153,7 @@ def _in_turns(row: Row) -> bool:
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:
-    """Return how much the median of `_quotients` grew, with bounds from opposite quartiles."""
+    """Return the ratio of the medians of `_quotients`, with bounds from opposite quartiles."""
     old, new = _quotients(before), _quotients(after)
     (a25, a50, a75), (b25, b50, b75) = (statistics.quantiles(x, n=4) for x in (old, new))
     return b50 / a50, b25 / a75, b75 / a25

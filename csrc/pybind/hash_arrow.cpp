@@ -209,7 +209,7 @@ constexpr const char* kOutside = "is outside of its column's memory: malformed o
 struct Fault {
   int64_t position = kAllGood;
   const char* reason = nullptr;
-  int64_t entry = kAllGood;  // the item's entry in the dictionary, if the entry is the cause
+  int64_t entry = kAllGood;  // the item's dictionary entry, if this entry cannot be hashed
 };
 
 Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,

@@ -63,7 +63,7 @@ struct RowBound {
   }
 };
 
-// The bounds for those tables of a lookup that insert keys.
+// Bounds for the tables that insert keys in a lookup.
 class RowBounds {
  public:
   RowBounds(const py::list& bounds, std::vector<double> capacities, std::vector<size_t> numbers)

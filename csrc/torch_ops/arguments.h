@@ -21,7 +21,7 @@ using Tensors = std::vector<Tensor>;
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // distance between rows; 0 if the tensor is contiguous or has more
+  int64_t stride_bytes = 0;  // distance between rows; 0 unless the tensor has rows with gaps
 
   Span() = default;
 

@@ -6,7 +6,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns the map of owners and the range of allowed keys of each table.
+// Returns each table's map of owners and its range of allowed keys.
 std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
                                        const std::vector<int64_t>& maps,
                                        const std::vector<int64_t>& ends, int64_t world_size,
@@ -163,7 +163,7 @@ struct Exchanged {
 
   int64_t vectors(int64_t t) const { return parts(t)[world_size - 1].end; }
 
-  // Checks the bags and the number of keys of a table.
+  // Checks a table's bags and its number of keys.
   void check_bounds(int64_t t, int64_t begin, int64_t end, int64_t keys) const {
     given.check(0 <= begin && begin <= end && end <= entries,
                 "bags must rise to at most len(places) = ", entries, ", but those of table ", t,

@@ -103,7 +103,7 @@ class Changes(NamedTuple):
         return Changes(rows, removed, moved=len(left) > 0)
 
     def columns(self) -> list[Column]:
-        """Return the extra columns needed in a file of these changes."""
+        """Return the extra columns that a file with these changes needs."""
         columns = []
         if self.moved:
             columns.append(column_of("rows", torch.from_numpy(self.rows.astype(np.int32))))

@@ -79,7 +79,7 @@ struct BagGradients {
     const EntryNumbers bounds = bags.bags;
     const int64_t base = first_entry, stride = bags.stride;
     const Combiner combiner = bags.combiner;
-    // Offset to add to an entry's position in the table to get the index of its weight.
+    // Add this to an entry's position in the table to get the index of the entry's weight.
     const int64_t to_weight = base - bags.first_entry() + bags.first();
     const Acc<T>* weights = bags.sample_weights;
     // Find the last bag that begins at or before `begin`, by binary search.

@@ -91,7 +91,7 @@ class DistinctKeyMap {
   static constexpr int kBlock = 64;
   static constexpr int64_t kFirstEntries = 131072;
 
-  // Returns a bit mask of the group's entries that equal `wanted` in the bits set in `mask`.
+  // Returns a bit mask of the group's entries that match `wanted` in the bits that `mask` selects.
   static uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
 #ifdef __AVX2__
     const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(group));

@@ -37,7 +37,7 @@ struct Workspace {
 template <class Key>
 struct Keys {
   Key key[kSteps];
-  int owner[kSteps];  // world_size beyond the last key
+  int owner[kSteps];  // world_size for steps beyond the last key
 
   // Returns the position in the tile that the thread handles in a step.
   SPARSEKIT_DEVICE static int place(int step) {

@@ -33,7 +33,7 @@ struct Pieces {
 };
 
 // Numbers the keys, and finds the piece for each key's first entry. If `distinct` is true,
-// `inverse` holds the slots of the entries' keys on entry. Also clears pieces.totals.
+// `inverse` initially holds the slots of the entries' keys. Also clears pieces.totals.
 SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bool distinct,
                                       Pieces pieces, uint32_t* piece_of, int32_t* entries_of,
                                       int32_t* inverse, int64_t* bad_owners) {

@@ -87,7 +87,7 @@ struct FirstEntries {
   // Returns the first entry of the key in this slot.
   SPARSEKIT_DEVICE int32_t entry(int32_t slot) const { return slots[static_cast<uint32_t>(slot)]; }
   // Returns a key's index among the distinct keys of its table. `first` is the key's first entry,
-  // `begin` the table's.
+  // and `begin` is the table's first entry.
   SPARSEKIT_DEVICE int32_t number(int32_t first, int32_t begin) const {
     return ranks.rank(first) - ranks.rank(begin);
   }

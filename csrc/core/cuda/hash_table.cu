@@ -48,7 +48,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kSumThreads, kEnterBlocksAtOnce)
   }
 }
 
-// Decides whether all new keys fit, on a single thread. The decision is made before any key is
+// Decides on a single thread whether all new keys fit. The decision is made before any key is
 // inserted, so a refusal changes nothing.
 SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* size,
                               int64_t capacity, int64_t slots, int64_t* status) {

@@ -109,7 +109,7 @@ SPARSEKIT_KERNEL choose_digit_kernel(Limit* limit, Digit digit, int32_t* counts)
     uint64_t& value = kOfHash ? now.hash : now.order;
     value |= static_cast<uint64_t>(first + i) << digit.shift;
     now.missing -= before;
-    if (now.missing == own[i]) {  // whatever the lower digits are
+    if (now.missing == own[i]) {  // take all these rows, whatever their lower digits are
       value |= all(digit.shift);
       if (!kOfHash) now.hash = all(64);
       now.missing = 0;

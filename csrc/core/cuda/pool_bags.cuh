@@ -254,7 +254,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   int64_t before = first < last ? in.offset(first) : 0;
   // Becomes false if the entries are not contiguous or if a bag has more than kPart entries.
   bool plain = before >= 0;
-  bool one_each = first + kBags <= last;  // whether each of kBags bags has one entry
+  bool one_each = first + kBags <= last;  // true if each of kBags bags has one entry
   for (int j = 0; j < kBags; ++j) {
     const int64_t bag = first + j;
     if (element == 0) in.check(bag);

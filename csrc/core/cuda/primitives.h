@@ -1,4 +1,4 @@
-// Scan and sort, with CUB on a device, and with loops in the host runner.
+// Scan and sort: with CUB on a device, with loops in the host runner.
 #pragma once
 
 #include <cstdint>

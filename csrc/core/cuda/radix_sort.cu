@@ -6,7 +6,7 @@ namespace {
 // Shared memory of sort_digit_kernel.
 struct SortBlock {
   SumBlock sums;
-  int32_t begins[kSumWarps][kDigits];  // where a warp's pairs with a digit go in the tile
+  int32_t begins[kSumWarps][kDigits];  // where a warp's pairs with each digit go in the tile
   int32_t to[kDigits];                 // how much further they go in the output
   uint32_t keys[kSortTile];            // pairs of the tile, sorted
   int32_t values[kSortTile];

@@ -3,7 +3,7 @@
 // so blocks and warps really are concurrent. Each OS thread switches between its fibers in random
 // order, at every collective and barrier, and sometimes at atomics. So a missing barrier, or a
 // claim that is not atomic, causes a wrong result. ThreadSanitizer, which is told about every
-// fiber, reports it as a race. Only cuda/simt.cuh includes this file.
+// fiber, reports such a mistake as a race. Only cuda/simt.cuh includes this file.
 #pragma once
 
 #include <atomic>
