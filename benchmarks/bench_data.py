@@ -1,4 +1,4 @@
-"""Compares our reader of Criteo's format with pyarrow.csv and pandas; times training on it."""
+"""Compares our reader of Criteo's format with pyarrow.csv and pandas; also times training."""
 
 import subprocess
 import sys

@@ -115,7 +115,7 @@ def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, li
 
 
 def torchrec_step(case: Case, model: Any, inputs: list[Any]) -> Step:
-    """Return a step of TorchRec, whose optimizer runs in backward."""
+    """Return a step of TorchRec; its optimizer runs in backward."""
     grad = torch.cat([case.grad.flatten(1)] * TABLES, dim=1)
 
     def step(i: int) -> None:

@@ -153,7 +153,7 @@ def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @cache
 def machine() -> dict[str, object]:
-    """Describe the machine and the software, which are needed to interpret results."""
+    """Describe the machine and the software, so that results can be interpreted."""
     packages: dict[str, str | None] = {}
     for package in PACKAGES:
         try:

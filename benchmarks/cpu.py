@@ -218,7 +218,7 @@ class Cpu:
         return f"R1, copy: {', '.join(rates) or 'not needed'}"
 
     def describe(self) -> dict[str, object]:
-        """Describe the machine, the software and R1, which are needed to interpret results."""
+        """Describe the machine, the software and R1, so that results can be interpreted."""
         rates = {
             str(threads): 1e3 / statistics.median(ms)
             for threads, ms in self._copy_ms_per_byte.items()

@@ -228,7 +228,7 @@ class Gpu:
         return "\n".join(lines)
 
     def describe(self) -> dict[str, object]:
-        """Describe the machine, the software and R1, which are needed to interpret results."""
+        """Describe the machine, the software and R1, so that results can be interpreted."""
         info = {
             **machine(),
             "device": "cpu",

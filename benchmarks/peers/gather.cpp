@@ -1,5 +1,5 @@
-// R2, the roof of random reads: one 64-byte line for each key, as fast as a loop without a hash
-// table can request them. Compiled by native.py on first use.
+// R2, the roof of random reads: reads one 64-byte line per key, as fast as a loop without a hash
+// table can request lines. Compiled by native.py on first use.
 
 #include <sys/mman.h>
 

@@ -99,7 +99,7 @@ class Exclusive {
 };
 
 // Returns a random seed, drawn once per process, so that colliding keys cannot be constructed.
-// Results do not depend on it.
+// Results do not depend on the seed.
 inline int64_t process_seed() {
   static const int64_t seed = [] {
     std::random_device random;  // uses the system's source of randomness

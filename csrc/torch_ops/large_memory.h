@@ -1,7 +1,7 @@
 // A pool of memory for large CPU tensors, in pages of 2 MiB where the system supports them. It
 // keeps the memory of freed tensors for new tensors. Without the pool, torch's CPU allocator would
 // return large blocks to the system immediately. The system provides new memory page by page at the
-// first access, filled with zeros, which can take longer than the op itself.
+// first access, and fills it with zeros; this can take longer than the op itself.
 #pragma once
 
 #include <cstddef>

@@ -167,8 +167,8 @@ def async_save(
 ) -> Background:
     """Save as `save` does, but write in a background thread while training continues.
 
-    Saves the state at the time of the call: tables and states are copied to host memory, which must
-    have room for all of them, before the call returns. `Checkpoints.async_save` is quicker, since
+    Saves the state at the time of the call: before the call returns, tables and states are copied
+    to host memory, which must have room for all of them. `Checkpoints.async_save` is quicker, since
     it reuses that memory from one save to the next.
 
     Returns:

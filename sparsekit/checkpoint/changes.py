@@ -82,7 +82,7 @@ class Changes(NamedTuple):
     """Differences between a rank's part of a table and the same part in the base.
 
     Attributes:
-        rows: rows that are new or have changed, or whose keys were in other rows in the base:
+        rows: rows that are new or have changed, or whose keys had other rows in the base:
             int64, in ascending order.
         removed: keys in the base that the table no longer has, int64 ``[n]``.
         moved: whether any row in the base now has a different key, or no key.

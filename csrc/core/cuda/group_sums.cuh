@@ -90,7 +90,7 @@ struct SumGroup {
   SPARSEKIT_DEVICE uint32_t key_start(int t) const { return static_cast<uint32_t>(row[t] + t); }
   SPARSEKIT_DEVICE uint32_t no_row(int t) const { return key_start(t + 1) - 1; }
 
-  // Returns the sums of the rows of table t that span several chunks, indexed by the row's first
+  // Returns the sums of those rows of table t that span several chunks, indexed by the row's first
   // chunk. At most one such row begins in each chunk.
   SPARSEKIT_DEVICE T* sums_over_chunks(int t) const { return out + int64_t{chunks[t]} * stride; }
 

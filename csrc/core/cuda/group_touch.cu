@@ -24,7 +24,7 @@ struct Touched {
 
   SPARSEKIT_DEVICE int64_t first_entry(int t) const { return found.bags[tables[t].first_bag]; }
 
-  // Returns the table of entry e, or another table if that table has no scores.
+  // Returns the table of entry e; if that table has no scores, returns some other table.
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
     return last_up_to(e, num_tables, [this](int t) { return first_entry(t); });
   }

@@ -229,7 +229,7 @@ constexpr int kBags = kInFlight;
 // measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
-// Writes the vectors of kBags bags of one entry each, starting at bag `first` and at entry `begin`.
+// Writes the vectors of kBags bags with one entry each, starting at bag `first` and entry `begin`.
 template <int kWidth, class In>
 SPARSEKIT_DEVICE void copy_entries(const In& in, int64_t begin, int64_t first, int64_t element) {
   using Element = typename In::Element;

@@ -91,8 +91,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   if (t < 1) return;
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
   const int block = static_cast<int>(simt::block() - first_block);
-  // Keep this data in shared memory and read it again for each row, since keeping it in registers
-  // would take too many of them.
+  // Keep this data in shared memory and read it again for each row, since keeping it would take too
+  // many registers.
   auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
     own.table = tables.table(at_table).table;

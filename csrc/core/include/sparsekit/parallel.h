@@ -17,7 +17,7 @@ class ParallelFor {
 
   explicit ParallelFor(Run run, int num_threads = 1) : run_(run), num_threads_(num_threads) {}
 
-  // Returns the number of parts to split work into. Results must not depend on it.
+  // Returns the number of parts to split work into. Results must not depend on this number.
   int num_threads() const { return num_threads_; }
 
   template <class F>
