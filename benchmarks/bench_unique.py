@@ -1,4 +1,4 @@
-"""Compares unique with torch.unique, np.unique and pandas.factorize, with inverse and counts.
+"""Compares unique, with inverse and counts, to torch.unique, np.unique and pandas.factorize.
 
 pandas.factorize is timed without counts, since it cannot return them.
 """

@@ -21,7 +21,7 @@ import torch
 import sparsekit
 
 ROOT = Path(__file__).resolve().parents[1]
-# Peers' packages, whose versions are part of the machine's description.
+# Packages of peers; their versions are part of the machine's description.
 PACKAGES = ("numpy", "pandas", "libboost-headers", "fbgemm-gpu-cpu", "torchrec", "xxhash")
 
 

@@ -17,7 +17,7 @@ _NAMES = {"yaml": "pyyaml"}
 
 
 class MissingPackageError(ImportError):
-    """Raised when a package is missing; the message explains its purpose and how to install it."""
+    """Raised when a package is missing; the message says what it is for and how to install it."""
 
 
 def needed(module: str, user: str) -> Any:

@@ -56,7 +56,7 @@ class Reports:
         self._lock = threading.RLock()
 
     def send(self, words: torch.Tensor, read: Read) -> None:
-        """Start copying a report to the host; when the host reads the report, it calls `read`."""
+        """Start copying a report to the host; later, `read` is called with the copy."""
         with self._lock:
             self._sent.append((self._lookups, HostCopy(words), read))
 

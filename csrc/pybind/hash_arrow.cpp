@@ -85,7 +85,7 @@ bool is_known(const ArrowSchema& type) {
 }
 
 // Returns the reason why an array cannot be read, or null if it can be read. Does not check the
-// items. The interface gives buffer sizes only for views.
+// items. The Arrow interface provides buffer sizes only for arrays of views.
 const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   if (array.length < 0 || array.offset < 0 || array.offset > kMost / 16 - array.length - 1) {

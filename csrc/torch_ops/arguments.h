@@ -162,8 +162,8 @@ constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
-// Sets of kept tensors known not to overlap one another, with each set's memory. Checking this for
-// hundreds of tables takes as long as looking up keys in them.
+// Sets of kept tensors, with the memory of each set. The tensors in a set are known not to overlap:
+// checking this for hundreds of tables takes as long as looking up keys in them.
 class KnownApart {
  public:
   struct Range {

@@ -188,10 +188,10 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   }
 }
 
-// Each stream has its own copies. A copy is made before the first kernel that reads it. Once
-// dropped, its memory is reused only after the last such kernel. Stream order ensures both without
-// a wait. A graph is captured on a different stream than the previous step used, but runs after
-// that step. The graph keeps the copies that it uses.
+// Each stream has its own copies. A copy is made before the first kernel that reads it. Once a copy
+// is dropped, its memory is reused only after the last such kernel. Stream order ensures both
+// without a wait. A graph is captured on a different stream than the previous step used, but runs
+// after that step. The graph keeps the copies that it uses.
 Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   struct Copy {
     int32_t device;

@@ -1,4 +1,4 @@
-// Arguments of ops that process many tables in one call: sources have the keys, and each feature
+// Arguments of ops that process many tables in one call: sources hold the keys, and each feature
 // assigns a run of bags to a table. sparsekit/ops/_group.py explains the columns of `features`.
 #pragma once
 

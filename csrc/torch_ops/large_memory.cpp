@@ -34,7 +34,7 @@ size_t round_up(size_t value, size_t multiple) {
 }
 
 // Rounds sizes up, so that steps with similar sizes request equal sizes. There are eight sizes
-// between powers of two.
+// between consecutive powers of two.
 size_t size_class(size_t bytes) {
   size_t step = kHugePage;
   while (bytes > 16 * step) step *= 2;

@@ -70,11 +70,11 @@ class CapacityCurve:
     """Predicts hit rates for tables of any size from a sample of the keys in their lookups.
 
     Memory is fixed, whatever the number of keys. With up to `sample` distinct keys, predictions are
-    exact for a single table whose lookups are all in training. With more, the keys are sampled by
-    hash, and a miniature of each table is simulated; see `KeySample` and `Miniature` for the
-    sources. The sample's misses are divided by an exact count of all keys, since keys that occur in
-    every lookup hardly ever miss, but are unlikely to be sampled. This is the SHARDS-adj correction
-    from FAST 2015, section 3.2.
+    exact for a single table whose lookups are all in training. With more keys, they are sampled by
+    hash, and a miniature of each table is simulated; see `KeySample` and `Miniature` for
+    references. The sample's misses are divided by an exact count of all keys, since keys that occur
+    in every lookup hardly ever miss, but are unlikely to be sampled. This is the SHARDS-adj
+    correction from FAST 2015, section 3.2.
 
     Args:
         policies: policies to predict hit rates for; each must have a score.

@@ -17,7 +17,7 @@ class LayerCurves:
     """Records the training lookups of a model's tables, with one curve per table.
 
     Any layer with a hash table works, including tables that grow. Each lookup also takes the time
-    of `CapacityCurve.add`; if the keys are on a CUDA device, `add` waits for it.
+    of `CapacityCurve.add`; if the keys are on a CUDA device, `add` waits for that device.
 
     Args:
         model: a model that contains sparsekit layers, on a single rank.

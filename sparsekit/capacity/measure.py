@@ -31,7 +31,7 @@ class Measure:
                 layer(keys)
 
     def hit_rates(self) -> list[float]:
-        """Return the hit rate of each table, by point."""
+        """Return the hit rate of each table, in the order of the points."""
         counts = [layer.row_counts() for layer in self._layers]
         return [each.found / each.asked if each.asked else 0.0 for each in counts]
 
@@ -39,7 +39,7 @@ class Measure:
 def measured(
     curve: Curve, lookups: Sequence[torch.Tensor], low_watermark: float = 0.95
 ) -> list[float]:
-    """Return the hit rates of real tables after lookups of int64 keys ``[n]``, by point."""
+    """Return real tables' hit rates for lookups of int64 keys ``[n]``, in the order of points."""
     measure = Measure(curve, low_watermark)
     for keys in lookups:
         measure.add(keys)

@@ -23,14 +23,14 @@ from .task import Task
 
 # Interval in seconds between rank 0's checks for files that the other ranks have yet to write.
 _LOOK = 0.02
-# Niceness of the writing thread: on a busy core, it gets about a tenth of the CPU time.
+# Niceness of the writing thread: on a busy core, the thread gets about a tenth of the CPU time.
 _NICE = 10
 
 
 class Background:
     """A checkpoint that is being written in the background; returned by `async_save`.
 
-    All ranks must call `wait` together. Python waits for the thread before it exits. If the process
+    All ranks must call `wait` together. Before exiting, Python waits for the thread. If the process
     is killed, no new checkpoint appears and older ones stay as they were.
 
     Attributes:

@@ -60,8 +60,8 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
 template <class Key, class Row>
 void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Row* rows) {
-  // Positions of keys that may be in a bucket after their home bucket. These keys are resolved in
-  // batches: all their next buckets are prefetched before the first one is read.
+  // Positions of keys that may be in a later bucket than their home bucket. These keys are resolved
+  // in batches: all their next buckets are prefetched before the first one is read.
   int64_t pending[2 * kBlock];
   int64_t next[2 * kBlock];
   int num_pending = 0;

@@ -11,8 +11,8 @@
 
 namespace sparsekit::cpu {
 
-// Number of rows to prefetch ahead of the row being added. It is large: if keys repeat, most rows
-// are already in the cache, and only the few others take long to load.
+// Number of rows to prefetch ahead of the row being added. It is large because, if keys repeat,
+// most rows are already in the cache, and only a few take long to load.
 constexpr int64_t kRowsAhead = 64;
 
 // Returns kRowsAhead, or fewer rows if they are so large that they would evict each other from the

@@ -31,7 +31,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
       if (column == 0) simt::atomic_min(bad, i);
       row = -1;
     }
-    // One lane reads the row's last updated step, and marks the row as up to date.
+    // One lane reads the step of the row's last update, and marks the row as up to date.
     int32_t at_step = 0;
     if (column == 0 && row >= 0) {
       at_step = table.row_step[row];

@@ -126,7 +126,7 @@ bool limits_keys(const GroupCall& call) {
   return false;
 }
 
-// Returns a vector with of(t) for each table t, and capacity for one more element.
+// Returns a vector with of(t) for each table t, and with space reserved for one more element.
 template <class D, class Of>
 std::vector<D> for_tables(const GroupCall& call, const Of& of) {
   std::vector<D> all;

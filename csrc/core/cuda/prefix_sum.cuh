@@ -44,7 +44,7 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
 }
 
 // Running totals over the tiles of a launch, one block per tile. A block publishes its tile's sum,
-// adds up the published sums of earlier tiles, going back to the first one that has published its
+// adds up the published sums of earlier tiles, back to the nearest one that has published its
 // total, and then publishes its own total. Blocks draw tickets for tiles, so the tiles that a block
 // waits for belong to blocks that are already running, in whatever order the device starts blocks.
 //
@@ -121,7 +121,8 @@ struct LookBack {
       const int64_t before = tile - 1 - simt::lane();
       const int64_t* own = word(before < 0 ? 0 : before, 0);
       int64_t seen = simt::load(own);
-      // Returns the bit of the lane with the nearest total, or 0. Lanes beyond it do not count.
+      // Returns the bit of the lane with the nearest total, or 0. Lanes beyond that lane do not
+      // count.
       const auto nearest_total = [&] {
         const uint32_t totals = simt::warp_ballot(has_total(seen));
         return totals & (0u - totals);

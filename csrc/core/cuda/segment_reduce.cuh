@@ -58,8 +58,8 @@ struct Entry {
   int32_t value;
 };
 
-// Position of a run of entries with equal keys relative to a tile's range. kWhole: entirely inside.
-// kHead: begins before the range. kTail: begins inside and continues past the end.
+// Position, relative to a tile's range, of a run of entries with equal keys. kWhole: entirely
+// inside. kHead: begins before the range. kTail: begins inside and continues past the end.
 enum class Run { kWhole, kHead, kTail };
 
 // Goes through the range [begin, end) of n entries that are sorted by key. The range has at least

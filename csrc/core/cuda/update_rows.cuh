@@ -8,7 +8,7 @@
 
 namespace sparsekit::cuda {
 
-// Returns the row's means that a rule needs, or 0s for a negative row. They are the same on
+// Returns the row means that a rule needs, or 0s for a negative row. They are the same on
 // all lanes of the row's tile. All lanes of the warp must call this function. kWidth depends on the
 // alignment of the gradients, but the means must not. So each lane always adds the elements that it
 // would read with wide accesses.

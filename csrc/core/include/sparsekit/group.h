@@ -75,7 +75,7 @@ struct NewRows;
 struct RoutedTable;
 
 // On a device, bad offsets are clamped to the range of their source's keys. The fields that the
-// host can only compute from offsets are not read: key_start, n and first_entry of features, and n
+// host can compute only from offsets are not read: key_start, n and first_entry of features, and n
 // and first_entry of tables.
 namespace cuda {
 

@@ -37,10 +37,10 @@ int64_t init_rows(T* out, int64_t num_rows, int64_t dim, int64_t stride, const i
 
 namespace cuda {
 
-// Like the CPU version, but the first row to write is max(0, *first_row), read on the device; null
-// means 0. If device_seed is not null, it replaces the initializer's seed. Rows >= num_rows are
-// skipped and reported in *bad, as in gather_rows. Uniform and constant values match the CPU bit
-// for bit; normal values may differ in the last bit.
+// Like the CPU version, but the first row to write is max(0, *first_row), read on the device; a
+// null first_row means 0. If device_seed is not null, it replaces the initializer's seed. Rows >=
+// num_rows are skipped and reported in *bad, as in gather_rows. Uniform and constant values match
+// the CPU bit for bit; normal values may differ in the last bit.
 template <class T>
 void init_rows(T* out, int64_t num_rows, int64_t dim, int64_t stride, const int64_t* keys,
                const int64_t* rows, int64_t n, const int64_t* first_row,

@@ -51,8 +51,8 @@ int64_t lowest_rows(const ScoredRows& table, const LowestRows& found, void* work
 }  // namespace cpu
 
 // Like the CPU version, but *num_found becomes the number of rows. All pointers are to device
-// memory, and the host does not wait. In a damaged table with repeated keys, different rows of the
-// same order may be found.
+// memory, and the host does not wait. In a damaged table with repeated keys, may find other rows of
+// the same order than the CPU version.
 namespace cuda {
 
 int64_t lowest_rows_workspace_bytes(int64_t size);

@@ -1,4 +1,4 @@
-// Moves the last rows of tensors into free places before them, and resets the rows they leave to
+// Moves the last rows of tensors into free places before them, and resets the vacated rows to
 // initial values.
 #pragma once
 
