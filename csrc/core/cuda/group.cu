@@ -168,7 +168,7 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// Places the arrays in the order in which begin_group sends them.
+// Places the arrays in begin_group's sending order.
 void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
   group.sources = arena.take<DeviceSource>(call.num_sources + 1);
   group.features = arena.take<DeviceFeature>(call.num_features + 1);

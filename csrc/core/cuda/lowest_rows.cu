@@ -10,7 +10,7 @@ constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kDigitsOfThread = kDigits / kSumThreads;
 
-// Bits [shift, end) of an order or a hash: the digit by which one round counts rows.
+// Bits [shift, end) of an order or a hash: the digit used in one round of counting rows.
 struct Digit {
   int shift, end;
 
