@@ -198,10 +198,15 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
         warm_ups: number of calls before the counted one, because tensors that `step` keeps from
             call to call must be tracked as well.
     """
+    return waits_of_each(step, *of_device, calls=warm_ups + 1)[-1]
+
+
+def waits_of_each(step: Callable[[], object], *of_device: Any, calls: int) -> list[HostWaits]:
+    """Count the waits of each of several calls one after another; see `waits_of`."""
     simt.load()
     library = ctypes.CDLL(str(simt.LIBRARY))
     library.sparsekit_num_waits.restype = ctypes.c_int64
-    device, waits = _Device(), HostWaits()
+    device, waits, found = _Device(), HostWaits(), []
     for thing in of_device:
         module = isinstance(thing, torch.nn.Module)
         for tensor in [*thing.parameters(), *thing.buffers()] if module else _tensors(thing):
@@ -213,13 +218,13 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
             _Functions(device, waits) as _following.mode,
             _Ops(device, waits),
         ):
-            for _ in range(warm_ups):
+            for _ in range(calls):
+                waits.clear()
+                before = library.sparsekit_num_waits()
                 step()
-            waits.clear()
-            before = library.sparsekit_num_waits()
-            step()
-            if of_ops := library.sparsekit_num_waits() - before:
-                waits["ops of sparsekit"] = of_ops
+                if of_ops := library.sparsekit_num_waits() - before:
+                    waits["ops of sparsekit"] = of_ops
+                found.append(HostWaits(waits))
     finally:
         _following.mode = None
-    return waits
+    return found

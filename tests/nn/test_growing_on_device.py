@@ -5,11 +5,12 @@ also shows that nothing does.
 """
 
 import gc
+import itertools
 
 import pytest
 import torch
 from deferred_errors import deferred_errors
-from host_waits import waits_of
+from host_waits import waits_of_each
 from rooms import memory_in_use, memory_of, num_rooms, on_device
 from simt_counts import counted
 from torch.utils._python_dispatch import _disable_current_modes
@@ -162,15 +163,13 @@ STREAMS = {
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_only_steps_that_grow_wait(stream):
-    grown = []
-    for warm_ups in range(1, 20):
-        layer = on_cpu.layer_of(1000, max_capacity=1 << 20)
-        steps = Steps(layer, STREAMS[stream])
-        found = waits_of(steps, layer, STREAMS[stream], warm_ups=warm_ups)
-        before, after = steps.capacities[-2:]
-        grown.append(after > before)
+    layer = on_cpu.layer_of(1000, max_capacity=1 << 20)
+    steps = Steps(layer, STREAMS[stream])
+    _, *found = waits_of_each(steps, layer, STREAMS[stream], calls=20)
+    grown = [after > before for before, after in itertools.pairwise(steps.capacities)]
+    for number, (waits, has_grown) in enumerate(zip(found, grown, strict=True), 1):
         # The number of rows, and whether all keys have been copied.
-        assert found.total() == (2 if grown[-1] else 0), (warm_ups, found)
+        assert waits.total() == (2 if has_grown else 0), (number, waits)
     assert sum(grown) == {"new keys": 3, "repeated keys": 2, "known keys": 2}[stream]
 
 
