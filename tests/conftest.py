@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 # Under a sanitizer, load the library given by tests/sanitize.sh instead of the usual one. This
 # code must run before the imports below, which load sparsekit.
@@ -199,6 +200,15 @@ def needs_gpu(request: pytest.FixtureRequest) -> None:
     """Skip tests marked `cuda` on a machine without a GPU."""
     if request.node.get_closest_marker("cuda") and not HAS_GPU:
         pytest.skip("no GPU, or a build without CUDA")
+
+
+@pytest.fixture
+def forked_ranks() -> Iterator[None]:
+    """Fork the ranks that commands start, since a new process takes seconds to import torch."""
+    from forked_ranks import forked
+
+    with forked():
+        yield
 
 
 @pytest.fixture(params=BACKENDS, scope="session")

@@ -215,7 +215,7 @@ def test_tables_beyond_memory(data, capsys):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_that_diverges(data, capfd, ranks):
+def test_training_that_diverges(data, capfd, forked_ranks, ranks):
     command = ["train", "--data", str(data), *SMALL, "--ranks", str(ranks), "--epochs", "2"]
     assert cli.main([*command, "--lr", "1e12"]) == 1
     output, errors = capfd.readouterr()
@@ -395,7 +395,7 @@ def test_ranks_train_as_one_does(data, capfd):
     assert summary(output) == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_full_table_on_ranks(data, capfd):
+def test_a_full_table_on_ranks(data, capfd, forked_ranks):
     assert cli.main(["train", "--data", str(data), "--epochs", "1", "--capacity", "20"]) == 2
     errors = capfd.readouterr().err
     assert re.fullmatch(r"sparsekit: \w+: the table on rank \d is full: .*--capacity\.\n", errors)
@@ -405,7 +405,7 @@ def end_at_once(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_ends(data, monkeypatch, capfd):
+def test_a_rank_that_ends(data, monkeypatch, capfd, forked_ranks):
     monkeypatch.setattr(ranks, "run_as_rank", end_at_once)
     assert cli.main(["train", "--data", str(data), "--epochs", "1", *SMALL]) == 1
     errors = capfd.readouterr().err

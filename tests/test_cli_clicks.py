@@ -52,7 +52,7 @@ def run(capsys, *command):
 
 
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
-def test_it_learns_on_one_rank_and_on_two(clicks, capfd, model):
+def test_it_learns_on_one_rank_and_on_two(clicks, capfd, forked_ranks, model):
     settings = ["--set", f"data.test={clicks}", "--set", "optimizer.lr=0.02", "--epochs", "8"]
     settings += ["--set", "optimizer.dense_lr=0.005"]
     areas = []
@@ -340,7 +340,7 @@ def test_the_seed_is_that_of_the_training_data_alone(clicks, capsys, monkeypatch
 SCALING = ["scaling", "--tables", "2", "--rows", "100", "--dim", "4", "--batch", "64"]
 
 
-def test_scaling_of_one_rank(tmp_path, capfd):
+def test_scaling_of_one_rank(tmp_path, capfd, forked_ranks):
     file = tmp_path / "scaling.json"
     output = run(capfd, *SCALING, "--epochs", "1", "--ranks", "1", "--json", str(file))
     (rate,) = re.findall(r"^ +1 +([\d,]+) +1.00x +100%", output, re.MULTILINE)

@@ -205,7 +205,7 @@ def test_a_configuration_that_has_changed_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.time_limit(120)
-def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
+def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd, forked_ranks):
     """On a different number of ranks, the epoch starts over, since batches have other rows."""
     data, folder = write_data(tmp_path, "dlrm"), tmp_path / "a"
     update, done = Step.update, 0
@@ -234,31 +234,23 @@ def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.time_limit(240)
-def test_torchrun_starts_a_killed_rank_again(tmp_path):
+def test_torchrun_starts_a_killed_rank_again(tmp_path, forked_ranks):
     """One torchrun trains both models, since starting ranks takes longer than training."""
     data = {model: write_data(tmp_path, model) for model in ("dlrm", "autoencoder")}
-
-    def torchrun(folder, killed):
-        runs = []
-        for model, path in data.items():
-            marker = folder / f"{model}.marker"
-            folder.mkdir(exist_ok=True)
-            if not killed:
-                marker.touch()
-            runs += [str(marker), *command(model, path, folder / model, "--resume")]
-        script = Path(__file__).with_name("killed_rank.py")
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        process = subprocess.run(
-            [sys.executable, *launch, "--max-restarts", "2", str(script), "1", "10", *runs],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=200,
-        )  # fmt: skip
-        assert process.returncode == 0, process.stderr[-3000:]
-        return process.stdout
-
-    assert "resumed" not in torchrun(tmp_path / "a", killed=False)
+    runs = []
+    for model, path in data.items():
+        assert cli.main([*command(model, path, tmp_path / f"{model} whole"), "--ranks", "2"]) == 0
+        runs += [str(tmp_path / f"{model}.marker")]
+        runs += command(model, path, tmp_path / f"{model} killed", "--resume")
+    script = Path(__file__).with_name("killed_rank.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.run(
+        [sys.executable, *launch, "--max-restarts", "2", str(script), "1", "10", *runs],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
     # The first model is resumed once more, at its end, when the second one's rank is killed.
-    assert torchrun(tmp_path / "b", killed=True).count("resumed from") == 3
+    assert process.stdout.count("resumed from") == 3
     for model in data:
-        assert (tmp_path / "b" / f"{model}.marker").exists()
-        assert contents(tmp_path / "b" / model) == contents(tmp_path / "a" / model)
+        assert (tmp_path / f"{model}.marker").exists()
+        assert contents(tmp_path / f"{model} killed") == contents(tmp_path / f"{model} whole")

@@ -93,7 +93,7 @@ def test_the_loss_and_the_seed_are_obeyed(data, tmp_path, capsys):
     assert found[0]["constant rate"] == found[2]["constant rate"]  # the split is the same
 
 
-def test_ranks_train_as_one_does(data, capfd):
+def test_ranks_train_as_one_does(data, capfd, forked_ranks):
     expected = results(run(capfd, data, *ONE))
     assert cli.main(["train", "wide", "--data", str(data), *ONE, "--ranks", "2"]) == 0
     output, errors = capfd.readouterr()
