@@ -32,9 +32,10 @@ def large(**options):
     return layer_of(2000, on_full="error", max_capacity=None, **options)
 
 
-def batches(count, seed=0):
+def batches(count, seed=0, size=12):
     draw = generator(seed)
-    return [torch.randint(0, 10 + 30 * i, (12,), generator=draw) for i in range(count)]
+    most = [10 + 5 * size // 2 * i for i in range(count)]
+    return [torch.randint(0, one, (size,), generator=draw) for one in most]
 
 
 def train(layer, optimizer, keys):
@@ -64,6 +65,7 @@ def assert_same(one, other, states=None):
         assert torch.equal(value, theirs), name
 
 
+@pytest.mark.pairs(any_device=True)  # tests/nn/test_growing_on_device.py has all on the host runner
 @pytest.mark.parametrize("fused", [False, True], ids=["step", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_that_of_a_large_table(name, fused, backend):
@@ -73,7 +75,7 @@ def test_training_is_that_of_a_large_table(name, fused, backend):
         for layer, optimizer in zip(layers, optimizers, strict=True):
             fuse_in_backward(optimizer, layer)
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        train(layer, optimizer, batches(25))
+        train(layer, optimizer, batches(13, size=24))
     assert len(layers[0].table) > 200
     assert_same(*layers, optimizers)
 
@@ -193,10 +195,12 @@ def test_copies_go_on(name, copied):
     assert torch.equal(again[:9], other.weight[:9])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("first", ["module", "optimizer"])
 @pytest.mark.parametrize("name", ["LazyAdam", "Adagrad", "Adam", "SGD momentum", "RowWiseAdagrad"])
-@pytest.mark.parametrize(("grown", "into"), [(True, True), (True, False), (False, True)])
-def test_states_are_loaded(name, first, grown, into):
+@pytest.mark.parametrize("grows", [(True, True), (True, False), (False, True)], ids=str)
+def test_states_are_loaded(name, first, grows):
+    grown, into = grows
     made = {True: layer_of, False: large}
     source, target = made[grown](ttl=1000), made[into](ttl=1000)
     of_source, of_target = (make(name, one.parameters()) for one in (source, target))

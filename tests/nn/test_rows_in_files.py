@@ -58,7 +58,7 @@ def in_file(folder, policy="fixed", dim=3, pages=3, **options):
     return in_memory(policy, dim, **storage, **options)
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(any_device=True)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fused", [False, True], ids=["step", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -68,7 +68,7 @@ def test_training_is_that_in_memory(name, fused, policy, folder, backend):
     for layer, optimizer in zip(layers, optimizers, strict=True):
         if fused:
             fuse_in_backward(optimizer, layer)
-        train(layer, optimizer, batches(25))
+        train(layer, optimizer, batches(13, size=24))
     assert len(layers[0].table) > 80
     assert_same(*layers, optimizers)
     assert os.listdir(folder) == []  # the files have no names

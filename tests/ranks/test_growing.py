@@ -74,6 +74,7 @@ def trained(rank, grows, name, strategy, fused, folder=None):
     return contents(layers, optimizer)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
 @pytest.mark.parametrize(
     ("name", "fused"),

@@ -116,6 +116,7 @@ def alone(table, way):
     return trained(0, 1, table, "all_to_all", way)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("table", "way"),
