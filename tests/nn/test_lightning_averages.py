@@ -7,11 +7,11 @@ import torch
 
 import sparsekit
 
-swa = pytest.importorskip("lightning.pytorch.callbacks.stochastic_weight_avg")
-
 
 def test_rows_that_come_late_begin_with_their_initial_vectors():
     """The averages equal AveragedModel's, including the rows of new keys."""
+    # Here, not above: the import takes seconds, and each worker imports all modules of tests.
+    swa = pytest.importorskip("lightning.pytorch.callbacks.stochastic_weight_avg")
     model = torch.nn.Sequential(sparsekit.Embedding(50, 3, name="t"), torch.nn.Linear(3, 1))
     averaged = copy.deepcopy(model)
     of_torch = torch.optim.swa_utils.AveragedModel(model)

@@ -30,18 +30,18 @@ def looked_up(layer, keys):
 
 def test_rows_are_those_of_a_large_table(in_steps, backend):
     draw = random.Random(3)
-    layer, large = layer_of(2, max_capacity=3000), HashTable(3000)
+    layer, large = layer_of(2, max_capacity=1500), HashTable(1500)
     sizes = set()
-    while len(large) < 2900:
+    while len(large) < 1450:
         keys = [draw.randrange(-(2**63), 2**63) for _ in range(draw.choice([1, 2, 7, 40]))]
         looked_up(layer, keys)
         large.find_or_insert(torch.tensor(keys))
         sizes.add(layer.table.capacity)
         assert torch.equal(layer.table.find(large.keys()), torch.arange(len(large)))
     assert torch.equal(layer.table.keys(), large.keys())
-    assert len(sizes) >= 9
-    assert max(sizes) == 3000 == layer.table.max_capacity
-    assert [len(layer.table.buckets), *layer.weight.shape] == [len(large.buckets), 3000, 2]
+    assert len(sizes) >= 8
+    assert max(sizes) == 1500 == layer.table.max_capacity
+    assert [len(layer.table.buckets), *layer.weight.shape] == [len(large.buckets), 1500, 2]
 
 
 def test_a_larger_index_is_ready_before_it_is_needed(in_steps):
