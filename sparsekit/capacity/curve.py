@@ -12,6 +12,7 @@ import torch
 
 from .. import ops
 from ..errors import check_int, check_number
+from ..tables.options import TableOptions
 from .expiry import Expiry
 from .miniature import Miniature
 from .policy import Policy
@@ -100,7 +101,7 @@ class CapacityCurve:
         policies: Sequence[Policy] = POLICIES,
         rows: Sequence[int] | None = None,
         ttls: Sequence[int] | None = None,
-        low_watermark: float = 0.95,
+        low_watermark: float = TableOptions.low_watermark,
         sample: int = 1 << 15,
     ) -> None:
         name = type(self).__name__

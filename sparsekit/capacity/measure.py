@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..nn import Embedding
+from ..tables.options import TableOptions
 from .curve import Curve, Point
 
 
@@ -18,7 +19,7 @@ class Measure:
         low_watermark: low watermark of the predicted tables.
     """
 
-    def __init__(self, curve: Curve, low_watermark: float = 0.95) -> None:
+    def __init__(self, curve: Curve, low_watermark: float = TableOptions.low_watermark) -> None:
         self._layers = [
             _table(point, curve.most_at_once, low_watermark, f"measured {i}")
             for i, point in enumerate(curve.points)
@@ -37,7 +38,7 @@ class Measure:
 
 
 def measured(
-    curve: Curve, lookups: Sequence[torch.Tensor], low_watermark: float = 0.95
+    curve: Curve, lookups: Sequence[torch.Tensor], low_watermark: float = TableOptions.low_watermark
 ) -> list[float]:
     """Return real tables' hit rates for lookups of int64 keys ``[n]``, in the order of points."""
     measure = Measure(curve, low_watermark)

@@ -82,8 +82,8 @@ class DistributedEmbedding(EmbeddingLayer):
             take more. None means half of the system's memory.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
             times all ranks' rows.
-        low_watermark: fraction of max_rows, in (0, 1], left in use after making room. With values
-            near 1, keys stay longer, but more lookups have to make room.
+        low_watermark: fraction of max_rows, in (0, 1], left in use after making room. Lower
+            values are faster, since fewer lookups have to make room, but keys leave sooner.
         score: value of a row; rows with the lowest values are evicted first. ``"lru"``: the time of
             its last lookup in training. ``"lfu"`` or `sparsekit.LFU`: how often its key has
             occurred in training, a count that is halved at intervals. A function: the value that it

@@ -71,7 +71,7 @@ class TableOptions:
     storage: str = "memory"
     max_resident_bytes: int | None = None
     max_rows: int | None = None
-    low_watermark: float = 0.95
+    low_watermark: float = 0.99
     score: Score | Callable[[torch.Tensor], torch.Tensor] | str | None = None
     ttl: int | None = None
     admission: MinCount | Probability | None = None

@@ -12,7 +12,7 @@ def aged(row, now, halve_every):
 
 
 def hit_rate(lookups, rows=None, *, score="lru", admission=1, ttl=None, halve_every=0):
-    """Look keys up one by one in a dict, with sweeps down to 95% of the rows."""
+    """Look keys up one by one in a dict, with sweeps down to 99% of the rows."""
     held, waiting, found, asked, swept = {}, {}, 0, 0, None
     for now, keys in enumerate(lookups, 1):
         times = {}
@@ -33,7 +33,7 @@ def hit_rate(lookups, rows=None, *, score="lru", admission=1, ttl=None, halve_ev
             if waiting[key] >= admission:
                 new[key] = [waiting.pop(key), now]
         if rows is not None and len(held) + len(new) > rows:
-            left = max(0, min(round(0.95 * rows), rows - len(new)))
+            left = max(0, min(round(0.99 * rows), rows - len(new)))
             orders = {
                 key: (row[1] if score == "lru" else aged(row, now, halve_every), tie(key))
                 for key, row in held.items()

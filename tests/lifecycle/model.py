@@ -82,7 +82,7 @@ class Table:
     """Keys with a vector, optimizer states and a score each."""
 
     max_rows: int | None = None
-    low_watermark: float = 0.95
+    low_watermark: float = 0.99
     score: str = "lru"
     halve_every: int = 0
     score_of: object = None  # the user's score of a key

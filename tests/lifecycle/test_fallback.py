@@ -132,7 +132,7 @@ def test_the_rest_is_as_without_fallback_rows():
     layer = layer_of(**life, max_rows=20 + ROWS, before_admission=Fallback(ROWS))
     gone = [], []
     for one, told in zip((plain, layer), gone, strict=True):
-        # Sweeps leave 95%, here of two budgets: have both sweep to the same number of rows.
+        # Sweeps leave 99%, here of two budgets: have both sweep to the same number of rows.
         one.on_evict(lambda evicted, told=told: told.extend(sorted(evicted.keys.tolist())))
     for keys, offsets in drawn(40):
         plain((keys, offsets))

@@ -71,7 +71,7 @@ def test_signatures_show_each_option_with_its_default(kind):
 # The defaults of all options whose default is not None.
 DEFAULTS = {
     "use_hashtable": True, "key_dtype": torch.int64, "on_full": "error", "insert": True,
-    "storage": "memory", "before_admission": "initial", "low_watermark": 0.95,
+    "storage": "memory", "before_admission": "initial", "low_watermark": 0.99,
     "gradient_reduction": "mean", "strategy": "auto", "truncate": False, "dynamic_input": False,
     "mode": "mean", "norm_type": 2.0, "include_last_offset": False, "sparse": True,
     "scale_grad_by_freq": False, "_freeze": False,

@@ -33,7 +33,7 @@ CHECKED = {
     "name": None, "process_group": None, "placement": "hash", "wire_dtype": None,
     "max_keys_per_rank": None, "insert": True, "max_capacity": None, "max_rows": None,
     "score": None, "ttl": None, "admission": None, "before_admission": "initial",
-    "low_watermark": 0.95, "storage": "memory", "max_resident_bytes": None,
+    "low_watermark": 0.99, "storage": "memory", "max_resident_bytes": None,
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ CHECKED = {
             ({"on_full": "evict", "low_watermark": low, "score": LRU()}, None)
             for low in (5e-324, 0.99, 1, np.float64(0.5))
         ),
-        ({"low_watermark": 0.95}, {}),
+        ({"low_watermark": 0.99}, {}),
         ({"ttl": 3}, {"ttl": 3, "score": LRU()}),
         ({"score": LFU(7)}, None),
         ({"admission": MinCount(2)}, {"admission": MinCount(2), "score": LRU()}),
