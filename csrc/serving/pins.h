@@ -1,0 +1,69 @@
+// Two versions of the tables, one of which lookups read while the other one is brought up to date.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace sparsekit::serving {
+
+// Counts the lookups that read each of two sides, without a lock. The writer changes only the side
+// that is not active, after all who read it have left (`idle`), and then makes it the active one.
+// A reader that has pinned a side can rely on it: the writer does not touch it before unpin().
+class Pins {
+ public:
+  struct Pin {
+    uint32_t side;
+    uint32_t stripe;
+  };
+
+  Pin pin() {
+    const uint32_t stripe = stripe_of_thread();
+    for (;;) {
+      const uint32_t side = active_.load();
+      count(side, stripe).fetch_add(1);
+      // If the writer has published the other side in the meantime, it may already have seen this
+      // side without readers. All operations are sequentially consistent, so that either the writer
+      // sees the count, or this thread sees the new side.
+      if (active_.load() == side) return {side, stripe};
+      count(side, stripe).fetch_sub(1);
+    }
+  }
+
+  void unpin(Pin pin) { count(pin.side, pin.stripe).fetch_sub(1); }
+
+  uint32_t active() const { return active_.load(); }
+  uint32_t inactive() const { return 1 - active_.load(); }
+
+  // Returns true if nobody reads this side. Nobody will then begin to, while it is inactive: a pin
+  // that comes too late sees that and goes to the other side.
+  bool idle(uint32_t side) const {
+    int64_t sum = 0;
+    for (const Count& each : counts_[side]) sum += each.value.load();
+    return sum == 0;
+  }
+
+  // Lets lookups that begin from now on read this side.
+  void publish(uint32_t side) { active_.store(side); }
+
+ private:
+  // Each thread counts in one of several cache lines, so that threads do not wait for a line.
+  static constexpr uint32_t kStripes = 64;
+  struct alignas(64) Count {
+    std::atomic<int64_t> value{0};
+  };
+
+  std::atomic<int64_t>& count(uint32_t side, uint32_t stripe) {
+    return counts_[side][stripe].value;
+  }
+
+  static uint32_t stripe_of_thread() {
+    static std::atomic<uint32_t> next{0};
+    thread_local const uint32_t stripe = next.fetch_add(1, std::memory_order_relaxed) % kStripes;
+    return stripe;
+  }
+
+  std::atomic<uint32_t> active_{0};
+  Count counts_[2][kStripes];
+};
+
+}  // namespace sparsekit::serving

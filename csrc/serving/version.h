@@ -1,0 +1,42 @@
+// What lookups read: the tables of one version.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "serving/format.h"
+#include "sparsekit/init_rows.h"
+
+namespace sparsekit::serving {
+
+// Values of sk_row_format, sk_miss and sk_combiner are used in the files, too.
+struct TableView {
+  const Bucket* buckets;
+  int64_t num_buckets;
+  int64_t index_seed;
+  // Row r begins at rows + r * row_bytes. A row >= row_limit, which only a damaged index has,
+  // counts as absent. Rows beyond those of the file lie in memory right behind the mapped ones.
+  const uint8_t* rows;
+  int64_t row_limit;
+  int64_t num_keys;
+  int64_t dim;
+  int64_t row_bytes;
+  int32_t row_format;
+  int32_t miss;
+  Initializer initializer;
+  int64_t num_fallbacks;
+  int32_t combiner;
+  bool has_padding_key;
+  int64_t padding_key;
+  const char* name;
+};
+
+struct Version {
+  std::vector<TableView> tables;
+  uint64_t version = 0;
+  uint64_t dense_version = 0;
+  int64_t step = -1;
+  int64_t written_at = 0;
+};
+
+}  // namespace sparsekit::serving
