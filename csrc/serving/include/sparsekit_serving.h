@@ -198,9 +198,10 @@ SK_API int sk_apply(sk_snapshot* snapshot, const char* const* paths, int32_t num
 /* Returns the bytes of a row, or 0 for an unknown format or a dim that is not positive. */
 SK_API int64_t sk_row_bytes(int32_t row_format, int64_t dim);
 
-/* Encodes rows [n, dim] as row_format into `out` [n, sk_row_bytes]. Values that the format cannot
- * hold are refused: NaN always; infinities and values beyond float16's range in all formats but
- * SK_FLOAT32 and SK_BFLOAT16, which hold infinities. *bad is then the first such row, else -1. */
+/* Encodes rows [n, dim] as row_format into `out` [n, sk_row_bytes]. Rows that the format cannot hold
+ * are refused: with NaN always; with infinities in all formats but SK_FLOAT32 and SK_BFLOAT16; with
+ * finite values that would become infinite; and in SK_INT8 and SK_INT4 those whose scale or bias is
+ * beyond float16's range. *bad is then the first such row, and else -1. */
 SK_API int sk_encode_rows(int32_t row_format, const float* rows, int64_t n, int64_t dim, void* out,
                           int64_t* bad);
 

@@ -1,0 +1,32 @@
+#include "serving/message.h"
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "serving/include/sparsekit_serving.h"
+
+namespace {
+
+thread_local char message[8192] = "";
+
+}  // namespace
+
+namespace sparsekit::serving {
+
+int fail(int status, const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(message, sizeof message, format, values);
+  va_end(values);
+  return status;
+}
+
+}  // namespace sparsekit::serving
+
+const char* sk_message(void) {
+  return message;
+}
+
+int sk_abi_version(void) {
+  return SK_ABI_VERSION;
+}
