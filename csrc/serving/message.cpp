@@ -1,7 +1,9 @@
 #include "serving/message.h"
 
+#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 
 #include "serving/include/sparsekit_serving.h"
 
@@ -19,6 +21,11 @@ int fail(int status, const char* format, ...) {
   std::vsnprintf(message, sizeof message, format, values);
   va_end(values);
   return status;
+}
+
+int fail_of_system(const char* path, const char* what) {
+  // std::strerror is safe in glibc and musl: they keep a text for each thread.
+  return fail(SK_IO_ERROR, "%s: cannot %s: %s", path, what, std::strerror(errno));
 }
 
 }  // namespace sparsekit::serving

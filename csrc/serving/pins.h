@@ -11,6 +11,9 @@ namespace sparsekit::serving {
 // A reader that has pinned a side can rely on it: the writer does not touch it before unpin().
 class Pins {
  public:
+  // Each thread counts in one of several cache lines, so that threads do not wait for a line.
+  static constexpr uint32_t kStripes = 64;
+
   struct Pin {
     uint32_t side;
     uint32_t stripe;
@@ -34,7 +37,7 @@ class Pins {
   uint32_t active() const { return active_.load(); }
   uint32_t inactive() const { return 1 - active_.load(); }
 
-  // Returns true if nobody reads this side. Nobody will then begin to, while it is inactive: a pin
+  // Returns true if no lookup reads this side. None will then begin to, while it is inactive: a pin
   // that comes too late sees that and goes to the other side.
   bool idle(uint32_t side) const {
     int64_t sum = 0;
@@ -46,8 +49,6 @@ class Pins {
   void publish(uint32_t side) { active_.store(side); }
 
  private:
-  // Each thread counts in one of several cache lines, so that threads do not wait for a line.
-  static constexpr uint32_t kStripes = 64;
   struct alignas(64) Count {
     std::atomic<int64_t> value{0};
   };

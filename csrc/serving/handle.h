@@ -1,0 +1,48 @@
+// An open snapshot.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "serving/pins.h"
+#include "serving/pool_kernels.h"
+#include "serving/snapshot_file.h"
+#include "serving/version.h"
+
+struct sk_snapshot {
+  uint64_t number;   // of this snapshot among all that the process has opened; never 0
+  std::string path;  // as the caller has said it
+  bool is_folder = false;
+  const sparsekit::serving::PoolKernels* kernels = nullptr;
+  std::shared_ptr<sparsekit::serving::SnapshotFile> file;
+  sparsekit::serving::Pins pins;
+  sparsekit::serving::Version sides[2];
+};
+
+namespace sparsekit::serving {
+
+// Pins the version that a call is to read for as long as it runs: the newest one, if the caller has
+// not pinned one.
+class Reading {
+ public:
+  Reading(sk_snapshot* snapshot, const sk_pin* pin);
+  ~Reading() {
+    if (own_) snapshot_->pins.unpin(pin_);
+  }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  // Returns SK_BAD_ARGUMENT if the caller's pin is not one of this snapshot.
+  int status() const { return status_; }
+  const Version& version() const { return snapshot_->sides[pin_.side]; }
+
+ private:
+  sk_snapshot* snapshot_;
+  Pins::Pin pin_{};
+  bool own_;
+  int status_ = 0;
+};
+
+}  // namespace sparsekit::serving

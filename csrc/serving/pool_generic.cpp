@@ -1,0 +1,13 @@
+#include "serving/include/sparsekit_serving.h"
+#include "serving/pool_kernels.h"
+
+namespace sparsekit::serving::generic {
+namespace {
+
+#include "serving/pool_rows.h"
+
+}  // namespace
+
+const PoolKernels kernels = {sum, max, decode};
+
+}  // namespace sparsekit::serving::generic

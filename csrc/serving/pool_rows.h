@@ -1,0 +1,340 @@
+// The kernels of pool_kernels.h. Each of pool_generic.cpp, pool_avx2.cpp and pool_avx512.cpp
+// includes this file in a namespace of its own, and compiles it with its own flags. It calls no
+// inline function of other headers: the linker keeps one copy of such a function, which might be
+// the one for AVX-512.
+
+#if defined(__AVX512F__)
+constexpr int kMostLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kMostLanes = 8;
+#else
+constexpr int kMostLanes = 4;
+#endif
+// Vectors of sums that a loop keeps in registers.
+constexpr int kMostVectors = 8;
+
+template <int kLanes>
+struct VectorsOf {
+  typedef float Floats __attribute__((vector_size(4 * kLanes)));
+  typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+};
+template <>
+struct VectorsOf<1> {
+  using Floats = float;
+  using Ints = int32_t;
+};
+template <int kLanes>
+using Floats = typename VectorsOf<kLanes>::Floats;
+template <int kLanes>
+using Ints = typename VectorsOf<kLanes>::Ints;
+
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
+};
+
+template <class T>
+inline T read(const void* bytes) {
+  T value;
+  __builtin_memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+template <int kLanes>
+inline Floats<kLanes> to_floats(Ints<kLanes> numbers) {
+  if constexpr (kLanes == 1) {
+    return static_cast<float>(numbers);
+  } else {
+    return __builtin_convertvector(numbers, Floats<kLanes>);
+  }
+}
+
+// Widens integers of 8 or 16 bits. GCC 12 has no good code for this in vector types.
+template <int kLanes>
+inline Ints<kLanes> widen(const uint8_t* bytes) {
+  if constexpr (kLanes == 1) {
+    return bytes[0];
+#if defined(__AVX512F__)
+  } else if constexpr (kLanes == 16) {
+    return reinterpret_cast<Ints<16>>(_mm512_cvtepu8_epi32(read<__m128i>(bytes)));
+#endif
+#if defined(__AVX2__)
+  } else if constexpr (kLanes == 8) {
+    return reinterpret_cast<Ints<8>>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(bytes))));
+  } else if constexpr (kLanes == 4) {
+    return reinterpret_cast<Ints<4>>(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(read<int32_t>(bytes))));
+#endif
+  } else {
+    return Ints<kLanes>{bytes[0], bytes[1], bytes[2], bytes[3]};
+  }
+}
+template <int kLanes>
+inline Ints<kLanes> widen16(const uint8_t* bytes) {
+  if constexpr (kLanes == 1) {
+    return read<uint16_t>(bytes);
+#if defined(__AVX512F__)
+  } else if constexpr (kLanes == 16) {
+    return reinterpret_cast<Ints<16>>(_mm512_cvtepu16_epi32(read<__m256i>(bytes)));
+#endif
+#if defined(__AVX2__)
+  } else if constexpr (kLanes == 8) {
+    return reinterpret_cast<Ints<8>>(_mm256_cvtepu16_epi32(read<__m128i>(bytes)));
+  } else if constexpr (kLanes == 4) {
+    return reinterpret_cast<Ints<4>>(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(read<int64_t>(bytes))));
+#endif
+  } else {
+    return Ints<kLanes>{read<uint16_t>(bytes), read<uint16_t>(bytes + 2), read<uint16_t>(bytes + 4),
+                        read<uint16_t>(bytes + 6)};
+  }
+}
+
+// Converts a float16, exactly. NaNs become quiet, as the processor's conversion makes them.
+inline float from_half(uint16_t half) {
+#ifdef __F16C__
+  return _cvtsh_ss(half);
+#else
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  const uint32_t exponent = (half >> 10) & 31, mantissa = half & 0x3FF;
+  if (exponent == 0) {
+    const float tiny = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign == 0 ? tiny : -tiny;
+  }
+  uint32_t bits = sign | (exponent + 112) << 23 | mantissa << 13;
+  if (exponent == 31) bits = sign | 0x7F800000 | mantissa << 13 | (mantissa != 0 ? 0x400000 : 0);
+  return read<float>(&bits);
+#endif
+}
+
+// ---- formats: load(row, column) reads neighbouring numbers of a row, as they are stored ----
+
+struct Float32 {
+  static constexpr int kBits = 32;
+  template <int kLanes>
+  static Floats<kLanes> load(const uint8_t* row, int64_t column) {
+    return read<Floats<kLanes>>(row + 4 * column);
+  }
+};
+
+struct BFloat16 {
+  static constexpr int kBits = 16;
+  template <int kLanes>
+  static Floats<kLanes> load(const uint8_t* row, int64_t column) {
+    if constexpr (kLanes == 1) {
+      const uint32_t bits = uint32_t{read<uint16_t>(row + 2 * column)} << 16;
+      return read<float>(&bits);
+    } else {
+      const Ints<kLanes> bits = widen16<kLanes>(row + 2 * column) << 16;
+      return read<Floats<kLanes>>(&bits);
+    }
+  }
+};
+
+struct Float16 {
+  static constexpr int kBits = 16;
+  template <int kLanes>
+  static Floats<kLanes> load(const uint8_t* row, int64_t column) {
+    const uint8_t* halves = row + 2 * column;
+    if constexpr (kLanes == 1) {
+      return from_half(read<uint16_t>(halves));
+#if defined(__AVX512F__)
+    } else if constexpr (kLanes == 16) {
+      return _mm512_cvtph_ps(read<__m256i>(halves));
+#endif
+#if defined(__F16C__)
+    } else if constexpr (kLanes == 8) {
+      return _mm256_cvtph_ps(read<__m128i>(halves));
+    } else if constexpr (kLanes == 4) {
+      return _mm_cvtph_ps(_mm_cvtsi64_si128(read<int64_t>(halves)));
+#endif
+    } else {
+      return Floats<kLanes>{
+          from_half(read<uint16_t>(halves)), from_half(read<uint16_t>(halves + 2)),
+          from_half(read<uint16_t>(halves + 4)), from_half(read<uint16_t>(halves + 6))};
+    }
+  }
+};
+
+struct Int8 {
+  static constexpr int kBits = 8;
+  template <int kLanes>
+  static Floats<kLanes> load(const uint8_t* row, int64_t column) {
+    return to_floats<kLanes>(widen<kLanes>(row + column));
+  }
+};
+
+struct Int4 {
+  static constexpr int kBits = 4;
+  // With more than one lane, `column` must be even.
+  template <int kLanes>
+  static Floats<kLanes> load(const uint8_t* row, int64_t column) {
+    const uint8_t* pairs = row + column / 2;
+    if constexpr (kLanes == 1) {
+      return static_cast<float>((pairs[0] >> (column % 2 * 4)) & 15);
+    } else {
+      uint8_t numbers[kLanes];
+      for (int i = 0; i < kLanes; ++i) numbers[i] = (pairs[i / 2] >> (i % 2 * 4)) & 15;
+      return to_floats<kLanes>(widen<kLanes>(numbers));
+    }
+  }
+};
+
+// A row with its scale and bias, if its format has them.
+template <class Format>
+struct Row {
+  static constexpr bool kQuantised = Format::kBits < 16;
+  const uint8_t* bytes;
+  float scale = 1, bias = 0;
+
+  Row(const uint8_t* bytes, int64_t dim) : bytes(bytes) {
+    if constexpr (kQuantised) {
+      const uint8_t* numbers_end = bytes + (dim * Format::kBits + 7) / 8;
+      scale = from_half(read<uint16_t>(numbers_end));
+      bias = from_half(read<uint16_t>(numbers_end + 2));
+    }
+  }
+
+  template <int kLanes>
+  Floats<kLanes> at(int64_t column) const {
+    const Floats<kLanes> stored = Format::template load<kLanes>(bytes, column);
+    if constexpr (kQuantised) {
+      return scale * stored + bias;
+    } else {
+      return stored;
+    }
+  }
+};
+
+// ---- loops over rows, for a block of kVectors * kLanes columns ----
+
+template <class Format, int kLanes, int kVectors, bool kWeighted>
+inline void sum_block(const PoolRows& in, int64_t column, float* out, bool add) {
+  Floats<kLanes> sums[kVectors] = {};
+  for (int64_t i = 0; i < in.n; ++i) {
+    if (in.rows[i] == nullptr) continue;
+    const Row<Format> row(in.rows[i], in.dim);
+    const float weight = kWeighted ? in.weights[i] : 1;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats<kLanes> x = row.template at<kLanes>(column + v * kLanes);
+      sums[v] += kWeighted ? weight * x : x;
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    float* to = out + column + v * kLanes;
+    if (add) sums[v] = read<Floats<kLanes>>(to) + sums[v];
+    __builtin_memcpy(to, &sums[v], sizeof sums[v]);
+  }
+}
+
+template <class Format, int kLanes, int kVectors>
+inline void max_block(const PoolRows& in, int64_t column, float* out, bool with_out) {
+  Floats<kLanes> most[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = column + v * kLanes;
+    most[v] = with_out ? read<Floats<kLanes>>(out + at)
+                       : Row<Format>(in.rows[0], in.dim).template at<kLanes>(at);
+  }
+  for (int64_t i = with_out ? 0 : 1; i < in.n; ++i) {
+    const Row<Format> row(in.rows[i], in.dim);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats<kLanes> x = row.template at<kLanes>(column + v * kLanes);
+      // A NaN is the only number that differs from itself.
+      if constexpr (kLanes == 1) {
+        most[v] = (x > most[v]) | ((x != x) & (most[v] == most[v])) ? x : most[v];
+      } else {
+        most[v] = ((x > most[v]) | ((x != x) & (most[v] == most[v]))) ? x : most[v];
+      }
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    __builtin_memcpy(out + column + v * kLanes, &most[v], sizeof most[v]);
+  }
+}
+
+// Calls block(lanes, vectors) with the most columns that are left and that registers can hold, and
+// returns their number.
+template <int kLanes = kMostLanes, int kVectors = kMostVectors, class Block>
+inline int64_t with_block(int64_t width, const Block& block) {
+  if (width >= kLanes * kVectors) {
+    block(Number<kLanes>{}, Number<kVectors>{});
+    return kLanes * kVectors;
+  }
+  if constexpr (kVectors > 1) {
+    return with_block<kLanes, kVectors / 2>(width, block);
+  } else if constexpr (kLanes > 4) {
+    return with_block<kLanes / 2, 1>(width, block);
+  } else if constexpr (kLanes > 1) {
+    return with_block<1, 1>(width, block);
+  }
+  return 0;
+}
+
+template <class Format, bool kWeighted>
+void sum_rows(const PoolRows& in, float* out, bool add) {
+  for (int64_t column = 0; column < in.dim;) {
+    column += with_block(in.dim - column, [&](auto lanes, auto vectors) {
+      sum_block<Format, lanes.value, vectors.value, kWeighted>(in, column, out, add);
+    });
+  }
+}
+
+template <class Format>
+void max_rows(const PoolRows& in, float* out, bool with_out) {
+  for (int64_t column = 0; column < in.dim;) {
+    column += with_block(in.dim - column, [&](auto lanes, auto vectors) {
+      max_block<Format, lanes.value, vectors.value>(in, column, out, with_out);
+    });
+  }
+}
+
+template <class Format>
+void decode_row(const uint8_t* bytes, int64_t dim, int64_t begin, int64_t end, float* out) {
+  const Row<Format> row(bytes, dim);
+  for (int64_t column = begin; column < end;) {
+    column += with_block<kMostLanes, 1>(end - column, [&](auto lanes, auto) {
+      const Floats<lanes.value> x = row.template at<lanes.value>(column);
+      __builtin_memcpy(out + (column - begin), &x, sizeof x);
+    });
+  }
+}
+
+// Calls use(a value of the format's struct).
+template <class Use>
+inline void with_format(int32_t row_format, const Use& use) {
+  switch (row_format) {
+    case SK_FLOAT32:
+      return use(Float32{});
+    case SK_FLOAT16:
+      return use(Float16{});
+    case SK_BFLOAT16:
+      return use(BFloat16{});
+    case SK_INT8:
+      return use(Int8{});
+    case SK_INT4:
+      return use(Int4{});
+  }
+}
+
+void sum(const PoolRows& rows, float* out, bool add) {
+  with_format(rows.row_format, [&](auto format) {
+    using Format = decltype(format);
+    if (rows.weights != nullptr) {
+      sum_rows<Format, true>(rows, out, add);
+    } else {
+      sum_rows<Format, false>(rows, out, add);
+    }
+  });
+}
+
+void max(const PoolRows& rows, float* out, bool with_out) {
+  with_format(rows.row_format,
+              [&](auto format) { max_rows<decltype(format)>(rows, out, with_out); });
+}
+
+void decode(int32_t row_format, const uint8_t* row, int64_t dim, int64_t begin, int64_t end,
+            float* out) {
+  with_format(row_format,
+              [&](auto format) { decode_row<decltype(format)>(row, dim, begin, end, out); });
+}

@@ -1,0 +1,77 @@
+// Opens snapshot files: checks them, and maps their sections into memory.
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "serving/format.h"
+#include "serving/include/sparsekit_serving.h"
+#include "serving/memory.h"
+#include "serving/version.h"
+
+namespace sparsekit::serving {
+
+// A table of a file that is open.
+struct FileTable {
+  TableRecord record;
+  std::string name;
+  Memory index;  // of the file, read-only
+  // The rows of the file, read-only, and behind them addresses that are reserved for rows to come,
+  // which have the numbers [spare_begin, spare_end). They begin in pages that are not the file's,
+  // and have no memory yet (PROT_NONE).
+  Memory rows;
+  int64_t spare_begin = 0;
+  int64_t spare_end = 0;
+};
+
+class OpenFile {
+ public:
+  explicit OpenFile(int descriptor = -1) : descriptor_(descriptor) {}
+  OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  OpenFile& operator=(OpenFile&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+  ~OpenFile() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  int descriptor() const { return descriptor_; }
+
+ private:
+  int descriptor_;
+};
+
+// A snapshot file that is open, with its rows in memory. The rows of the file never change.
+struct SnapshotFile {
+  std::string path;
+  sk_open_options options;
+  OpenFile file;  // stays open, so that private_index() works after the file is removed
+  SnapshotHeader header;
+  std::vector<FileTable> tables;
+};
+
+// Opens a file and checks its header and directory, and with options.verify all of it. A hostile
+// file causes no allocation that is larger than the file. Returns an sk_status.
+int open_file(const std::string& path, const sk_open_options& options,
+              std::unique_ptr<SnapshotFile>* opened);
+
+// Maps another index of a table, as it is in the file, which can be written to. Writes change
+// neither the file nor other mappings.
+int private_index(const SnapshotFile& file, size_t table, Memory* index);
+
+// Describes the tables to lookups. The file must outlive the result.
+Version version_of(const SnapshotFile& file);
+
+// Returns the bytes of a row, or 0 for an unknown format or a dim outside [1, kMostDim].
+int64_t bytes_of_row(uint32_t row_format, int64_t dim);
+
+// Finds the newest base in the folder of a delta log.
+int newest_base(const std::string& folder, std::string* path, uint64_t* version);
+
+}  // namespace sparsekit::serving

@@ -1,0 +1,19 @@
+"""Error types of serving; importable without torch."""
+
+
+class SnapshotError(RuntimeError):
+    """Raised when a file is damaged, missing in a sequence, or newer than this library.
+
+    The message names the file. A snapshot that is open goes on serving its last good version.
+    """
+
+
+class BusyError(RuntimeError):
+    """Raised when a snapshot cannot be closed or changed because versions of it are pinned."""
+
+
+class UnknownKeyError(KeyError):
+    """Raised when a table that refuses unknown keys (``miss="error"``) has no such key."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show its repr

@@ -1,0 +1,332 @@
+"""Opens snapshots and looks keys up in them, without torch unless the keys are tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import _library
+from ._library import COMBINERS, MISSES, ROW_FORMATS
+from .inputs import Keys, read_keys
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """Describes a table of a snapshot.
+
+    Attributes:
+        name: name of the table.
+        rows: number of rows in use.
+        dim: length of a vector.
+        row_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
+        row_bytes: bytes of a row.
+        miss: what a key without a row has: the ``"initial"`` vector of training, ``"zeros"``, a
+            ``"fallback"`` row that unknown keys share, or an ``"error"``.
+        combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` or ``"none"``.
+        padding_key: key that stands for nothing, or None.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    row_format: str
+    row_bytes: int
+    miss: str
+    combiner: str
+    padding_key: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Keys to look up in one table; `Snapshot.lookup` explains the fields."""
+
+    table: str
+    keys: Any
+    offsets: Any = None
+    weights: Any = None
+    combiner: str | None = None
+    found: bool = False
+
+
+class _Reader:
+    """Looks keys up in a version of a snapshot."""
+
+    def __init__(self, snapshot: Snapshot, pin: _library.Pin | None) -> None:
+        self._snapshot = snapshot
+        self._pin = pin
+
+    def lookup(
+        self,
+        table: str,
+        keys: Any,
+        offsets: Any = None,
+        weights: Any = None,
+        combiner: str | None = None,
+        found: bool = False,
+    ) -> Any:
+        """Return the vectors of bags of keys.
+
+        Args:
+            table: name of the table.
+            keys: int64 or int32 keys. A NumPy array or a dense tensor on the CPU: 1-D with
+                `offsets` for bags of any length, 1-D without them for single keys, or with more
+                dimensions for bags along the last one. Also (values, offsets), a CSR matrix of
+                scipy, and all other forms that a layer accepts (docs/inputs.md).
+            offsets: int64 or int32 ``[bags + 1]``, rising from 0 to the number of keys.
+            weights: a number for each key, floating point, flat or in the shape of keys.
+            combiner: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` (without weights), or
+                ``"none"`` for a vector for each key, without weights. None means the combiner of
+                the layer that the table comes from, or "none" for single keys without weights.
+            found: whether to return as well which keys have a row.
+
+        Returns:
+            float32 vectors: ``[bags, dim]``, or ``[*keys.shape[:-1], dim]`` for a dense array of
+            two or more dimensions, or ``[batch, slots, dim]`` for a KeyedJaggedTensor. With
+            "none" ``[n, dim]``, or ``[*keys.shape, dim]`` for a dense array. A tensor if the keys
+            are one, otherwise a NumPy array. With `found`, a pair of these and bools, one for each
+            key, in the shape of the keys.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; nothing has been looked up.
+            UnknownKeyError: the table refuses unknown keys, and there is one.
+        """
+        return self.lookup_many([Request(table, keys, offsets, weights, combiner, found)])[0]
+
+    def lookup_many(self, requests: Sequence[Request]) -> list[Any]:
+        """Look up several requests in the same version with one call, and return their results.
+
+        This is faster than one call for each, since the keys of all wait for memory together.
+        """
+        read = [_Lookup(self._snapshot, request) for request in requests]
+        features = (_library.Feature * len(read))(*(each.feature for each in read))
+        pin = None if self._pin is None else ctypes.byref(self._pin)
+        status = _library.load().sk_lookup(self._snapshot.handle, pin, features, len(read))
+        _library.check(status)
+        return [each.result() for each in read]
+
+
+class Pinned(_Reader):
+    """A version of a snapshot that stays as it is while it is pinned; see `Snapshot.pin`.
+
+    Attributes:
+        version: number of the version.
+        dense_version: what the trainer called the dense part that belongs to it.
+    """
+
+    def __init__(self, snapshot: Snapshot, pin: _library.Pin) -> None:
+        super().__init__(snapshot, pin)
+        self.version = int(pin.version)
+        self.dense_version = int(pin.dense_version)
+
+
+class Snapshot(_Reader):
+    """Trained tables in a file, to look raw keys up in.
+
+    Any number of threads may use it at the same time; they do not wait for one another.
+
+    Args:
+        path: a snapshot file, or the folder of a delta log, of which it opens the newest base.
+        verify: whether to read the whole file and compare all checksums. Otherwise only those of
+            the header are compared, so that opening a file of any size takes the same time.
+        prefault: whether to read all pages into memory now, so that the first lookups are fast.
+        lock: whether to keep all pages in memory.
+        copy: whether to copy the file into this process's memory, in huge pages where the system
+            has them. Random keys are faster then, but processes do not share the memory.
+
+    Raises:
+        OSError: the file cannot be read.
+        SnapshotError: the file is damaged, or of a newer format; the message names it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = False,
+        prefault: bool = False,
+        lock: bool = False,
+        copy: bool = False,
+    ) -> None:
+        super().__init__(self, None)
+        self.path = os.fspath(path)
+        self._handle = ctypes.c_void_p()
+        options = _library.OpenOptions(verify=verify, prefault=prefault, lock=lock, copy=copy)
+        library = _library.load()
+        name = os.fsencode(self.path)
+        if b"\0" in name:
+            raise ValueError(f"path has a zero byte: {self.path!r}")
+        opened = ctypes.c_void_p()
+        _library.check(library.sk_open(name, ctypes.byref(options), ctypes.byref(opened)))
+        self._handle = opened
+        infos = [self._describe_table(t) for t in range(self._describe().tables)]
+        self._numbers = {info.name: (t, info) for t, info in enumerate(infos)}
+
+    def close(self) -> None:
+        """Give the memory back; closing it again does nothing.
+
+        Raises:
+            BusyError: a version is pinned, or another thread looks up; nothing is closed then.
+        """
+        if self._handle:
+            _library.check(_library.load().sk_close(self._handle))
+            self._handle = ctypes.c_void_p()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The module may be gone at the end of the process.
+        if getattr(self, "_handle", None) and sys is not None and not sys.is_finalizing():
+            _library.load().sk_close(self._handle)
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.path!r}{'' if self._handle else ', closed'})"
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """Return the sk_snapshot, for calls of other functions of the library.
+
+        Raises:
+            ValueError: the snapshot is closed.
+        """
+        if not self._handle:
+            raise ValueError(f"{self.path}: the snapshot is closed")
+        return self._handle
+
+    @property
+    def tables(self) -> Mapping[str, TableInfo]:
+        """Return a description of each table by its name, in the order of the file."""
+        return {name: self._describe_table(t) for name, (t, _) in self._numbers.items()}
+
+    @property
+    def version(self) -> int:
+        """Return the sequence number of the last delta that lookups see; 0 if there was none."""
+        return int(self._describe().version)
+
+    @property
+    def dense_version(self) -> int:
+        """Return what the trainer called the dense part of this version."""
+        return int(self._describe().dense_version)
+
+    @property
+    def step(self) -> int:
+        """Return the step of training; -1 if it is unknown."""
+        return int(self._describe().step)
+
+    @property
+    def written_at(self) -> int:
+        """Return when the version was written, in nanoseconds since 1970 UTC."""
+        return int(self._describe().written_at)
+
+    @property
+    def log_id(self) -> int:
+        """Return the number of the delta log that the snapshot belongs to; 0 if there is none."""
+        return int(self._describe().log_id)
+
+    @contextmanager
+    def pin(self) -> Iterator[Pinned]:
+        """Pin the newest version within the block: lookups in it see no newer rows.
+
+        Keep the block short. While an older version is pinned, only one newer one can be taken
+        over.
+        """
+        pin = _library.Pin()
+        library = _library.load()
+        _library.check(library.sk_pin_newest(self.handle, ctypes.byref(pin)))
+        try:
+            yield Pinned(self, pin)
+        finally:
+            _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
+
+    def table_number(self, table: str) -> tuple[int, TableInfo]:
+        """Return the number of a table, and its description when the snapshot was opened.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        if table not in self._numbers:
+            names = ", ".join(map(repr, self._numbers))
+            raise ValueError(f"{self.path}: no table named {table!r}; tables: {names or 'none'}")
+        return self._numbers[table]
+
+    def _describe(self) -> _library.Info:
+        info = _library.Info()
+        _library.check(_library.load().sk_describe(self.handle, ctypes.byref(info)))
+        return info
+
+    def _describe_table(self, number: int) -> TableInfo:
+        info = _library.TableInfo()
+        library = _library.load()
+        _library.check(library.sk_describe_table(self.handle, number, ctypes.byref(info)))
+        return TableInfo(
+            info.name.decode(),
+            info.rows,
+            info.dim,
+            ROW_FORMATS[info.row_format],
+            info.row_bytes,
+            MISSES[info.miss],
+            COMBINERS[info.combiner],
+            info.padding_key if info.has_padding_key else None,
+        )
+
+
+class _Lookup:
+    """A request, read; it owns the memory that its feature points to."""
+
+    def __init__(self, snapshot: Snapshot, request: Request) -> None:
+        number, info = snapshot.table_number(request.table)
+        name = f"{snapshot.path}: table {request.table!r}"
+        keys: Keys = read_keys(name, request.keys, request.offsets, request.weights)
+        combiner = request.combiner
+        if combiner is None:
+            combiner = "none" if keys.is_plain else info.combiner
+        if combiner not in COMBINERS:
+            raise ValueError(
+                f"{name}: combiner must be one of {', '.join(COMBINERS)}; got {combiner!r}"
+            )
+        if keys.weights is not None and combiner in ("none", "max"):
+            raise ValueError(f"{name}: weights must be None, as combiner is {combiner!r}")
+        offsets = keys.offsets
+        vectors = len(keys.values)
+        if offsets is not None and combiner != "none":
+            vectors = len(offsets) - 1
+        self._keys, self._is_each = keys, combiner == "none"
+        self._out = np.empty((vectors, info.dim), np.float32)
+        self._found = np.empty(len(keys.values), bool) if request.found else None
+        self.feature = _library.Feature(
+            table=number,
+            combiner=COMBINERS.index(combiner),
+            keys=keys.values.ctypes.data,
+            num_keys=len(keys.values),
+            offsets=None if offsets is None else offsets.ctypes.data,
+            num_bags=0 if offsets is None else len(offsets) - 1,
+            weights=None if keys.weights is None else keys.weights.ctypes.data,
+            out=self._out.ctypes.data,
+            found=None if self._found is None else self._found.ctypes.data,
+        )
+
+    def result(self) -> Any:
+        """Return the vectors, and with `found` a pair."""
+        keys, out = self._keys, self._out
+        dim = out.shape[1]
+        if self._is_each:
+            out = out.reshape(*keys.each, dim)
+        elif keys.slot_major:
+            samples, slots = keys.shape
+            out = np.ascontiguousarray(out.reshape(slots, samples, dim).transpose(1, 0, 2))
+        else:
+            out = out.reshape(*keys.shape, dim)
+        parts = [out] if self._found is None else [out, self._found.reshape(keys.each)]
+        if keys.is_torch:
+            parts = [sys.modules["torch"].from_numpy(part) for part in parts]
+        return parts[0] if self._found is None else tuple(parts)
