@@ -148,7 +148,7 @@ $(BENCH)/.installed: $(BENCH)/.ready $(SOURCES) $(shell find sparsekit -name '*.
 	@touch $@
 
 clean: ## remove the results of the build, but keep the environment
-	rm -rf build dist *.egg-info sparsekit/lib sparsekit/*.so
+	rm -rf build dist *.egg-info sparsekit/lib sparsekit/include sparsekit/*.so
 	find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the results of the build and the environments

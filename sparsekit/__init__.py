@@ -4,34 +4,46 @@ from ._distribution import refuse_mixture
 
 refuse_mixture()
 
-from ._load import checked, instruction_set, load  # noqa: E402
+from . import _pybind  # noqa: E402
 
-load()
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    # `sparsekit.serving` works without torch. The other names ask for torch when they are used.
+    from ._without_torch import leave_out_what_needs_torch
 
-from . import _pybind, distributed, hashing, nn, ops, optim  # noqa: E402  these need load()
-from .distributed import init  # noqa: E402
-from .errors import TableFullError  # noqa: E402
-from .memory import empty_cache  # noqa: E402
-from .nn import (  # noqa: E402
-    All2AllDenseEmbedding,
-    DistributedEmbedding,
-    Embedding,
-    EmbeddingBag,
-    EmbeddingGroup,
-    Feature,
-    group_embedding_lookup_sparse,
-    load_torch_state_dict,
-    memory_report,
-    replace_embeddings,
-    set_clock,
-)
-from .optim import split_embedding_variable_from_others  # noqa: E402
-from .tables.admission import MinCount, Probability  # noqa: E402
-from .tables.fallback import Fallback  # noqa: E402
-from .tables.hash_table import HashTable  # noqa: E402
-from .tables.life import Evicted, RowCounts  # noqa: E402
-from .tables.reports import raise_errors  # noqa: E402
-from .tables.scores import LFU, LRU  # noqa: E402
+    leave_out_what_needs_torch(__name__)
+else:
+    from ._load import checked, instruction_set, load
+
+    load()  # what follows needs it
+
+    from . import distributed, hashing, nn, ops, optim
+    from .distributed import init
+    from .errors import TableFullError
+    from .memory import empty_cache
+    from .nn import (
+        All2AllDenseEmbedding,
+        DistributedEmbedding,
+        Embedding,
+        EmbeddingBag,
+        EmbeddingGroup,
+        Feature,
+        group_embedding_lookup_sparse,
+        load_torch_state_dict,
+        memory_report,
+        replace_embeddings,
+        set_clock,
+    )
+    from .optim import split_embedding_variable_from_others
+    from .tables.admission import MinCount, Probability
+    from .tables.fallback import Fallback
+    from .tables.hash_table import HashTable
+    from .tables.life import Evicted, RowCounts
+    from .tables.reports import raise_errors
+    from .tables.scores import LFU, LRU
 
 __version__: str = _pybind.build_info()["version"]
 

@@ -222,7 +222,9 @@ class Lookup {
   int find_rows(const sk_feature& feature, int64_t begin, int64_t end) {
     const TableView& table = tables_[feature.table];
     const int64_t asked = std::min(table.row_bytes, kAskedBytes);
+    const int64_t first_of_users = kFirstFallback + table.num_fallbacks;
     for (int64_t e = begin; e < end; ++e) {
+      if (keys_[e] < first_of_users) return refuse_fallback_key(table, keys_[e]);
       int64_t row = row_of(table, keys_[e], homes_[e]);
       if (feature.found != nullptr) feature.found[places_[e]] = row >= 0;
       if (row < 0) {
@@ -236,6 +238,14 @@ class Lookup {
       cpu::prefetch(bytes + asked - 1);
     }
     return SK_OK;
+  }
+
+  int refuse_fallback_key(const TableView& table, int64_t key) const {
+    return fail(SK_BAD_ARGUMENT,
+                "%s: table \"%s\": key %lld is one of the %lld smallest int64 numbers, which are "
+                "keys of its fallback rows",
+                snapshot_.path.c_str(), table.name, static_cast<long long>(key),
+                static_cast<long long>(table.num_fallbacks));
   }
 
   static int64_t row_of(const TableView& table, int64_t key, int64_t home) {

@@ -47,14 +47,17 @@ def read_keys(name: str, keys: Any, offsets: Any, weights: Any) -> Keys:
     elif offsets is not None:
         raise ValueError(f"{name}: offsets must be None, as keys has bags of its own")
     if isinstance(keys, (tuple, list)) and len(keys) == 2:
-        return _flat(name, *keys, weights)
+        values, ends = keys
+        return _flat(name, values, ends, weights)
     if getattr(keys, "format", None) == "csr" and hasattr(keys, "indptr"):
         if weights is not None:
             raise ValueError(f"{name}: keys has weights of its own; pass no weights")
         if len(keys.shape) != 2:
             raise ValueError(f"{name}: a feature matrix must be 2-D, got {tuple(keys.shape)}")
         return _flat(name, keys.indices, keys.indptr, _real(name, keys.data))
-    if sys.modules.get("torch") is None:
+    torch = sys.modules.get("torch")
+    is_jagged = all(callable(getattr(keys, part, None)) for part in ("values", "offsets"))
+    if torch is None or not (isinstance(keys, torch.Tensor) or is_jagged):
         raise TypeError(f"{name}: keys must be {FORMS}; got {type(keys).__name__}")
     return _of_torch(name, keys, weights)
 
