@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the op suite under sanitizers. AddressSanitizer with UndefinedBehaviorSanitizer checks the
-# CPU engine, the CUDA kernels on the host runner, and the reading and hashing of data, including
-# mutated files. ThreadSanitizer then checks only the kernels, whose threads are host threads: it
-# does not know OpenMP's barriers and would report every loop of the CPU engine.
+# CPU engine, the CUDA kernels on the host runner, the reading and hashing of data, and lookups in
+# snapshots; files are mutated. ThreadSanitizer then checks only the kernels, whose threads are host
+# threads: it does not know OpenMP's barriers and would report every loop of the CPU engine.
 # Called by `make sanitize`; arguments go to pytest. `--fuzz SECONDS SEED` runs the fuzzer under the
 # first two sanitizers instead of the suite.
 # `make test` runs all parametrizations; a sanitizer, which looks at memory and not at results, gets
@@ -14,7 +14,7 @@ python=${PYTHON:-.venv/bin/python}
 build=$(ls -dt build/cmake-*/sparsekit/lib/simt | head -1)
 build=${build%/sparsekit/lib/simt}
 targets=(sparsekit_core_asan sparsekit_simt_asan _pybind_asan)
-test "${1:-}" = --fuzz || targets+=(sparsekit_simt_tsan)
+test "${1:-}" = --fuzz || targets+=(sparsekit_simt_tsan sparsekit_serving_asan)
 cmake --build "$build" --target "${targets[@]}"
 # Preload libstdc++ as well: a sanitizer that starts first does not find its function for throw.
 preload() { echo "$(g++ -print-file-name="$1") $(g++ -print-file-name=libstdc++.so.6)"; }
@@ -56,6 +56,8 @@ run asan tests/ops -k simt "$@"
 PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.so) SPARSEKIT_FUZZ_FILES=2000 \
   run asan tests/data tests/test_hashing*.py \
   -k "not no_copy_of_the_strings and not workers_of and not fuzz_parquet" "$@"
+SPARSEKIT_SERVING_LIBRARY=$PWD/$build/asan/libsparsekit_serving.so \
+  run asan tests/serving/test_{arguments,damage,lookup}.py "$@"
 
 # Reports go to files: nothing looks at the exit status of pytest's workers.
 reports=$(mktemp -d)

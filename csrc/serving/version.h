@@ -1,4 +1,4 @@
-// What lookups read: the tables of one version.
+// Describes the tables of one version to lookups.
 #pragma once
 
 #include <cstdint>
