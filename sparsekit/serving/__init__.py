@@ -2,6 +2,7 @@
 
 from .errors import BusyError, SnapshotError, UnknownKeyError
 from .snapshot import Pinned, Request, Snapshot, TableInfo
+from .writer import SnapshotWriter
 
 __all__ = [
     "BusyError",
@@ -9,6 +10,7 @@ __all__ = [
     "Request",
     "Snapshot",
     "SnapshotError",
+    "SnapshotWriter",
     "TableInfo",
     "UnknownKeyError",
 ]

@@ -1,0 +1,110 @@
+"""Files that are written under a hidden name and then renamed: they appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+_DRAFT = re.compile(r"\..+\.part-[0-9a-f]{16}\Z", re.DOTALL)
+# Number of attempts to make a draft: another writer may remove one that is not locked yet.
+_ATTEMPTS = 1000
+
+
+class Draft:
+    """A hidden file beside the path at which it is to appear.
+
+    The file stays locked while this process writes it, so that others can tell it from the draft
+    of a writer that was killed. The draft's creation removes such drafts.
+
+    Args:
+        target: path at which the file is to appear.
+
+    Raises:
+        OSError: the file cannot be made; the error names it.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(os.path.abspath(target))
+        self.path = self.target
+        with self.naming():
+            remove_abandoned(self.target.parent)
+            self.file = self._made()
+
+    def _made(self) -> io.FileIO:
+        for _ in range(_ATTEMPTS):
+            self.path = self.target.parent / f".{self.target.name}.part-{secrets.token_hex(8)}"
+            file = io.FileIO(self.path, "x+")
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                    return file
+            file.close()
+        raise OSError(f"another process removes {self.path} again and again")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all bytes at the file's position.
+
+        Raises:
+            OSError: the disk is full, for example; the error names the file.
+        """
+        rest = memoryview(data).cast("B")
+        with self.naming():
+            while rest:
+                rest = rest[self.file.write(rest) :]
+
+    def publish(self) -> None:
+        """Sync the file to disk, and give it its name, in place of any file of that name.
+
+        Raises:
+            OSError: the file cannot be synced or renamed; the error names it.
+        """
+        with self.naming():
+            os.fsync(self.file.fileno())
+            os.replace(self.path, self.target)
+            self.file.close()
+            sync_folder(self.target.parent)
+
+    def end(self) -> None:
+        """Remove the draft, unless it has been published."""
+        if not self.file.closed:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            self.file.close()
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the file in OSErrors of a block of code."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, os.strerror(error.errno), os.fspath(self.target)) from error
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove drafts in a folder whose writers no longer exist.
+
+    Drafts stay where it is unknown whether their writers exist: where the file system has no locks.
+    """
+    for name in os.listdir(folder):
+        if _DRAFT.match(name):
+            with contextlib.suppress(OSError), io.FileIO(folder / name, "r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder to disk, so that the names of its files survive a crash."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
