@@ -66,6 +66,27 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Lookups:
+    """How lookups in evaluation read a table.
+
+    Attributes:
+        miss: what a key without a row has: ``"initial"``, its initial vector; ``"zeros"``;
+            ``"fallback"``, a row that such keys share; or ``"error"``, without a hash table.
+        fallbacks: number of rows that keys share; their keys are the smallest int64 numbers.
+        combiner: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"``; ``"none"`` for vectors that are
+            not pooled, or if slots have several combiners.
+        padding_key: key that is left out; None if there is none.
+        limits_norms: whether lookups scale rows down to a largest norm.
+    """
+
+    miss: str
+    fallbacks: int
+    combiner: str
+    padding_key: int | None
+    limits_norms: bool
+
+
+@dataclass(frozen=True)
 class State:
     """Description of a number or vector that an optimizer stores for each row.
 
@@ -100,6 +121,7 @@ class Table:
         complete: true if the shards contain all rows, false if only those changed since the base.
         shards: the parts of all ranks, in rank order.
         scores: description of the rows' scores; None for a table without scores.
+        lookups: how lookups read the table; None in an older checkpoint or an imported one.
     """
 
     layer: str
@@ -118,6 +140,7 @@ class Table:
     complete: bool
     shards: tuple[Shard, ...]
     scores: Scores | None = None
+    lookups: Lookups | None = None
 
     @property
     def size(self) -> int:

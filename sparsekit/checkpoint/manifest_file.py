@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..serving.format import COMBINERS, MISSES
 from ..tables.admission import ExactCounts, Sketch
 from ..tables.scores import KINDS
 from .encoding import check_nesting
@@ -26,6 +27,7 @@ from .manifest import (
     VERSION,
     WITHOUT_REMOVALS,
     Base,
+    Lookups,
     Manifest,
     Scores,
     Shard,
@@ -307,6 +309,7 @@ class _Reader:
             complete=complete,
             shards=shards,
             scores=scores,
+            lookups=None if table["lookups"].value is None else _lookups(table["lookups"]),
         )
 
     def _shard(
@@ -340,6 +343,17 @@ def _scores(scores: _Value) -> Scores:
         counts=None
         if scores["counts"].value is None
         else scores["counts"].choice((ExactCounts.kind, Sketch.kind)),
+    )
+
+
+def _lookups(lookups: _Value) -> Lookups:
+    miss, padding_key = lookups["miss"].choice(MISSES), lookups["padding_key"]
+    return Lookups(
+        miss=miss,
+        fallbacks=lookups["fallbacks"].whole(*((1, 2**31 - 1) if miss == "fallback" else (0, 0))),
+        combiner=lookups["combiner"].choice(COMBINERS),
+        padding_key=None if padding_key.value is None else padding_key.whole(-(2**63), 2**63 - 1),
+        limits_norms=lookups["limits_norms"].flag(),
     )
 
 

@@ -21,6 +21,7 @@ from .folder import retain, whole_chain
 from .manifest import (
     DENSE,
     Base,
+    Lookups,
     Manifest,
     Scores,
     Shard,
@@ -227,7 +228,9 @@ def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
     }
     scores = first.pop("scores")
     scores = None if scores is None else Scores(**scores)
-    return Table(states=states, shards=shards, scores=scores, **first)
+    lookups = first.pop("lookups", None)  # an older version may have saved by DcpState
+    lookups = None if lookups is None else Lookups(**lookups)
+    return Table(states=states, shards=shards, scores=scores, lookups=lookups, **first)
 
 
 def save(

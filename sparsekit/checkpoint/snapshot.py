@@ -16,9 +16,9 @@ from ..ops.hash_table import SLOTS_PER_BUCKET
 from ..tables.admission import size_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.hash_table import HashTable
-from ..tables.reports import raise_errors
 from .copies import Copies
 from .encoding import encoded, scalar
+from .evaluation import bring_up_to_date, lookups_of
 from .manifest import Scores
 from .manifest_file import ROW_DTYPES
 from .tensor_file import Column, carried, check_storable, column_of, dtype_name
@@ -230,11 +230,7 @@ class Snapshot:
         self.own: dict[str, torch.Tensor] = {}
         layers = named_tables(module)
         for layer in layers.values():
-            raise_errors(layer.weight.device)
-            layer.refuse_meta()
-            layer.catch_up()
-            if layer.table is not None:
-                layer.weight.follow_keys()  # apply any loaded states that are still pending
+            bring_up_to_date(layer)
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizers: list[dict[str, Any]] = []
@@ -245,7 +241,8 @@ class Snapshot:
                     of_tables[table_of[parameter]] = number, kept
             self.optimizers.append(self._optimizer(number, optimizer, names, table_of))
         self.shards = [
-            _shard(name, layer, *of_tables.get(name, (None, {}))) for name, layer in layers.items()
+            shard_of(name, layer, *of_tables.get(name, (None, {})))
+            for name, layer in layers.items()
         ]
         self.rank_state = {
             "state": {
@@ -301,9 +298,20 @@ def parameter_names(
     return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
 
 
-def _shard(
+def shard_of(
     name: str, layer: EmbeddingTable, optimizer: int | None, kept: Mapping[str, Any]
 ) -> TableShard:
+    """Describe a rank's part of a table, which is up to date.
+
+    Args:
+        name: name of the table.
+        layer: the layer.
+        optimizer: place of its optimizer in the manifest; None if it has none.
+        kept: what the optimizer keeps for its weight, by name.
+
+    Raises:
+        CheckpointError: the optimizer keeps something that cannot be saved.
+    """
     columns = {"vectors": layer.weight.detach()}
     if layer.scores is not None:
         columns["scores"] = layer.scores
@@ -345,6 +353,7 @@ def _shard(
         "states": states,
         "settings": settings,
         "scores": _scores(layer),
+        "lookups": asdict(lookups_of(layer)),
     }
     size = layer.capacity if layer.table is None else len(layer.table)
     counts = layer.life.counts.state() if layer.life and layer.life.counts else None

@@ -194,7 +194,7 @@ class _Pass:
         self.ages, self.scores = Histogram(whole=True), Histogram(whole=True)
         self.zero, self.nan, self.inf, self.dead = Some(), Some(), Some(), Some()
         self.drawn = Drawn(self.table.dim, getattr(torch, self.table.dtype))
-        self.initializer = _initializer(self.table.initializer)
+        self.initializer = initializer_of(self.table.initializer)
         self.fresh = _fresh_states(*links[-1], name)
         with live_pieces(self.parts) as pieces:
             for file, begin, keys, kept in pieces:
@@ -280,7 +280,7 @@ class _Pass:
         )
 
 
-def _initializer(text: str) -> Initializer | None:
+def initializer_of(text: str) -> Initializer | None:
     """Parse an initializer; return None if its vectors do not depend on keys alone."""
     match = re.fullmatch(r"(\w+)\((.*)\)", text)
     if match is None or match[1] not in _INITIALIZERS:

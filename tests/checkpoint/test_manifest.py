@@ -37,7 +37,7 @@ OBJECTS, LISTS = ([[], "x", 5], []), ([{}, "x", 5], [])
 # Paths of the values that may be missing or None. No other value may be None.
 OPTIONAL = {
     ("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer"), (*TABLE, "scores"),
-    (*SHARD, "removed"),
+    (*TABLE, "lookups"), (*TABLE, "lookups", "padding_key"), (*SHARD, "removed"),
 }  # fmt: skip
 # For each path: invalid values and valid values.
 PLACES = {
@@ -84,6 +84,12 @@ PLACES = {
     (*TABLE, "scores", "kind"): (["x", 5, ["lru"]], ["lru"]),
     (*TABLE, "scores", "clock"): wholes(0, 2**32 - 1, 0, 2**32 - 1),
     (*TABLE, "scores", "set_by_user"): (BOOLS[0], [True, False]),
+    (*TABLE, "lookups"): OBJECTS,
+    (*TABLE, "lookups", "miss"): (["x", 5, ["zeros"]], ["zeros", "error"]),
+    (*TABLE, "lookups", "fallbacks"): wholes(0, 0),
+    (*TABLE, "lookups", "combiner"): (["x", 5, ["sum"]], ["max", "none"]),
+    (*TABLE, "lookups", "padding_key"): wholes(-(2**63), 2**63 - 1, -(2**63), 2**63 - 1),
+    (*TABLE, "lookups", "limits_norms"): (BOOLS[0], [True, False]),
     ("optimizers",): LISTS,
     ("optimizers", 0): OBJECTS,
     ("ranks",): LISTS,
