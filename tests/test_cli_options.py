@@ -15,9 +15,11 @@ from sparsekit import checkpoint, cli, data, models, optim, train
 from sparsekit.cli import checkpoint as checkpoint_command
 from sparsekit.cli import data as data_command
 from sparsekit.cli import ranks
+from sparsekit.cli import serve as serve_command
 from sparsekit.cli import table as table_command
 from sparsekit.cli.dispatch import make_parser
 from sparsekit.distributed.world import settings
+from sparsekit.serving import export_module
 from sparsekit.train.plots import read_run
 from sparsekit.train.profile import Profile
 
@@ -180,6 +182,17 @@ COMMANDS = {
         "--dim": ("t=3", {"sources_of.dims": {"t": 3}}),
         "--rename": ("t=layer", {"import_tables.names": {"t": "layer"}}),
     },
+    "serve export": {
+        "path": ("ckpt", {"output": "1 table(s) of ckpt"}),
+        "file": ("t.sks", {"written": "t.sks"}),
+        "--rows": ("t=int8", {"export_checkpoint.rows": {"t": "int8"}}),
+        "--miss": ("zeros", {"export_checkpoint.miss": {"t": "zeros"}}),
+        "--tables": ("t", {"export_checkpoint.tables": ["t"]}),
+    },
+    "serve info": {
+        "path": ("old.sks", {"output": "t: 0 rows of dim 3 in float32"}),
+        "--verify": (None, {"output": "UTC, whole"}),
+    },
     "table": {
         "path": ("ckpt", {"output": "t: dim 3, float32, hash table"}),
         "--table": ("t", {"table_figures.names": ["t"]}),
@@ -317,6 +330,7 @@ def seen(monkeypatch, tmp_path):
     for name in ("diff", "reshard", "forget", "export", "sources_of", "import_tables"):
         watch(checkpoint_command, name)
     watch(table_command, "table_figures")
+    watch(serve_command, "export_checkpoint")
     watch(data_command, "write_criteo_sample")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))
     monkeypatch.setattr(settings, "wire_dtype", None)  # so that the test's end restores the setting
@@ -353,8 +367,10 @@ def write(command):
     elif kind == "recommend":
         command = ["train", "autoencoder", "--data", "file", "--save", "trained"]
         assert cli.main([*command, "--ranks=1", "--epochs=1"]) == 0
-    elif kind in ("checkpoint", "table"):
-        checkpoint.save(torch.nn.ModuleDict({"t": sparsekit.Embedding(9, 3)}), "ckpt", step=5)
+    elif kind in ("checkpoint", "serve", "table"):
+        model = torch.nn.ModuleDict({"t": sparsekit.Embedding(9, 3)})
+        checkpoint.save(model, "ckpt", step=5)
+        export_module(model, "old.sks")
         Path("dump").mkdir()
         Path("dump/t_keys.file").write_bytes(bytes(8))
         Path("dump/t_values.file").write_bytes(bytes(12))

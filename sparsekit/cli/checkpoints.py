@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import Parser
+from .._nearest import did_you_mean_file
 from ..checkpoint import CheckpointError, Checkpoints, latest
+from ..checkpoint.folder import resolved
+from ..checkpoint.manifest import MANIFEST
 from .common import UsageError, count, rank
 
+# Name of the checkpoint in a folder made by `sparsekit train --save`.
+_MODEL = "model"
 # Name of the file in the checkpoint folder that lists the options of the run.
 RUN = "run.json"
 # Options that may be changed when a run is resumed.
@@ -134,3 +139,21 @@ def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) 
                 f"{option}{now.get(name)}: the run in --checkpoint {folder} was started with "
                 f"{before.get(name)}; pass the same, or another folder"
             )
+
+
+def checkpoint_at(path: str) -> Path:
+    """Return the checkpoint that a path leads to.
+
+    Raises:
+        UsageError: there is none.
+    """
+    folder = resolved(path)
+    for each in (folder, folder / _MODEL):
+        if (each / MANIFEST).exists():
+            return each
+    if not folder.exists():
+        raise UsageError(f"{path}: No such file or directory{did_you_mean_file(path)}")
+    raise UsageError(
+        f"{path}: is neither a checkpoint nor a folder that `sparsekit train --checkpoint` or "
+        f"`sparsekit train dlrm --save` has written"
+    )

@@ -11,7 +11,20 @@ from ..errors import DivergedError
 from ..recipes.autoencoder import recommend
 from ..recipes.clicks import predict
 from ..train.launch import RankError
-from . import bench, capacity, checkpoint, data, hash, info, plot, profile, scaling, table, train
+from . import (
+    bench,
+    capacity,
+    checkpoint,
+    data,
+    hash,
+    info,
+    plot,
+    profile,
+    scaling,
+    serve,
+    table,
+    train,
+)
 from .common import EXPECTED, discard_output
 
 
@@ -54,6 +67,7 @@ def make_parser() -> Parser:
         recommend,
         checkpoint,
         table,
+        serve,
         plot,
         profile,
         scaling,

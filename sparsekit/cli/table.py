@@ -9,17 +9,13 @@ import sys
 from pathlib import Path
 
 from .._arguments import Parser
-from .._nearest import did_you_mean_file
-from ..checkpoint.folder import chain, resolved
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.folder import chain
 from ..checkpoint.table_figures import table_figures
 from ..checkpoint.table_lines import findings, lines
 from ..train.plots import plot_tables
 from ..train.progress import Progress
+from .checkpoints import checkpoint_at
 from .common import UsageError, check_apart, check_folder, number, writing
-
-# Name of the checkpoint in a folder made by `sparsekit train --save`.
-_MODEL = "model"
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -52,7 +48,7 @@ def _table(args: argparse.Namespace) -> int:
     check_folder(args.json, "--json")
     check_folder(args.plot, "--plot")
     check_apart("--plot", args.plot, "--json", args.json)
-    links = chain(_checkpoint(args.path))
+    links = chain(checkpoint_at(args.path))
     total = sum(file.bytes for _, manifest in links for file in manifest.files.values())
     try:
         with Progress("verify", total, sys.stderr, "bytes") as progress:
@@ -72,21 +68,3 @@ def _table(args: argparse.Namespace) -> int:
         with writing("--plot", args.plot):
             plot_tables(tables, args.plot)
     return 0
-
-
-def _checkpoint(path: str) -> Path:
-    """Return the checkpoint at a path.
-
-    Raises:
-        UsageError: there is no checkpoint.
-    """
-    folder = resolved(path)
-    for each in (folder, folder / _MODEL):
-        if (each / MANIFEST).exists():
-            return each
-    if not folder.exists():
-        raise UsageError(f"{path}: No such file or directory{did_you_mean_file(path)}")
-    raise UsageError(
-        f"{path}: is neither a checkpoint nor a folder that `sparsekit train --checkpoint` or "
-        f"`sparsekit train dlrm --save` has written"
-    )
