@@ -53,7 +53,7 @@ test: build ## run the test suite
 	PYTHON=$(BIN)/python tests/other_engines.sh
 
 systems: build ## run the long checks of whole systems; docs/systems.md has their figures
-	for each in autoencoder trainer_overhead dlrm_mlperf checkpoint lifecycle; do \
+	for each in autoencoder trainer_overhead dlrm_mlperf checkpoint lifecycle serving_quality; do \
 	  $(BIN)/python -m benchmarks.systems.$$each || exit 1; done
 
 sanitize: build ## run the CUDA kernels on the host under AddressSanitizer and ThreadSanitizer
