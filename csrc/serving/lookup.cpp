@@ -162,28 +162,16 @@ class Lookup {
               int64_t end) {
     int64_t start = num_keys_;  // of the bag in the chunk
     bool is_first = true;
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t key = feature.keys[i];
-      if (table.has_padding_key && key == table.padding_key) {
-        if (feature.found != nullptr) feature.found[i] = 0;
-        continue;
+    for (int64_t i = begin;;) {
+      i = add_keys(feature, table, i, end);
+      if (i == end) break;
+      if (start == 0) {  // the bag fills the chunk
+        pieces_[num_pieces_++] = {&feature, bag, static_cast<int32_t>(kChunk), is_first, false};
+        is_first = false;
+        start = kChunk;
       }
-      if (num_keys_ == kChunk) {
-        if (start == 0) {  // the bag fills the chunk
-          pieces_[num_pieces_++] = {&feature, bag, static_cast<int32_t>(kChunk), is_first, false};
-          is_first = false;
-          start = kChunk;
-        }
-        if (int status = look_up(start)) return status;
-        start = 0;
-      }
-      keys_[num_keys_] = key;
-      places_[num_keys_] = i;
-      if (feature.weights != nullptr) weights_[num_keys_] = feature.weights[i];
-      const int64_t home = home_bucket(key, table.index_seed, table.num_buckets);
-      cpu::prefetch(&table.buckets[home]);
-      homes_[num_keys_] = home;
-      ++num_keys_;
+      if (int status = look_up(start)) return status;
+      start = 0;
     }
     if (num_keys_ > start) {
       pieces_[num_pieces_++] = {&feature, bag, static_cast<int32_t>(num_keys_), is_first, true};
@@ -191,6 +179,34 @@ class Lookup {
       std::fill_n(output(feature, table, bag), table.dim, 0.0F);
     }
     return SK_OK;
+  }
+
+  // Adds keys from `i` on, up to `end`, and asks for their buckets. Returns the first key that
+  // finds no room.
+  int64_t add_keys(const sk_feature& feature, const TableView& table, int64_t i, int64_t end) {
+    const bool has_padding = table.has_padding_key;
+    const int64_t padding = table.padding_key, seed = table.index_seed, size = table.num_buckets;
+    const Bucket* buckets = table.buckets;
+    const int64_t* keys = feature.keys;
+    const float* weights = feature.weights;
+    int64_t n = num_keys_;
+    for (; i < end; ++i) {
+      const int64_t key = keys[i];
+      if (has_padding && key == padding) {
+        if (feature.found != nullptr) feature.found[i] = 0;
+        continue;
+      }
+      if (n == kChunk) break;
+      const int64_t home = home_bucket(key, seed, size);
+      cpu::prefetch(&buckets[home]);
+      keys_[n] = key;
+      homes_[n] = home;
+      places_[n] = i;
+      if (weights != nullptr) weights_[n] = weights[i];
+      ++n;
+    }
+    num_keys_ = n;
+    return i;
   }
 
   // Looks up the pieces, which hold the first n keys. The others then are the first ones.
@@ -221,11 +237,13 @@ class Lookup {
   // Finds the rows of keys of one feature, and asks for them.
   int find_rows(const sk_feature& feature, int64_t begin, int64_t end) {
     const TableView& table = tables_[feature.table];
-    const int64_t asked = std::min(table.row_bytes, kAskedBytes);
+    const int64_t asked = std::min(table.row_bytes, kAskedBytes), limit = table.row_limit;
     const int64_t first_of_users = kFirstFallback + table.num_fallbacks;
+    kernels_.find(table.buckets, homes_ + begin, keys_ + begin, end - begin, numbers_ + begin);
     for (int64_t e = begin; e < end; ++e) {
+      int64_t row = numbers_[e];
       if (keys_[e] < first_of_users) return refuse_fallback_key(table, keys_[e]);
-      int64_t row = row_of(table, keys_[e], homes_[e]);
+      if (row == kSearchOn || row >= limit) row = row_of(table, keys_[e], homes_[e]);
       if (feature.found != nullptr) feature.found[places_[e]] = row >= 0;
       if (row < 0) {
         if (int status = row_of_miss(table, keys_[e], &row)) return status;
@@ -380,6 +398,7 @@ class Lookup {
   int64_t keys_[kChunk];
   int64_t places_[kChunk];  // of a key in its feature
   int64_t homes_[kChunk];
+  int32_t numbers_[kChunk];  // of rows
   const uint8_t* rows_[kChunk];
   float weights_[kChunk];
   Piece pieces_[kChunk];

@@ -8,6 +8,6 @@ namespace {
 
 }  // namespace
 
-const PoolKernels kernels = {sum, max, decode};
+const PoolKernels kernels = {find, sum, max, decode};
 
 }  // namespace sparsekit::serving::generic

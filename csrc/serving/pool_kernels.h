@@ -1,7 +1,9 @@
-// Kernels that decode and pool rows, compiled once for each instruction set.
+// Kernels that find, decode and pool rows, compiled once for each instruction set.
 #pragma once
 
 #include <cstdint>
+
+#include "sparsekit/hash_table.h"
 
 namespace sparsekit::serving {
 
@@ -13,8 +15,14 @@ struct PoolRows {
   int64_t n;                   // at most kSumRun
 };
 
+constexpr int32_t kSearchOn = -2;
+
 // All instruction sets give the same bits.
 struct PoolKernels {
+  // Looks for keys in their home buckets. rows[i] becomes the row of keys[i], -1 if the key is in
+  // no bucket, or kSearchOn if a search has to go on with the next bucket.
+  void (*find)(const Bucket* buckets, const int64_t* homes, const int64_t* keys, int64_t n,
+               int32_t* rows);
   // Writes the sum of weight * row to `out` [dim], or adds it to `out`. Rows are added in their
   // order.
   void (*sum)(const PoolRows& rows, float* out, bool add);

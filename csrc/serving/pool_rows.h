@@ -105,6 +105,34 @@ inline float from_half(uint16_t half) {
 #endif
 }
 
+// ---- search ----
+
+// Returns a bit for each slot that has the key; see match_slots() in csrc/core/cpu/probe.h.
+inline uint32_t match(const Bucket& bucket, int64_t key) {
+#ifdef __AVX2__
+  const __m256i equal = _mm256_cmpeq_epi64(read<__m256i>(bucket.keys), _mm256_set1_epi64x(key));
+  const auto mask = static_cast<uint32_t>(_mm256_movemask_pd(reinterpret_cast<__m256d>(equal)));
+  return mask | static_cast<uint32_t>(bucket.keys[4] == key) << 4;
+#else
+  uint32_t mask = 0;
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+    mask |= static_cast<uint32_t>(bucket.keys[slot] == key) << slot;
+  }
+  return mask;
+#endif
+}
+
+void find(const Bucket* buckets, const int64_t* homes, const int64_t* keys, int64_t n,
+          int32_t* rows) {
+  for (int64_t i = 0; i < n; ++i) {
+    const Bucket& bucket = buckets[homes[i]];
+    const uint32_t slots = match(bucket, keys[i]);
+    // An empty slot has the key 0 and a negative row.
+    const int32_t row = slots != 0 ? bucket.rows[__builtin_ctz(slots)] : -1;
+    rows[i] = row >= 0 ? row : bucket.spilled > 0 ? kSearchOn : -1;
+  }
+}
+
 // ---- formats: load(row, column) reads neighbouring numbers of a row, as they are stored ----
 
 struct Float32 {
