@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 
 from . import _library
 from ._library import COMBINERS, MISSES, ROW_FORMATS
+from .errors import BusyError
 from .inputs import Keys, read_keys
 
 
@@ -107,8 +109,8 @@ class _Reader:
         read = [_Lookup(self._snapshot, request) for request in requests]
         features = (_library.Feature * len(read))(*(each.feature for each in read))
         pin = None if self._pin is None else ctypes.byref(self._pin)
-        status = _library.load().sk_lookup(self._snapshot.handle, pin, features, len(read))
-        _library.check(status)
+        with self._snapshot.using() as handle:
+            _library.check(_library.load().sk_lookup(handle, pin, features, len(read)))
         return [each.result() for each in read]
 
 
@@ -129,7 +131,8 @@ class Pinned(_Reader):
 class Snapshot(_Reader):
     """Trained tables in a file, to look raw keys up in.
 
-    Any number of threads may use it at the same time; they do not wait for one another.
+    Any number of threads may use it at the same time; they do not wait for one another. Replace the
+    file of an open snapshot by renaming another one, and never write to it: it is mapped.
 
     Args:
         path: a snapshot file, or the folder of a delta log, of which it opens the newest base.
@@ -157,14 +160,16 @@ class Snapshot(_Reader):
         super().__init__(self, None)
         self.path = os.fspath(path)
         self._handle = ctypes.c_void_p()
+        self._users: set[object] = set()  # calls of the library that are running
+        self._closing = threading.Lock()
         options = _library.OpenOptions(verify=verify, prefault=prefault, lock=lock, copy=copy)
         library = _library.load()
         name = os.fsencode(self.path)
         if b"\0" in name:
             raise ValueError(f"path has a zero byte: {self.path!r}")
-        opened = ctypes.c_void_p()
-        _library.check(library.sk_open(name, ctypes.byref(options), ctypes.byref(opened)))
-        self._handle = opened
+        # The library writes the handle where __del__ finds it, whatever interrupts what follows.
+        handle = ctypes.byref(self._handle)
+        _library.check(library.sk_open(name, ctypes.byref(options), handle))
         infos = [self._describe_table(t) for t in range(self._describe().tables)]
         self._numbers = {info.name: (t, info) for t, info in enumerate(infos)}
 
@@ -174,9 +179,20 @@ class Snapshot(_Reader):
         Raises:
             BusyError: a version is pinned, or another thread looks up; nothing is closed then.
         """
-        if self._handle:
-            _library.check(_library.load().sk_close(self._handle))
+        with self._closing:
+            handle = self._handle
+            if not handle:
+                return
+            # A call enters its name before it reads the handle. So it either finds no handle, or is
+            # found here.
             self._handle = ctypes.c_void_p()
+            try:
+                if self._users:
+                    raise BusyError(f"{self.path}: another thread uses the snapshot")
+                _library.check(_library.load().sk_close(handle))
+            except BusyError:
+                self._handle = handle
+                raise
 
     def __enter__(self) -> Snapshot:
         return self
@@ -194,7 +210,7 @@ class Snapshot(_Reader):
 
     @property
     def handle(self) -> ctypes.c_void_p:
-        """Return the sk_snapshot, for calls of other functions of the library.
+        """Return the sk_snapshot; `using` keeps it open while the library is called.
 
         Raises:
             ValueError: the snapshot is closed.
@@ -202,6 +218,16 @@ class Snapshot(_Reader):
         if not self._handle:
             raise ValueError(f"{self.path}: the snapshot is closed")
         return self._handle
+
+    @contextmanager
+    def using(self) -> Iterator[ctypes.c_void_p]:
+        """Yield the sk_snapshot, which other threads cannot close within the block."""
+        user = object()
+        try:
+            self._users.add(user)
+            yield self.handle
+        finally:
+            self._users.discard(user)
 
     @property
     def tables(self) -> Mapping[str, TableInfo]:
@@ -242,11 +268,13 @@ class Snapshot(_Reader):
         """
         pin = _library.Pin()
         library = _library.load()
-        _library.check(library.sk_pin_newest(self.handle, ctypes.byref(pin)))
         try:
+            with self.using() as handle:
+                _library.check(library.sk_pin_newest(handle, ctypes.byref(pin)))
             yield Pinned(self, pin)
         finally:
-            _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
+            if any(pin.internal):  # otherwise an interrupt or an error came before the pin
+                _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
 
     def table_number(self, table: str) -> tuple[int, TableInfo]:
         """Return the number of a table, and its description when the snapshot was opened.
@@ -261,15 +289,18 @@ class Snapshot(_Reader):
 
     def _describe(self) -> _library.Info:
         info = _library.Info()
-        _library.check(_library.load().sk_describe(self.handle, ctypes.byref(info)))
+        with self.using() as handle:
+            _library.check(_library.load().sk_describe(handle, ctypes.byref(info)))
         return info
 
     def _describe_table(self, number: int) -> TableInfo:
         info = _library.TableInfo()
-        library = _library.load()
-        _library.check(library.sk_describe_table(self.handle, number, ctypes.byref(info)))
+        with self.using() as handle:
+            status = _library.load().sk_describe_table(handle, number, ctypes.byref(info))
+            _library.check(status)
+            name = info.name.decode()
         return TableInfo(
-            info.name.decode(),
+            name,
             info.rows,
             info.dim,
             ROW_FORMATS[info.row_format],

@@ -133,7 +133,8 @@ HOSTILE = [
     *[(1, {"num_buckets": n}) for n in (0, 11, 2**40, 2**58, 2**62, BIG)],
     *[(1, {"index_offset": n}) for n in (0, made.PAGE, 1, 2**40, BIG - 4095, BIG)],
     *[(1, {"rows_offset": n}) for n in (0, made.PAGE, 1, 2**40, BIG - 4095, BIG)],
-    (1, {"rows_offset": "index of table 0"}),
+    *[(1, {"rows_offset": place}) for place in ("index of table 0", "rows of table 0", "inside")],
+    (1, {"index_offset": "rows of table 0"}),
     (1, {"miss": 4}),
     (1, {"miss": 2, "num_fallbacks": 0}),
     (1, {"num_fallbacks": 2**31}),
@@ -148,6 +149,8 @@ def hostile(file, number, fields):
     places = {
         "of table 0": records["name_offset"][0],
         "index of table 0": records["index_offset"][0],
+        "rows of table 0": records["rows_offset"][0],
+        "inside": records["rows_offset"][1] + 64,  # of a page that has no other section
     }
     return made.changed(file, number, **{k: places.get(v, v) for k, v in fields.items()})
 

@@ -1,5 +1,6 @@
 """Opening, describing, pinning and closing snapshots, and using them from several threads."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -195,6 +196,48 @@ def test_threads_give_the_same_bits(opened, rng):
         thread.join()
     assert wrong == []
     snapshot.close()  # all pins have been given back
+
+
+def test_a_snapshot_is_not_closed_while_a_thread_uses_it(opened, rng):
+    snapshot = opened([table_of(rng)])
+    inside, go_on = threading.Event(), threading.Event()
+
+    def use():
+        with snapshot.using():
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    inside.wait()
+    with pytest.raises(BusyError, match="another thread uses the snapshot"):
+        snapshot.close()
+    assert snapshot.version == 0
+    go_on.set()
+    thread.join()
+    snapshot.close()
+
+
+def test_closing_while_threads_look_up(opened, rng):
+    """They get their vectors, or an error that says that the snapshot is closed."""
+    table = table_of(rng)
+    snapshot = opened([table])
+    others = []
+
+    def look_up():
+        try:
+            while True:
+                snapshot.lookup("table", table.keys)
+        except ValueError as error:
+            others.append(str(error))
+
+    threads = [threading.Thread(target=look_up) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with contextlib.suppress(BusyError):
+            snapshot.close()
+    assert [error.endswith("the snapshot is closed") for error in others] == [True] * 3
 
 
 def test_a_message_belongs_to_its_thread(opened, rng):

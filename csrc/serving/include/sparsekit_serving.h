@@ -68,7 +68,8 @@ typedef struct sk_open_options {
 } sk_open_options;
 
 /* Opens a snapshot: a file, or the folder of a delta log, of which it opens the newest base; call
- * sk_follow() to bring that up to date. options may be NULL. */
+ * sk_follow() to bring that up to date. options may be NULL. While it is open, the file may be
+ * removed, or replaced by renaming another one, but not written to or cut: it is mapped. */
 SK_API int sk_open(const char* path, const sk_open_options* options, sk_snapshot** snapshot);
 
 /* Closes a snapshot; NULL is allowed. SK_BUSY if a version is pinned; nothing is closed then. */
