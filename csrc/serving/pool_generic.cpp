@@ -1,6 +1,10 @@
 #include "serving/include/sparsekit_serving.h"
 #include "serving/pool_kernels.h"
 
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
 namespace sparsekit::serving::generic {
 namespace {
 

@@ -49,42 +49,86 @@ inline Floats<kLanes> to_floats(Ints<kLanes> numbers) {
   }
 }
 
-// Widens integers of 8 or 16 bits. GCC 12 has no good code for this in vector types.
+// ---- integers of 4, 8 and 16 bits as those of 32; GCC 12 has no good code for vector types ----
+
+#ifdef __SSE2__
+template <int kBytes>
+inline __m128i load_bytes(const uint8_t* bytes) {
+  if constexpr (kBytes == 16) return read<__m128i>(bytes);
+  if constexpr (kBytes == 8) return _mm_cvtsi64_si128(read<int64_t>(bytes));
+  if constexpr (kBytes == 4) return _mm_cvtsi32_si128(read<int32_t>(bytes));
+  return _mm_cvtsi32_si128(read<uint16_t>(bytes));
+}
+
 template <int kLanes>
-inline Ints<kLanes> widen(const uint8_t* bytes) {
-  if constexpr (kLanes == 1) {
-    return bytes[0];
-#if defined(__AVX512F__)
-  } else if constexpr (kLanes == 16) {
-    return reinterpret_cast<Ints<16>>(_mm512_cvtepu8_epi32(read<__m128i>(bytes)));
+inline Ints<kLanes> widen(__m128i bytes) {
+#ifdef __AVX512F__
+  if constexpr (kLanes == 16) return reinterpret_cast<Ints<16>>(_mm512_cvtepu8_epi32(bytes));
 #endif
-#if defined(__AVX2__)
-  } else if constexpr (kLanes == 8) {
-    return reinterpret_cast<Ints<8>>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(bytes))));
-  } else if constexpr (kLanes == 4) {
-    return reinterpret_cast<Ints<4>>(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(read<int32_t>(bytes))));
+#ifdef __AVX2__
+  if constexpr (kLanes == 8) return reinterpret_cast<Ints<8>>(_mm256_cvtepu8_epi32(bytes));
 #endif
-  } else {
-    return Ints<kLanes>{bytes[0], bytes[1], bytes[2], bytes[3]};
+  if constexpr (kLanes == 4) {
+    const __m128i zeros = _mm_setzero_si128();
+    return reinterpret_cast<Ints<4>>(_mm_unpacklo_epi16(_mm_unpacklo_epi8(bytes, zeros), zeros));
   }
 }
+#endif
+
+template <int kLanes>
+inline Ints<kLanes> widen8(const uint8_t* bytes) {
+  if constexpr (kLanes == 1) {
+    return bytes[0];
+  } else {
+#ifdef __SSE2__
+    return widen<kLanes>(load_bytes<kLanes>(bytes));
+#else
+    return Ints<kLanes>{bytes[0], bytes[1], bytes[2], bytes[3]};
+#endif
+  }
+}
+
+// `column` of the first one must be even if there is more than one.
+template <int kLanes>
+inline Ints<kLanes> widen4(const uint8_t* row, int64_t column) {
+  const uint8_t* pairs = row + column / 2;
+  if constexpr (kLanes == 1) {
+    return (pairs[0] >> (column % 2 * 4)) & 15;
+  } else {
+#ifdef __SSE2__
+    const __m128i bytes = load_bytes<kLanes / 2>(pairs), low = _mm_set1_epi8(15);
+    return widen<kLanes>(
+        _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low)));
+#else
+    return Ints<kLanes>{pairs[0] & 15, pairs[0] >> 4, pairs[1] & 15, pairs[1] >> 4};
+#endif
+  }
+}
+
 template <int kLanes>
 inline Ints<kLanes> widen16(const uint8_t* bytes) {
   if constexpr (kLanes == 1) {
     return read<uint16_t>(bytes);
-#if defined(__AVX512F__)
-  } else if constexpr (kLanes == 16) {
-    return reinterpret_cast<Ints<16>>(_mm512_cvtepu16_epi32(read<__m256i>(bytes)));
-#endif
-#if defined(__AVX2__)
-  } else if constexpr (kLanes == 8) {
-    return reinterpret_cast<Ints<8>>(_mm256_cvtepu16_epi32(read<__m128i>(bytes)));
-  } else if constexpr (kLanes == 4) {
-    return reinterpret_cast<Ints<4>>(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(read<int64_t>(bytes))));
-#endif
   } else {
-    return Ints<kLanes>{read<uint16_t>(bytes), read<uint16_t>(bytes + 2), read<uint16_t>(bytes + 4),
-                        read<uint16_t>(bytes + 6)};
+#ifdef __AVX512F__
+    if constexpr (kLanes == 16) {
+      return reinterpret_cast<Ints<16>>(_mm512_cvtepu16_epi32(read<__m256i>(bytes)));
+    }
+#endif
+#ifdef __AVX2__
+    if constexpr (kLanes == 8) {
+      return reinterpret_cast<Ints<8>>(_mm256_cvtepu16_epi32(load_bytes<16>(bytes)));
+    }
+#endif
+    if constexpr (kLanes == 4) {
+#ifdef __SSE2__
+      return reinterpret_cast<Ints<4>>(
+          _mm_unpacklo_epi16(load_bytes<8>(bytes), _mm_setzero_si128()));
+#else
+      return Ints<kLanes>{read<uint16_t>(bytes), read<uint16_t>(bytes + 2),
+                          read<uint16_t>(bytes + 4), read<uint16_t>(bytes + 6)};
+#endif
+    }
   }
 }
 
@@ -186,23 +230,15 @@ struct Int8 {
   static constexpr int kBits = 8;
   template <int kLanes>
   static Floats<kLanes> load(const uint8_t* row, int64_t column) {
-    return to_floats<kLanes>(widen<kLanes>(row + column));
+    return to_floats<kLanes>(widen8<kLanes>(row + column));
   }
 };
 
 struct Int4 {
   static constexpr int kBits = 4;
-  // With more than one lane, `column` must be even.
   template <int kLanes>
   static Floats<kLanes> load(const uint8_t* row, int64_t column) {
-    const uint8_t* pairs = row + column / 2;
-    if constexpr (kLanes == 1) {
-      return static_cast<float>((pairs[0] >> (column % 2 * 4)) & 15);
-    } else {
-      uint8_t numbers[kLanes];
-      for (int i = 0; i < kLanes; ++i) numbers[i] = (pairs[i / 2] >> (i % 2 * 4)) & 15;
-      return to_floats<kLanes>(widen<kLanes>(numbers));
-    }
+    return to_floats<kLanes>(widen4<kLanes>(row, column));
   }
 };
 
