@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import sparsekit
+from sparsekit.serving import _library
 
 
 def main() -> None:
@@ -17,6 +18,9 @@ def main() -> None:
     assert version("sparsekit-torch") == sparsekit.__version__
 
     assert not (package.parent / "lib" / "simt").exists(), "the tests' library is in the wheel"
+
+    _library.load()
+    assert (package.parent / "include" / "sparsekit_serving.h").exists()
 
     torch.manual_seed(0)
     layer = sparsekit.DistributedEmbedding("mean", 1000, 16, slot_num=2, max_nnz=3)

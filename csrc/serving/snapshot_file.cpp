@@ -204,7 +204,7 @@ int map_rows(const SnapshotFile& file, FileTable* table) {
   // Under a limit of addresses (ulimit -v), do with fewer rows to come.
   for (;; spare /= 2) {
     const uint64_t spare_bytes = round_up((spare + 1) * record.row_bytes, kPage);
-    table->rows = reserve(file.options, file_part, spare > 0 ? spare_bytes : 0);
+    table->rows = reserve(file.options, record.rows_offset, file_part, spare > 0 ? spare_bytes : 0);
     if (table->rows || spare == 0) break;
   }
   if (!table->rows && file_part > 0) {
@@ -219,7 +219,8 @@ int map_rows(const SnapshotFile& file, FileTable* table) {
 
 int map_index(const SnapshotFile& file, FileTable* table) {
   const uint64_t bytes = table->record.num_buckets * sizeof(Bucket);
-  table->index = reserve(file.options, round_up(bytes, part_alignment(file.options)), 0);
+  table->index = reserve(file.options, table->record.index_offset,
+                         round_up(bytes, part_alignment(file.options)), 0);
   if (!table->index) return fail_of_system(file.path.c_str(), "reserve addresses for its index");
   return load_part(file, table->record.index_offset, bytes, table->index.data());
 }
@@ -317,6 +318,8 @@ int open_file(const std::string& path, const sk_open_options& options,
   if (int failed = check_overlaps(*file)) return failed;
   for (FileTable& table : file->tables) {
     if (int failed = map_index(*file, &table)) return failed;
+  }
+  for (FileTable& table : file->tables) {
     if (int failed = map_rows(*file, &table)) return failed;
   }
   if (options.verify) {
