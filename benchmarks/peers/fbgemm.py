@@ -22,7 +22,7 @@ def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
 
     Args:
         shapes: rows and dim of each table.
-        lr: learning rate. Backward updates the rows with row-wise Adagrad.
+        lr: learning rate. Backward updates the rows by row-wise Adagrad.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -47,4 +47,31 @@ def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
     num_rows, dim = weight.shape
     module = tables([(num_rows, dim)], lr)
     module.split_embedding_weights()[0].copy_(weight)
+    return module
+
+
+def int8_tables(shapes: Sequence[tuple[int, int]]) -> Any:
+    """Return a module for inference, whose int8 rows have random content.
+
+    It maps int32 (row numbers, offsets), feature by feature, to float32 ``[batch, sum of dims]``.
+
+    Args:
+        shapes: rows and dim of each table.
+    """
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+        IntNBitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [
+            (f"table {i}", rows, dim, SparseType.INT8, EmbeddingLocation.HOST)
+            for i, (rows, dim) in enumerate(shapes)
+        ],
+        device="cpu",
+        output_dtype=SparseType.FP32,
+    )
+    module.initialize_weights()
+    module.fill_random_weights()
     return module

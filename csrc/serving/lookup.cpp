@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "cpu/probe.h"
+#include "serving/feature_checks.h"
 #include "serving/handle.h"
 #include "serving/message.h"
 #include "serving/structs.h"
@@ -17,87 +18,13 @@
 namespace sparsekit::serving {
 namespace {
 
-// Sums are formed as in training (csrc/core/cpu/sum_rows.h): in runs of this length.
-constexpr int64_t kSumRun = 256;
-// Keys of a chunk. A bag that is longer begins a chunk, so that chunks cut it between runs.
+// Most keys and most bags of a chunk. A longer bag is cut into chunks, between runs.
 constexpr int64_t kChunk = 2 * kSumRun;
-// Bytes of a row to ask for before it is read. The processor itself asks for what follows.
-constexpr int64_t kAskedBytes = 512;
+// Most features that have bags in a chunk.
+constexpr int64_t kMostParts = 64;
 // Columns that are computed together where rows and initial vectors mix.
 constexpr int64_t kColumns = 64;
 constexpr int64_t kFirstFallback = std::numeric_limits<int64_t>::min();
-
-// ---- checks ----
-
-class Checker {
- public:
-  Checker(const sk_snapshot& snapshot, const Version& version)
-      : snapshot_(snapshot), version_(version) {}
-
-  int check(const sk_feature& feature, int32_t number) const {
-    const auto wrong = [&](const char* argument, int64_t value, const char* must) {
-      return fail(SK_BAD_ARGUMENT, "%s: sk_lookup: features[%d].%s is %lld, but must be %s",
-                  snapshot_.path.c_str(), number, argument, static_cast<long long>(value), must);
-    };
-    const auto null = [&](const char* argument) {
-      return fail(SK_BAD_ARGUMENT, "%s: sk_lookup: features[%d].%s is null", snapshot_.path.c_str(),
-                  number, argument);
-    };
-    const auto num_tables = static_cast<int64_t>(version_.tables.size());
-    if (feature.table < 0 || feature.table >= num_tables) {
-      return wrong("table", feature.table, "the number of a table");
-    }
-    if (feature.combiner < SK_SUM || feature.combiner > SK_MAX) {
-      return wrong("combiner", feature.combiner, "an sk_combiner");
-    }
-    if (feature.num_keys < 0) return wrong("num_keys", feature.num_keys, "at least 0");
-    if (feature.num_keys > 0 && feature.keys == nullptr) return null("keys");
-    if (feature.weights != nullptr && (feature.combiner == SK_MAX || feature.combiner == SK_NONE)) {
-      return fail(SK_BAD_ARGUMENT,
-                  "%s: sk_lookup: features[%d].weights must be null, as its combiner is %s",
-                  snapshot_.path.c_str(), number,
-                  feature.combiner == SK_MAX ? "SK_MAX" : "SK_NONE");
-    }
-    const int64_t dim = version_.tables[feature.table].dim;
-    if (feature.out_stride != 0 && feature.out_stride < dim) {
-      return fail(SK_BAD_ARGUMENT,
-                  "%s: sk_lookup: features[%d].out_stride is %lld, but dim is %lld",
-                  snapshot_.path.c_str(), number, static_cast<long long>(feature.out_stride),
-                  static_cast<long long>(dim));
-    }
-    int64_t vectors = feature.num_keys;
-    if (feature.offsets != nullptr) {
-      if (feature.num_bags < 0) return wrong("num_bags", feature.num_bags, "at least 0");
-      if (int status = check_offsets(feature, number)) return status;
-      if (feature.combiner != SK_NONE) vectors = feature.num_bags;
-    }
-    if (vectors > 0 && feature.out == nullptr) return null("out");
-    return SK_OK;
-  }
-
- private:
-  int check_offsets(const sk_feature& feature, int32_t number) const {
-    const int64_t* offsets = feature.offsets;
-    const int64_t bags = feature.num_bags;
-    const auto wrong = [&](int64_t b, const char* must, int64_t value) {
-      return fail(SK_BAD_ARGUMENT,
-                  "%s: sk_lookup: features[%d].offsets[%lld] is %lld, but must be %s %lld",
-                  snapshot_.path.c_str(), number, static_cast<long long>(b),
-                  static_cast<long long>(offsets[b]), must, static_cast<long long>(value));
-    };
-    if (offsets[0] != 0) return wrong(0, "", 0);
-    bool falls = false;
-    for (int64_t b = 0; b < bags; ++b) falls |= offsets[b + 1] < offsets[b];
-    for (int64_t b = 0; falls; ++b) {
-      if (offsets[b + 1] < offsets[b]) return wrong(b + 1, "at least", offsets[b]);
-    }
-    if (offsets[bags] != feature.num_keys) return wrong(bags, "num_keys,", feature.num_keys);
-    return SK_OK;
-  }
-
-  const sk_snapshot& snapshot_;
-  const Version& version_;
-};
 
 // ---- vectors of keys without a row ----
 
@@ -131,130 +58,145 @@ class Lookup {
 
   // Adds a feature, which must stay where it is until finish().
   int add(const sk_feature& feature) {
-    const TableView& table = tables_[feature.table];
-    if (feature.offsets == nullptr || feature.combiner == SK_NONE) {
-      for (int64_t i = 0; i < feature.num_keys; ++i) {
-        if (int status = add_bag(feature, table, i, i, i + 1)) return status;
+    const bool is_each = feature.offsets == nullptr || feature.combiner == SK_NONE;
+    const int64_t* offsets = is_each ? nullptr : feature.offsets;
+    const int64_t num_bags = is_each ? feature.num_keys : feature.num_bags;
+    for (int64_t b = 0; b < num_bags;) {
+      const int64_t keys_left = kChunk - num_keys_, bags_left = kChunk - num_bags_;
+      int64_t end = num_parts_ == kMostParts ? b : std::min(num_bags, b + bags_left);
+      if (is_each) {
+        end = std::min(end, b + keys_left);
+      } else {
+        const auto fits = [=](int64_t last) { return offsets[last] - offsets[b] <= keys_left; };
+        if (end > b && !fits(end)) {
+          const int64_t most = end;
+          for (end = b; end < most && fits(end + 1);) ++end;
+        }
       }
-      return SK_OK;
-    }
-    for (int64_t b = 0; b < feature.num_bags; ++b) {
-      const int64_t* ends = feature.offsets + b;
-      if (int status = add_bag(feature, table, b, ends[0], ends[1])) return status;
+      int status = SK_OK;
+      if (end > b) {
+        status = add_bags(feature, offsets, b, end);
+        b = end;
+      } else if (num_bags_ > 0) {  // go on with an empty chunk
+        status = look_up();
+      } else {
+        status = look_up_long(feature, b);
+        ++b;
+      }
+      if (status != SK_OK) return status;
     }
     return SK_OK;
   }
 
-  // Looks up all that is left.
-  int finish() { return look_up(num_keys_); }
+  // Looks up what is left.
+  int finish() { return look_up(); }
 
  private:
-  // A bag, or a part of one that is longer than a chunk.
-  struct Piece {
+  // The bags of a feature that lie in the chunk. They are bags `bag`, bag + 1, ... of the feature,
+  // and have the keys up to ends_[first_bag], ends_[first_bag + 1], ... of the chunk.
+  struct Part {
     const sk_feature* feature;
     int64_t bag;
-    int32_t end;  // in the chunk; it begins where the piece before ends
-    bool is_first, is_last;
+    int32_t first_key, num_keys;
+    int32_t first_bag, num_bags;
+    bool all_found;  // whether all keys have a row, or share one
   };
 
-  // Adds the keys [begin, end) of a feature, which are bag number `bag`.
-  int add_bag(const sk_feature& feature, const TableView& table, int64_t bag, int64_t begin,
-              int64_t end) {
-    int64_t start = num_keys_;  // of the bag in the chunk
-    bool is_first = true;
-    for (int64_t i = begin;;) {
-      i = add_keys(feature, table, i, end);
-      if (i == end) break;
-      if (start == 0) {  // the bag fills the chunk
-        pieces_[num_pieces_++] = {&feature, bag, static_cast<int32_t>(kChunk), is_first, false};
-        is_first = false;
-        start = kChunk;
+  // Adds the bags [begin, end), which fit into the chunk.
+  int add_bags(const sk_feature& feature, const int64_t* offsets, int64_t begin, int64_t end) {
+    const int64_t first = offsets == nullptr ? begin : offsets[begin];
+    const int64_t last = offsets == nullptr ? end : offsets[end];
+    Part& part = parts_[num_parts_++];
+    part = {&feature,
+            begin,
+            static_cast<int32_t>(num_keys_),
+            0,
+            static_cast<int32_t>(num_bags_),
+            static_cast<int32_t>(end - begin),
+            false};
+    if (!tables_[feature.table].has_padding_key) {
+      const int64_t shift = num_keys_ - first;
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t bag_end = offsets == nullptr ? b + 1 : offsets[b + 1];
+        ends_[num_bags_++] = static_cast<int32_t>(bag_end + shift);
       }
-      if (int status = look_up(start)) return status;
-      start = 0;
-    }
-    if (num_keys_ > start) {
-      pieces_[num_pieces_++] = {&feature, bag, static_cast<int32_t>(num_keys_), is_first, true};
-    } else {  // the bag is empty; one that was cut has at least one key after the cut
-      std::fill_n(output(feature, table, bag), table.dim, 0.0F);
-    }
-    return SK_OK;
-  }
-
-  // Adds keys from `i` on, up to `end`, and asks for their buckets. Returns the first key that
-  // finds no room.
-  int64_t add_keys(const sk_feature& feature, const TableView& table, int64_t i, int64_t end) {
-    const bool has_padding = table.has_padding_key;
-    const int64_t padding = table.padding_key, seed = table.index_seed, size = table.num_buckets;
-    const Bucket* buckets = table.buckets;
-    const int64_t* keys = feature.keys;
-    const float* weights = feature.weights;
-    int64_t n = num_keys_;
-    for (; i < end; ++i) {
-      const int64_t key = keys[i];
-      if (has_padding && key == padding) {
-        if (feature.found != nullptr) feature.found[i] = 0;
-        continue;
+      // Loops, since a call of memmove takes longer for the few keys of a small bag.
+      for (int64_t i = first; i < last; ++i) keys_[i + shift] = feature.keys[i];
+      if (feature.weights != nullptr) {
+        for (int64_t i = first; i < last; ++i) weights_[i + shift] = feature.weights[i];
       }
-      if (n == kChunk) break;
-      const int64_t home = home_bucket(key, seed, size);
-      cpu::prefetch(&buckets[home]);
-      keys_[n] = key;
-      homes_[n] = home;
-      places_[n] = i;
-      if (weights != nullptr) weights_[n] = weights[i];
-      ++n;
+      if (feature.found != nullptr) {
+        for (int64_t i = first; i < last; ++i) places_[i + shift] = i;
+      }
+      num_keys_ += last - first;
+    } else {
+      for (int64_t b = begin, i = first; b < end; ++b) {
+        for (const int64_t stop = offsets == nullptr ? b + 1 : offsets[b + 1]; i < stop; ++i) {
+          add_key(feature, i);
+        }
+        ends_[num_bags_++] = static_cast<int32_t>(num_keys_);
+      }
     }
-    num_keys_ = n;
-    return i;
+    return ask(&part);
   }
 
-  // Looks up the pieces, which hold the first n keys. The others then are the first ones.
-  int look_up(int64_t n) {
-    int32_t begin = 0;
-    for (int64_t p = 0; p < num_pieces_;) {
-      const sk_feature* feature = pieces_[p].feature;
-      do ++p;
-      while (p < num_pieces_ && pieces_[p].feature == feature);
-      if (int status = find_rows(*feature, begin, pieces_[p - 1].end)) return status;
-      begin = pieces_[p - 1].end;
-    }
-    begin = 0;
-    for (int64_t p = 0; p < num_pieces_; ++p) {
-      pool(pieces_[p], begin);
-      begin = pieces_[p].end;
-    }
-    const int64_t left = num_keys_ - n;
-    std::copy_n(keys_ + n, left, keys_);
-    std::copy_n(places_ + n, left, places_);
-    std::copy_n(weights_ + n, left, weights_);
-    std::copy_n(homes_ + n, left, homes_);
-    num_keys_ = left;
-    num_pieces_ = 0;
-    return SK_OK;
-  }
-
-  // Finds the rows of keys of one feature, and asks for them.
-  int find_rows(const sk_feature& feature, int64_t begin, int64_t end) {
+  // Adds key i of a feature, unless it is padding.
+  void add_key(const sk_feature& feature, int64_t i) {
     const TableView& table = tables_[feature.table];
-    const int64_t asked = std::min(table.row_bytes, kAskedBytes), limit = table.row_limit;
-    const int64_t first_of_users = kFirstFallback + table.num_fallbacks;
-    kernels_.find(table.buckets, homes_ + begin, keys_ + begin, end - begin, numbers_ + begin);
-    for (int64_t e = begin; e < end; ++e) {
-      int64_t row = numbers_[e];
-      if (keys_[e] < first_of_users) return refuse_fallback_key(table, keys_[e]);
-      if (row == kSearchOn || row >= limit) row = row_of(table, keys_[e], homes_[e]);
-      if (feature.found != nullptr) feature.found[places_[e]] = row >= 0;
-      if (row < 0) {
-        if (int status = row_of_miss(table, keys_[e], &row)) return status;
-      }
-      rows_[e] = nullptr;
-      if (row < 0) continue;
-      const uint8_t* bytes = table.rows + row * table.row_bytes;
-      rows_[e] = bytes;
-      for (int64_t at = 0; at < asked; at += 64) cpu::prefetch(bytes + at);
-      cpu::prefetch(bytes + asked - 1);
+    if (table.has_padding_key && feature.keys[i] == table.padding_key) {
+      if (feature.found != nullptr) feature.found[i] = 0;
+      return;
     }
+    keys_[num_keys_] = feature.keys[i];
+    places_[num_keys_] = i;
+    if (feature.weights != nullptr) weights_[num_keys_] = feature.weights[i];
+    ++num_keys_;
+  }
+
+  // Asks for the buckets of a part, whose keys end the chunk.
+  int ask(Part* part) {
+    const TableView& table = tables_[part->feature->table];
+    part->num_keys = static_cast<int32_t>(num_keys_) - part->first_key;
+    const int64_t* keys = keys_ + part->first_key;
+    if (table.num_fallbacks > 0) {
+      const int64_t* least = std::min_element(keys, keys + part->num_keys);
+      if (part->num_keys > 0 && *least < kFirstFallback + table.num_fallbacks) {
+        return refuse_fallback_key(table, *least);
+      }
+    }
+    int64_t* homes = homes_ + part->first_key;
+    for (int64_t e = 0; e < part->num_keys; ++e) {
+      homes[e] = home_bucket(keys[e], table.index_seed, table.num_buckets);
+      cpu::prefetch(&table.buckets[homes[e]]);
+    }
+    return SK_OK;
+  }
+
+  // Looks up the bags of the chunk, and empties it.
+  int look_up() {
+    for (int64_t p = 0; p < num_parts_; ++p) {
+      if (int status = find_rows(&parts_[p])) return status;
+    }
+    for (int64_t p = 0; p < num_parts_; ++p) pool(parts_[p]);
+    num_keys_ = num_bags_ = num_parts_ = 0;
+    return SK_OK;
+  }
+
+  // Looks up a bag that is longer than a chunk, in chunks of its own.
+  int look_up_long(const sk_feature& feature, int64_t bag) {
+    LongBag sum;
+    int64_t i = feature.offsets[bag];
+    const int64_t end = feature.offsets[bag + 1];
+    do {
+      while (i < end && num_keys_ < kChunk) add_key(feature, i++);
+      Part part = {&feature, bag, 0, 0, 0, 1, false};
+      if (int status = ask(&part)) return status;
+      if (int status = find_rows(&part)) return status;
+      pool_long(part, &sum);
+      num_keys_ = 0;
+    } while (i < end);
+    const TableView& table = tables_[feature.table];
+    divide(feature, table.dim, sum, output(feature, table, bag));
     return SK_OK;
   }
 
@@ -266,21 +208,35 @@ class Lookup {
                 static_cast<long long>(table.num_fallbacks));
   }
 
-  static int64_t row_of(const TableView& table, int64_t key, int64_t home) {
-    const int64_t row = cpu::find_from(table.buckets, table.num_buckets, home, key);
-    return row < table.row_limit ? row : -1;
-  }
-
-  // Finds the row that stands for a key without a row; *row stays -1 if there is none.
-  int row_of_miss(const TableView& table, int64_t key, int64_t* row) const {
-    if (table.miss == SK_MISS_ERROR) {
-      return fail(SK_UNKNOWN_KEY, "%s: table \"%s\" has no key %lld", snapshot_.path.c_str(),
-                  table.name, static_cast<long long>(key));
+  // Finds the rows of a part's keys, and asks for them. A key without a row has null.
+  int find_rows(Part* of) {
+    Part& part = *of;
+    const sk_feature& feature = *part.feature;
+    const TableView& table = tables_[feature.table];
+    const int64_t* keys = keys_ + part.first_key;
+    const int64_t* homes = homes_ + part.first_key;
+    const uint8_t** rows = rows_ + part.first_key;
+    const RowIndex index{table.buckets, table.num_buckets, table.rows, table.row_limit,
+                         table.row_bytes};
+    int64_t missed = kernels_.find(index, keys, homes, part.num_keys, rows);
+    part.all_found = missed == 0;
+    if (feature.found != nullptr) {
+      for (int64_t e = 0; e < part.num_keys; ++e) {
+        feature.found[places_[part.first_key + e]] = rows[e] != nullptr;
+      }
     }
-    if (table.miss == SK_MISS_FALLBACK) {
-      const int64_t other = fallback_of(table, key);
-      *row = row_of(table, other, home_bucket(other, table.index_seed, table.num_buckets));
+    if (missed == 0 || table.miss == SK_MISS_INITIAL || table.miss == SK_MISS_ZEROS) return SK_OK;
+    for (int64_t e = 0; e < part.num_keys; ++e) {
+      if (rows[e] != nullptr) continue;
+      if (table.miss == SK_MISS_ERROR) {
+        return fail(SK_UNKNOWN_KEY, "%s: table \"%s\" has no key %lld", snapshot_.path.c_str(),
+                    table.name, static_cast<long long>(keys[e]));
+      }
+      const int64_t other = fallback_of(table, keys[e]);
+      const int64_t home = home_bucket(other, table.index_seed, table.num_buckets);
+      missed -= 1 - kernels_.find(index, &other, &home, 1, rows + e);
     }
+    part.all_found = missed == 0;
     return SK_OK;
   }
 
@@ -288,44 +244,114 @@ class Lookup {
     return feature.out + bag * (feature.out_stride == 0 ? table.dim : feature.out_stride);
   }
 
-  // Pools the rows of a piece that begins at `begin` in the chunk.
-  void pool(const Piece& piece, int64_t begin) {
-    const sk_feature& feature = *piece.feature;
+  // Returns true if keys of the chunk's places [begin, end) have vectors that are not in the table.
+  bool has_absent(const sk_feature& feature, const TableView& table, int64_t begin,
+                  int64_t end) const {
+    // A sum leaves out a row of zeros.
+    const bool is_sum = feature.combiner != SK_MAX && feature.combiner != SK_NONE;
+    if (is_sum && table.miss != SK_MISS_INITIAL) return false;
+    return std::find(rows_ + begin, rows_ + end, nullptr) != rows_ + end;
+  }
+
+  // Pools the bags of a part.
+  void pool(const Part& part) {
+    const sk_feature& feature = *part.feature;
     const TableView& table = tables_[feature.table];
-    float* out = output(feature, table, piece.bag);
-    if (piece.is_first) {
-      bag_keys_ = 0;
-      bag_weight_ = 0;
+    const int32_t* ends = ends_ + part.first_bag;
+    const int64_t stride = feature.out_stride == 0 ? table.dim : feature.out_stride;
+    const PoolBags bags{table.row_format,
+                        feature.combiner,
+                        table.dim,
+                        rows_,
+                        feature.weights == nullptr ? nullptr : weights_,
+                        stride,
+                        false};
+    if (part.all_found ||
+        !has_absent(feature, table, part.first_key, ends_[part.first_bag + part.num_bags - 1])) {
+      kernels_.pool(bags, part.first_key, ends, part.num_bags, feature.out + part.bag * stride);
+      return;
     }
-    bool go_on = !piece.is_first;
-    for (int64_t run = begin; run < piece.end; run += kSumRun) {
-      const int64_t end = std::min<int64_t>(run + kSumRun, piece.end);
-      pool_run(feature, table, run, end, out, go_on);
-      go_on = true;
-    }
-    if (piece.is_last && feature.combiner != SK_NONE && feature.combiner != SK_MAX) {
-      divide(feature, table.dim, out);
+    int64_t begin = part.first_key;
+    for (int64_t b = 0; b < part.num_bags; ++b) {
+      const int64_t end = ends[b];
+      float* out = feature.out + (part.bag + b) * stride;
+      if (has_absent(feature, table, begin, end)) {
+        LongBag sum;
+        pool_runs(feature, table, begin, end, out, &sum);
+        divide(feature, table.dim, sum, out);
+      } else {
+        kernels_.pool(bags, begin, &ends[b], 1, out);
+      }
+      begin = end;
     }
   }
 
-  void pool_run(const sk_feature& feature, const TableView& table, int64_t begin, int64_t end,
-                float* out, bool go_on) {
-    const float* weights = feature.weights == nullptr ? nullptr : weights_ + begin;
-    const PoolRows rows{table.row_format, table.dim, rows_ + begin, weights, end - begin};
-    const bool takes_all = feature.combiner == SK_MAX || feature.combiner == SK_NONE;
-    const bool mixes = (takes_all || table.miss == SK_MISS_INITIAL) &&
-                       std::find(rows_ + begin, rows_ + end, nullptr) != rows_ + end;
-    if (mixes) {
-      pool_mixed(feature, table, begin, end, out, go_on);
-    } else if (feature.combiner == SK_NONE) {
-      kernels_.decode(table.row_format, rows_[begin], table.dim, 0, table.dim, out);
-    } else if (feature.combiner == SK_MAX) {
-      kernels_.max(rows, out, go_on);
-    } else {
-      kernels_.sum(rows, out, go_on);
+  // What a bag has come to, while it is pooled run by run.
+  struct LongBag {
+    int64_t num_keys = 0;
+    float weight = 0;
+  };
+
+  // Adds the chunk's keys to a long bag.
+  void pool_long(const Part& part, LongBag* bag) const {
+    const sk_feature& feature = *part.feature;
+    const TableView& table = tables_[feature.table];
+    float* out = output(feature, table, part.bag);
+    if (part.num_keys == 0 || has_absent(feature, table, 0, part.num_keys)) {
+      pool_runs(feature, table, 0, part.num_keys, out, bag);
+      return;
     }
-    if (weights != nullptr) bag_weight_ += total_weight(weights, end - begin, feature.combiner);
-    bag_keys_ += end - begin;
+    const float* weights = feature.weights == nullptr ? nullptr : weights_;
+    PoolBags bags{table.row_format, feature.combiner, table.dim, rows_, weights, 0,
+                  bag->num_keys > 0};
+    if (feature.combiner != SK_MAX) bags.combiner = SK_SUM;  // divided at the end
+    kernels_.pool(bags, 0, &part.num_keys, 1, out);
+    for (int64_t run = 0; run < part.num_keys && weights != nullptr; run += kSumRun) {
+      const int64_t n = std::min<int64_t>(kSumRun, part.num_keys - run);
+      bag->weight += total_weight(weights + run, n, feature.combiner);
+    }
+    bag->num_keys += part.num_keys;
+  }
+
+  // Adds the chunk's keys [begin, end) to a bag, in runs, some columns at a time. Vectors that are
+  // not in the table may be among them.
+  void pool_runs(const sk_feature& feature, const TableView& table, int64_t begin, int64_t end,
+                 float* out, LongBag* bag) const {
+    const bool is_max = feature.combiner == SK_MAX, is_none = feature.combiner == SK_NONE;
+    if (begin == end && bag->num_keys == 0) std::fill_n(out, table.dim, 0.0F);
+    for (int64_t run = begin; run < end; run += kSumRun) {
+      const int64_t stop = std::min(run + kSumRun, end);
+      const bool go_on = bag->num_keys > 0;
+      for (int64_t first = 0; first < table.dim; first += kColumns) {
+        const int64_t last = std::min(first + kColumns, table.dim);
+        float pooled[kColumns] = {}, vector[kColumns];
+        if (is_max && go_on) std::copy(out + first, out + last, pooled);
+        for (int64_t e = run; e < stop; ++e) {
+          columns_of(table, e, first, last, vector);
+          if (is_none || (is_max && e == run && !go_on)) {
+            std::copy_n(vector, last - first, pooled);
+          } else if (is_max) {
+            for (int64_t j = 0; j < last - first; ++j) {
+              const float x = vector[j], most = pooled[j];
+              if (x > most || (x != x && most == most)) pooled[j] = x;
+            }
+          } else if (feature.weights != nullptr) {
+            for (int64_t j = 0; j < last - first; ++j) pooled[j] += weights_[e] * vector[j];
+          } else {
+            for (int64_t j = 0; j < last - first; ++j) pooled[j] += vector[j];
+          }
+        }
+        if (go_on && !is_max) {
+          for (int64_t j = first; j < last; ++j) out[j] += pooled[j - first];
+        } else {
+          std::copy_n(pooled, last - first, out + first);
+        }
+      }
+      if (feature.weights != nullptr) {
+        bag->weight += total_weight(weights_ + run, stop - run, feature.combiner);
+      }
+      bag->num_keys += stop - run;
+    }
   }
 
   // As total_weight() in csrc/core/cpu/bags.h, of one run.
@@ -335,37 +361,6 @@ class Lookup {
       sum += combiner == SK_MEAN ? weights[i] : weights[i] * weights[i];
     }
     return sum;
-  }
-
-  // Pools a run in which keys without a row have vectors of their own, some columns at a time.
-  void pool_mixed(const sk_feature& feature, const TableView& table, int64_t begin, int64_t end,
-                  float* out, bool go_on) const {
-    const bool is_max = feature.combiner == SK_MAX, is_none = feature.combiner == SK_NONE;
-    for (int64_t first = 0; first < table.dim; first += kColumns) {
-      const int64_t last = std::min(first + kColumns, table.dim);
-      float pooled[kColumns] = {}, vector[kColumns];
-      if (is_max && go_on) std::copy(out + first, out + last, pooled);
-      for (int64_t e = begin; e < end; ++e) {
-        columns_of(table, e, first, last, vector);
-        if (is_none || (is_max && e == begin && !go_on)) {
-          std::copy_n(vector, last - first, pooled);
-        } else if (is_max) {
-          for (int64_t j = 0; j < last - first; ++j) {
-            const float x = vector[j], most = pooled[j];
-            if (x > most || (x != x && most == most)) pooled[j] = x;
-          }
-        } else if (feature.weights != nullptr) {
-          for (int64_t j = 0; j < last - first; ++j) pooled[j] += weights_[e] * vector[j];
-        } else {
-          for (int64_t j = 0; j < last - first; ++j) pooled[j] += vector[j];
-        }
-      }
-      if (go_on && !is_max) {
-        for (int64_t j = first; j < last; ++j) out[j] += pooled[j - first];
-      } else {
-        std::copy_n(pooled, last - first, out + first);
-      }
-    }
   }
 
   void columns_of(const TableView& table, int64_t e, int64_t first, int64_t last,
@@ -380,9 +375,9 @@ class Lookup {
   }
 
   // Divides the sum of a bag as divided() in csrc/core/cpu/bags.h.
-  void divide(const sk_feature& feature, int64_t dim, float* out) const {
-    if (feature.combiner == SK_SUM) return;
-    const float total = feature.weights == nullptr ? static_cast<float>(bag_keys_) : bag_weight_;
+  static void divide(const sk_feature& feature, int64_t dim, const LongBag& bag, float* out) {
+    if (feature.combiner != SK_MEAN && feature.combiner != SK_SQRTN) return;
+    const float total = feature.weights == nullptr ? static_cast<float>(bag.num_keys) : bag.weight;
     const float by = feature.combiner == SK_MEAN ? total : std::sqrt(total);
     if (by == 1) return;
     for (int64_t j = 0; j < dim; ++j) out[j] = by == 0 ? 0 : out[j] / by;
@@ -392,16 +387,15 @@ class Lookup {
   const PoolKernels& kernels_;
   const TableView* tables_;
   int64_t num_keys_ = 0;
-  int64_t num_pieces_ = 0;
-  int64_t bag_keys_ = 0;  // of the bag that is being pooled, in its pieces so far
-  float bag_weight_ = 0;
+  int64_t num_bags_ = 0;
+  int64_t num_parts_ = 0;
   int64_t keys_[kChunk];
-  int64_t places_[kChunk];  // of a key in its feature
+  int64_t places_[kChunk];  // of a key in its feature, for `found`
   int64_t homes_[kChunk];
-  int32_t numbers_[kChunk];  // of rows
   const uint8_t* rows_[kChunk];
   float weights_[kChunk];
-  Piece pieces_[kChunk];
+  int32_t ends_[kChunk];
+  Part parts_[kMostParts];
 };
 
 }  // namespace

@@ -17,7 +17,7 @@ bool is_supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 }
 
-const PoolKernels kernels = {find, sum, max, decode};
+const PoolKernels kernels = {find, pool, decode};
 
 }  // namespace sparsekit::serving::avx2
 

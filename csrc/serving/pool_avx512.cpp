@@ -19,7 +19,7 @@ bool is_supported() {
          __builtin_cpu_supports("f16c");
 }
 
-const PoolKernels kernels = {find, sum, max, decode};
+const PoolKernels kernels = {find, pool, decode};
 
 }  // namespace sparsekit::serving::avx512
 

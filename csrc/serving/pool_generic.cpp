@@ -12,6 +12,6 @@ namespace {
 
 }  // namespace
 
-const PoolKernels kernels = {find, sum, max, decode};
+const PoolKernels kernels = {find, pool, decode};
 
 }  // namespace sparsekit::serving::generic

@@ -1,35 +1,44 @@
-// Kernels that find, decode and pool rows, compiled once for each instruction set.
+// Kernels that decode and pool rows, compiled once for each instruction set.
 #pragma once
 
 #include <cstdint>
 
-#include "sparsekit/hash_table.h"
-
 namespace sparsekit::serving {
 
-struct PoolRows {
-  int32_t row_format;  // sk_row_format
-  int64_t dim;
-  const uint8_t* const* rows;  // [n]; null for a row of zeros
-  const float* weights;        // [n], or null for weights of 1
-  int64_t n;                   // at most kSumRun
+// Sums are formed as in training (csrc/core/cpu/sum_rows.h): in runs of this length.
+constexpr int64_t kSumRun = 256;
+
+// Where the rows of keys are.
+struct RowIndex {
+  const void* buckets;  // Bucket [num_buckets]
+  int64_t num_buckets;
+  const uint8_t* rows;
+  int64_t row_limit;  // rows >= row_limit count as absent
+  int64_t row_bytes;
 };
 
-constexpr int32_t kSearchOn = -2;
+// What bags that are pooled together share.
+struct PoolBags {
+  int32_t row_format;  // sk_row_format
+  int32_t combiner;    // sk_combiner
+  int64_t dim;
+  const uint8_t* const* rows;  // null for a row of zeros, which only sums may have
+  const float* weights;        // as long as `rows`, or null for weights of 1
+  int64_t stride;              // floats from one bag's vector to the next
+  bool go_on;                  // whether to add to, or compare with, what `out` has
+};
 
 // All instruction sets give the same bits.
 struct PoolKernels {
-  // Looks for keys in their home buckets. rows[i] becomes the row of keys[i], -1 if the key is in
-  // no bucket, or kSearchOn if a search has to go on with the next bucket.
-  void (*find)(const Bucket* buckets, const int64_t* homes, const int64_t* keys, int64_t n,
-               int32_t* rows);
-  // Writes the sum of weight * row to `out` [dim], or adds it to `out`. Rows are added in their
-  // order.
-  void (*sum)(const PoolRows& rows, float* out, bool add);
-  // Writes the largest element of each column to `out` [dim], or the largest of those and `out`.
-  // The first one wins a tie, and the first NaN wins over everything. No row may be null, and there
-  // must be one.
-  void (*max)(const PoolRows& rows, float* out, bool with_out);
+  // Sets rows[i] to the row of keys[i], whose home bucket is homes[i], and asks for its memory; or
+  // to null. Returns how many are null.
+  int64_t (*find)(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,
+                  const uint8_t** rows);
+  // Pools bags into `out`. Bag b has the rows from the end of the bag before it, or from `begin`,
+  // to ends[b]. Rows are added in their order, in runs of kSumRun. Of equal elements the maximum is
+  // the first one, and the first NaN wins over everything.
+  void (*pool)(const PoolBags& bags, int64_t begin, const int32_t* ends, int64_t num_bags,
+               float* out);
   // Decodes the columns [begin, end) of a row. `begin` must be a multiple of 4.
   void (*decode)(int32_t row_format, const uint8_t* row, int64_t dim, int64_t begin, int64_t end,
                  float* out);

@@ -149,34 +149,6 @@ inline float from_half(uint16_t half) {
 #endif
 }
 
-// ---- search ----
-
-// Returns a bit for each slot that has the key; see match_slots() in csrc/core/cpu/probe.h.
-inline uint32_t match(const Bucket& bucket, int64_t key) {
-#ifdef __AVX2__
-  const __m256i equal = _mm256_cmpeq_epi64(read<__m256i>(bucket.keys), _mm256_set1_epi64x(key));
-  const auto mask = static_cast<uint32_t>(_mm256_movemask_pd(reinterpret_cast<__m256d>(equal)));
-  return mask | static_cast<uint32_t>(bucket.keys[4] == key) << 4;
-#else
-  uint32_t mask = 0;
-  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-    mask |= static_cast<uint32_t>(bucket.keys[slot] == key) << slot;
-  }
-  return mask;
-#endif
-}
-
-void find(const Bucket* buckets, const int64_t* homes, const int64_t* keys, int64_t n,
-          int32_t* rows) {
-  for (int64_t i = 0; i < n; ++i) {
-    const Bucket& bucket = buckets[homes[i]];
-    const uint32_t slots = match(bucket, keys[i]);
-    // An empty slot has the key 0 and a negative row.
-    const int32_t row = slots != 0 ? bucket.rows[__builtin_ctz(slots)] : -1;
-    rows[i] = row >= 0 ? row : bucket.spilled > 0 ? kSearchOn : -1;
-  }
-}
-
 // ---- formats: load(row, column) reads neighbouring numbers of a row, as they are stored ----
 
 struct Float32 {
@@ -270,13 +242,21 @@ struct Row {
 
 // ---- loops over rows, for a block of kVectors * kLanes columns ----
 
+// The rows of a run, with their weights if there are any.
+struct Run {
+  const uint8_t* const* rows;
+  const float* weights;
+  int64_t n;
+  int64_t dim;
+};
+
 template <class Format, int kLanes, int kVectors, bool kWeighted>
-inline void sum_block(const PoolRows& in, int64_t column, float* out, bool add) {
+inline void sum_block(const Run& run, int64_t column, float* out, bool add) {
   Floats<kLanes> sums[kVectors] = {};
-  for (int64_t i = 0; i < in.n; ++i) {
-    if (in.rows[i] == nullptr) continue;
-    const Row<Format> row(in.rows[i], in.dim);
-    const float weight = kWeighted ? in.weights[i] : 1;
+  for (int64_t i = 0; i < run.n; ++i) {
+    if (run.rows[i] == nullptr) continue;
+    const Row<Format> row(run.rows[i], run.dim);
+    const float weight = kWeighted ? run.weights[i] : 1;
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const Floats<kLanes> x = row.template at<kLanes>(column + v * kLanes);
@@ -292,15 +272,15 @@ inline void sum_block(const PoolRows& in, int64_t column, float* out, bool add) 
 }
 
 template <class Format, int kLanes, int kVectors>
-inline void max_block(const PoolRows& in, int64_t column, float* out, bool with_out) {
+inline void max_block(const Run& run, int64_t column, float* out, bool with_out) {
   Floats<kLanes> most[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = column + v * kLanes;
     most[v] = with_out ? read<Floats<kLanes>>(out + at)
-                       : Row<Format>(in.rows[0], in.dim).template at<kLanes>(at);
+                       : Row<Format>(run.rows[0], run.dim).template at<kLanes>(at);
   }
-  for (int64_t i = with_out ? 0 : 1; i < in.n; ++i) {
-    const Row<Format> row(in.rows[i], in.dim);
+  for (int64_t i = with_out ? 0 : 1; i < run.n; ++i) {
+    const Row<Format> row(run.rows[i], run.dim);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const Floats<kLanes> x = row.template at<kLanes>(column + v * kLanes);
@@ -336,20 +316,72 @@ inline int64_t with_block(int64_t width, const Block& block) {
 }
 
 template <class Format, bool kWeighted>
-void sum_rows(const PoolRows& in, float* out, bool add) {
-  for (int64_t column = 0; column < in.dim;) {
-    column += with_block(in.dim - column, [&](auto lanes, auto vectors) {
-      sum_block<Format, lanes.value, vectors.value, kWeighted>(in, column, out, add);
+inline void sum_run(const Run& run, float* out, bool add) {
+  for (int64_t column = 0; column < run.dim;) {
+    column += with_block(run.dim - column, [&](auto lanes, auto vectors) {
+      sum_block<Format, lanes.value, vectors.value, kWeighted>(run, column, out, add);
     });
   }
 }
 
 template <class Format>
-void max_rows(const PoolRows& in, float* out, bool with_out) {
-  for (int64_t column = 0; column < in.dim;) {
-    column += with_block(in.dim - column, [&](auto lanes, auto vectors) {
-      max_block<Format, lanes.value, vectors.value>(in, column, out, with_out);
+inline void max_run(const Run& run, float* out, bool with_out) {
+  for (int64_t column = 0; column < run.dim;) {
+    column += with_block(run.dim - column, [&](auto lanes, auto vectors) {
+      max_block<Format, lanes.value, vectors.value>(run, column, out, with_out);
     });
+  }
+}
+
+// Divides as divided() in csrc/core/cpu/bags.h.
+inline void divide(float* out, int64_t dim, float by) {
+  if (by == 1) return;
+  for (int64_t column = 0; column < dim;) {
+    column += with_block<kMostLanes, 1>(dim - column, [&](auto lanes, auto) {
+      const Floats<lanes.value> x = read<Floats<lanes.value>>(out + column);
+      const Floats<lanes.value> divided = by == 0 ? Floats<lanes.value>{} : x / by;
+      __builtin_memcpy(out + column, &divided, sizeof divided);
+    });
+  }
+}
+
+// As total_weight() in csrc/core/cpu/bags.h, of one run.
+inline float total_weight(const float* weights, int64_t n, int32_t combiner) {
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    sum += combiner == SK_MEAN ? weights[i] : weights[i] * weights[i];
+  }
+  return sum;
+}
+
+template <class Format, bool kWeighted>
+void pool_bags(const PoolBags& bags, int64_t begin, const int32_t* ends, int64_t num_bags,
+               float* out) {
+  const bool is_max = bags.combiner == SK_MAX;
+  for (int64_t b = 0; b < num_bags; ++b, out += bags.stride) {
+    const int64_t end = ends[b];
+    if (begin == end) {
+      __builtin_memset(out, 0, sizeof(float) * static_cast<size_t>(bags.dim));
+      continue;
+    }
+    float weight = 0;
+    bool go_on = bags.go_on;
+    for (int64_t first = begin; first < end; first += kSumRun, go_on = true) {
+      const int64_t n = end - first < kSumRun ? end - first : kSumRun;
+      const float* weights = kWeighted ? bags.weights + first : nullptr;
+      const Run run{bags.rows + first, weights, n, bags.dim};
+      if (is_max) {
+        max_run<Format>(run, out, go_on);
+      } else {
+        sum_run<Format, kWeighted>(run, out, go_on);
+        if (kWeighted) weight += total_weight(weights, n, bags.combiner);
+      }
+    }
+    if (bags.combiner == SK_MEAN || bags.combiner == SK_SQRTN) {
+      const float total = kWeighted ? weight : static_cast<float>(end - begin);
+      divide(out, bags.dim, bags.combiner == SK_MEAN ? total : __builtin_sqrtf(total));
+    }
+    begin = end;
   }
 }
 
@@ -381,24 +413,95 @@ inline void with_format(int32_t row_format, const Use& use) {
   }
 }
 
-void sum(const PoolRows& rows, float* out, bool add) {
-  with_format(rows.row_format, [&](auto format) {
-    using Format = decltype(format);
-    if (rows.weights != nullptr) {
-      sum_rows<Format, true>(rows, out, add);
-    } else {
-      sum_rows<Format, false>(rows, out, add);
-    }
-  });
-}
-
-void max(const PoolRows& rows, float* out, bool with_out) {
-  with_format(rows.row_format,
-              [&](auto format) { max_rows<decltype(format)>(rows, out, with_out); });
-}
-
 void decode(int32_t row_format, const uint8_t* row, int64_t dim, int64_t begin, int64_t end,
             float* out) {
   with_format(row_format,
               [&](auto format) { decode_row<decltype(format)>(row, dim, begin, end, out); });
+}
+
+void pool(const PoolBags& bags, int64_t begin, const int32_t* ends, int64_t num_bags, float* out) {
+  if (bags.combiner == SK_NONE) {
+    for (int64_t b = 0; b < num_bags; ++b, out += bags.stride) {
+      if (begin == ends[b]) {
+        __builtin_memset(out, 0, sizeof(float) * static_cast<size_t>(bags.dim));
+      } else {
+        decode(bags.row_format, bags.rows[begin], bags.dim, 0, bags.dim, out);
+      }
+      begin = ends[b];
+    }
+    return;
+  }
+  with_format(bags.row_format, [&](auto format) {
+    using Format = decltype(format);
+    if (bags.weights != nullptr) {
+      pool_bags<Format, true>(bags, begin, ends, num_bags, out);
+    } else {
+      pool_bags<Format, false>(bags, begin, ends, num_bags, out);
+    }
+  });
+}
+
+// ---- search ----
+
+// As Bucket in sparsekit/hash_table.h.
+struct Line {
+  int64_t keys[5];
+  int32_t rows[5];
+  int32_t spilled;
+};
+
+// Returns a mask of the slots that have this key. An empty slot matches key 0, but used slots come
+// first.
+inline uint32_t match(const Line& line, int64_t key) {
+#if defined(__AVX512F__)
+  return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(&line), _mm512_set1_epi64(key)) & 31U;
+#elif defined(__AVX2__)
+  const __m256i equal = _mm256_cmpeq_epi64(read<__m256i>(line.keys), _mm256_set1_epi64x(key));
+  const auto mask = static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(equal)));
+  return mask | static_cast<uint32_t>(line.keys[4] == key) << 4;
+#else
+  uint32_t mask = 0;
+  for (int slot = 0; slot < 5; ++slot)
+    mask |= static_cast<uint32_t>(line.keys[slot] == key) << slot;
+  return mask;
+#endif
+}
+
+// Returns the row of a key, or -1. The number of steps is bounded, so that the search ends even in
+// a damaged index.
+inline int64_t row_of(const RowIndex& index, int64_t key, int64_t bucket) {
+  const auto* lines = static_cast<const Line*>(index.buckets);
+  for (int64_t step = 0; step < index.num_buckets; ++step) {
+    const Line& line = lines[bucket];
+    const uint32_t slots = match(line, key);
+    if (slots != 0) {
+      const int32_t row = line.rows[__builtin_ctz(slots)];
+      if (row >= 0) return row < index.row_limit ? row : -1;
+    }
+    if (line.spilled <= 0) return -1;
+    bucket = bucket + 1 == index.num_buckets ? 0 : bucket + 1;
+  }
+  return -1;
+}
+
+// Bytes of a row to ask for before it is read. The processor itself asks for what follows.
+constexpr int64_t kAskedBytes = 512;
+
+int64_t find(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,
+             const uint8_t** rows) {
+  const int64_t asked = index.row_bytes < kAskedBytes ? index.row_bytes : kAskedBytes;
+  int64_t missed = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = row_of(index, keys[i], homes[i]);
+    if (row < 0) {
+      rows[i] = nullptr;
+      ++missed;
+      continue;
+    }
+    const uint8_t* bytes = index.rows + row * index.row_bytes;
+    rows[i] = bytes;
+    for (int64_t at = 0; at < asked; at += 64) __builtin_prefetch(bytes + at, 0, 2);
+    __builtin_prefetch(bytes + asked - 1, 0, 2);
+  }
+  return missed;
 }

@@ -15,6 +15,7 @@ from ..serving.format import MISSES, ROW_FORMATS
 from ..train.progress import Progress
 from .checkpoints import checkpoint_at
 from .common import UsageError, check_folder, writing
+from .serve_bench import add_bench
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -25,7 +26,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Write snapshots of trained tables for servers, and look at them.",
     )
     parts = serve.add_subparsers(required=True, metavar="WHAT")
-    for each in (_add_export, _add_info):
+    for each in (_add_export, _add_info, add_bench):
         each(parts)
 
 

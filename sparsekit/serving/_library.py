@@ -112,6 +112,7 @@ _ARGUMENTS = {
     "sk_pin_newest": [c_void_p, POINTER(Pin)],
     "sk_unpin": [c_void_p, POINTER(Pin)],
     "sk_lookup": [c_void_p, POINTER(Pin), POINTER(Feature), c_int32],
+    "sk_time_lookups": [c_void_p, POINTER(Feature), c_int32, c_int64, c_void_p],
 }
 
 

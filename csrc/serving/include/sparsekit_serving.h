@@ -167,6 +167,12 @@ typedef struct sk_feature {
 SK_API int sk_lookup(sk_snapshot* snapshot, const sk_pin* pin, const sk_feature* features,
                      int32_t num_features);
 
+/* Calls sk_lookup() num_calls times in this thread, each time with the next num_features of features
+ * [num_calls * num_features], and writes the nanoseconds of each call to `nanoseconds`
+ * [num_calls]. Stops at the first lookup that fails. */
+SK_API int sk_time_lookups(sk_snapshot* snapshot, const sk_feature* features, int32_t num_features,
+                           int64_t num_calls, int64_t* nanoseconds);
+
 /* Finds the k rows of a table whose vectors have the largest dot products with `query` [dim]:
  * keys [k] and scores [k], best first, ties by the smaller key. *found becomes their number, which
  * is below k if the table has fewer rows. The result is exact. Rows that unknown keys share are
