@@ -6,7 +6,8 @@
 from typing import TYPE_CHECKING, Any
 
 from .errors import BusyError, SnapshotError, UnknownKeyError
-from .snapshot import Pinned, Request, Snapshot, TableInfo
+from .request import Request, TableInfo
+from .snapshot import Pinned, Snapshot
 from .writer import SnapshotWriter
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,45 +15,7 @@ import numpy as np
 from . import _library
 from ._library import COMBINERS, MISSES, ROW_FORMATS
 from .errors import BusyError
-from .inputs import Keys, read_keys
-
-
-@dataclass(frozen=True)
-class TableInfo:
-    """Describes a table of a snapshot.
-
-    Attributes:
-        name: name of the table.
-        rows: number of rows in use.
-        dim: length of a vector.
-        row_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
-        row_bytes: bytes of a row.
-        miss: what a key without a row has: the ``"initial"`` vector of training, ``"zeros"``, a
-            ``"fallback"`` row that unknown keys share, or an ``"error"``.
-        combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` or ``"none"``.
-        padding_key: key that stands for nothing, or None.
-    """
-
-    name: str
-    rows: int
-    dim: int
-    row_format: str
-    row_bytes: int
-    miss: str
-    combiner: str
-    padding_key: int | None
-
-
-@dataclass(frozen=True)
-class Request:
-    """Keys to look up in one table; `Snapshot.lookup` explains the fields."""
-
-    table: str
-    keys: Any
-    offsets: Any = None
-    weights: Any = None
-    combiner: str | None = None
-    found: bool = False
+from .request import ReadRequest, Request, TableInfo, joined, room
 
 
 class _Reader:
@@ -106,12 +67,35 @@ class _Reader:
 
         This is faster than one call for each, since the keys of all wait for memory together.
         """
-        read = [_Lookup(self._snapshot, request) for request in requests]
-        features = (_library.Feature * len(read))(*(each.feature for each in read))
+        read = [self._snapshot.read(request) for request in requests]
+        # Put the arrays of all requests together, as asking an array for its address takes long.
+        keys, keys_at = joined([each.keys.values for each in read])
+        offsets, offsets_at = joined([each.keys.offsets for each in read])
+        weights, weights_at = joined([each.keys.weights for each in read])
+        out, out_at = room([each.vectors * each.dim for each in read], np.float32)
+        found, found_at = room([each.founds for each in read], np.bool_)
+        features = (_library.Feature * len(read))()
+        for i, each in enumerate(read):
+            _library.FEATURE.pack_into(
+                features,
+                i * _library.FEATURE.size,
+                _library.FEATURE.size,
+                each.number,
+                each.combiner,
+                keys_at[i],
+                len(each.keys.values),
+                offsets_at[i],
+                each.bags,
+                weights_at[i],
+                out_at[i],
+                0,
+                found_at[i],
+            )
         pin = None if self._pin is None else ctypes.byref(self._pin)
         with self._snapshot.using() as handle:
             _library.check(_library.load().sk_lookup(handle, pin, features, len(read)))
-        return [each.result() for each in read]
+        del keys, offsets, weights  # which had to live until here
+        return [each.result(*parts) for each, *parts in zip(read, out, found, strict=True)]
 
 
 class Pinned(_Reader):
@@ -276,16 +260,16 @@ class Snapshot(_Reader):
             if any(pin.internal):  # otherwise an interrupt or an error came before the pin
                 _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
 
-    def table_number(self, table: str) -> tuple[int, TableInfo]:
-        """Return the number of a table, and its description when the snapshot was opened.
+    def read(self, request: Request) -> ReadRequest:
+        """Read a request and check it, except for the values of keys and offsets.
 
         Raises:
-            ValueError: there is no such table.
+            TypeError, ValueError: an argument is wrong, or there is no such table.
         """
-        if table not in self._numbers:
-            names = ", ".join(map(repr, self._numbers))
-            raise ValueError(f"{self.path}: no table named {table!r}; tables: {names or 'none'}")
-        return self._numbers[table]
+        if request.table not in self._numbers:
+            names = ", ".join(map(repr, self._numbers)) or "none"
+            raise ValueError(f"{self.path}: no table named {request.table!r}; tables: {names}")
+        return ReadRequest(self.path, *self._numbers[request.table], request)
 
     def _describe(self) -> _library.Info:
         info = _library.Info()
@@ -309,55 +293,3 @@ class Snapshot(_Reader):
             COMBINERS[info.combiner],
             info.padding_key if info.has_padding_key else None,
         )
-
-
-class _Lookup:
-    """A request, read; it owns the memory that its feature points to."""
-
-    def __init__(self, snapshot: Snapshot, request: Request) -> None:
-        number, info = snapshot.table_number(request.table)
-        name = f"{snapshot.path}: table {request.table!r}"
-        keys: Keys = read_keys(name, request.keys, request.offsets, request.weights)
-        combiner = request.combiner
-        if combiner is None:
-            combiner = "none" if keys.is_plain else info.combiner
-        if combiner not in COMBINERS:
-            raise ValueError(
-                f"{name}: combiner must be one of {', '.join(COMBINERS)}; got {combiner!r}"
-            )
-        if keys.weights is not None and combiner in ("none", "max"):
-            raise ValueError(f"{name}: weights must be None, as combiner is {combiner!r}")
-        offsets = keys.offsets
-        vectors = len(keys.values)
-        if offsets is not None and combiner != "none":
-            vectors = len(offsets) - 1
-        self._keys, self._is_each = keys, combiner == "none"
-        self._out = np.empty((vectors, info.dim), np.float32)
-        self._found = np.empty(len(keys.values), bool) if request.found else None
-        self.feature = _library.Feature(
-            table=number,
-            combiner=COMBINERS.index(combiner),
-            keys=keys.values.ctypes.data,
-            num_keys=len(keys.values),
-            offsets=None if offsets is None else offsets.ctypes.data,
-            num_bags=0 if offsets is None else len(offsets) - 1,
-            weights=None if keys.weights is None else keys.weights.ctypes.data,
-            out=self._out.ctypes.data,
-            found=None if self._found is None else self._found.ctypes.data,
-        )
-
-    def result(self) -> Any:
-        """Return the vectors, and with `found` a pair."""
-        keys, out = self._keys, self._out
-        dim = out.shape[1]
-        if self._is_each:
-            out = out.reshape(*keys.each, dim)
-        elif keys.slot_major:
-            samples, slots = keys.shape
-            out = np.ascontiguousarray(out.reshape(slots, samples, dim).transpose(1, 0, 2))
-        else:
-            out = out.reshape(*keys.shape, dim)
-        parts = [out] if self._found is None else [out, self._found.reshape(keys.each)]
-        if keys.is_torch:
-            parts = [sys.modules["torch"].from_numpy(part) for part in parts]
-        return parts[0] if self._found is None else tuple(parts)

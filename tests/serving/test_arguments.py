@@ -195,6 +195,13 @@ def test_python(snapshot, error, arguments, message):
         snapshot.lookup_many([Request("a", KEYS), Request(**asked)])
 
 
+def test_both_descriptions_of_a_feature_agree():
+    fields = {name: number for number, (name, _) in enumerate(_library.Feature._fields_, 1)}
+    features = (_library.Feature * 2)()
+    _library.FEATURE.pack_into(features, _library.FEATURE.size, *fields.values())
+    assert {name: getattr(features[1], name) for name in fields} == fields
+
+
 def test_no_requests(snapshot):
     assert snapshot.lookup_many([]) == []
     assert snapshot.lookup("a", KEYS[:0]).shape == (0, 4)
