@@ -11,7 +11,8 @@ import numpy as np
 
 from . import _library
 from .format import BUCKET, SNAPSHOT_HEADER, TABLE_RECORD
-from .snapshot import Snapshot, TableInfo
+from .request import TableInfo
+from .snapshot import Snapshot
 
 # Warm calls that come first and are not counted, as a fraction of all.
 _WARM_UP = 0.1
