@@ -1,7 +1,7 @@
 // Times lookups where no interpreter is between them.
 #include <chrono>
 
-#include "sparsekit_serving.h"
+#include "serving/include/sparsekit_serving.h"
 
 extern "C" int sk_time_lookups(sk_snapshot* snapshot, const sk_feature* features,
                                int32_t num_features, int64_t num_calls, int64_t* nanoseconds) {
