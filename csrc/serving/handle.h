@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "serving/live.h"
 #include "serving/pins.h"
 #include "serving/pool_kernels.h"
 #include "serving/snapshot_file.h"
@@ -16,9 +17,10 @@ struct sk_snapshot {
   std::string path;  // as the caller has said it
   bool is_folder = false;
   const sparsekit::serving::PoolKernels* kernels = nullptr;
-  std::shared_ptr<sparsekit::serving::SnapshotFile> file;
   sparsekit::serving::Pins pins;
   sparsekit::serving::Version sides[2];
+  uint64_t log_id = 0;
+  sparsekit::serving::Live live{&pins, sides};  // owns what the sides refer to
 };
 
 namespace sparsekit::serving {

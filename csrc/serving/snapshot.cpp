@@ -49,8 +49,8 @@ int open_snapshot(const char* path, const sk_open_options* given, sk_snapshot** 
           opened->is_folder ? open_folder(path, options, &file) : open_file(path, options, &file)) {
     return failed;
   }
-  opened->file = std::move(file);
-  opened->sides[0] = version_of(*opened->file);
+  opened->log_id = file->header.log_id;
+  opened->live.start(opened->is_folder ? path : "", std::move(file));
   *snapshot = opened.release();
   return SK_OK;
 }
@@ -102,7 +102,7 @@ int sk_describe(sk_snapshot* snapshot, sk_info* info) {
   const Reading reading(snapshot, nullptr);
   const Version& version = reading.version();
   sk_info all{};
-  all.log_id = snapshot->file->header.log_id;
+  all.log_id = snapshot->log_id;
   all.version = version.version;
   all.dense_version = version.dense_version;
   all.step = version.step;

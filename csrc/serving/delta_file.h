@@ -1,0 +1,37 @@
+// Reads the files of deltas.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "serving/format.h"
+#include "serving/version.h"
+
+namespace sparsekit::serving {
+
+// A section of a delta that has been checked. Keys and rows lie in memory of the DeltaFile.
+struct Section {
+  int32_t table;
+  bool tombstones;
+  int64_t num_keys;
+  const int64_t* keys;
+  const uint8_t* rows;  // [num_keys, row_bytes]; null for tombstones
+};
+
+// A delta of one rank, read and checked as a whole. It is read into memory, not mapped: the file
+// may be on a shared folder and be removed or cut at any time.
+struct DeltaFile {
+  DeltaHeader header;
+  std::vector<Section> sections;
+  int64_t num_upserts = 0;
+  std::unique_ptr<uint64_t[]> data;
+
+  // Reads a file, compares all checksums, and checks that its tables are those of `tables`. Returns
+  // an sk_status; on an error, `*missing` says whether the file is not there (any more).
+  int read(const std::string& path, uint64_t log_id, const std::vector<TableView>& tables,
+           bool* missing);
+};
+
+}  // namespace sparsekit::serving

@@ -1,0 +1,42 @@
+// Lists the folder of a delta log.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace sparsekit::serving {
+
+std::string base_name(uint64_t version);
+std::string delta_name(uint64_t version, uint32_t rank, uint32_t num_ranks);
+
+struct LogFolder {
+  // The parts of a version that are there.
+  struct Parts {
+    uint32_t num_ranks;
+    std::vector<uint32_t> ranks;  // ascending
+
+    bool complete() const { return ranks.size() == num_ranks; }
+  };
+
+  std::string path;
+  bool has_base = false;
+  uint64_t newest_base = 0;
+  std::map<uint64_t, Parts> deltas;
+
+  // Reads the folder; an sk_status. Files that come or go meanwhile may be seen or not.
+  int read(const std::string& folder);
+
+  bool is_complete(uint64_t version) const;
+
+  // Returns true if a later version is complete: this one should be there, too.
+  bool has_complete_after(uint64_t version) const;
+
+  // Returns the name of a file of this version that is not there.
+  std::string missing(uint64_t version) const;
+
+  std::string in_folder(const std::string& name) const { return path + "/" + name; }
+};
+
+}  // namespace sparsekit::serving

@@ -1,0 +1,58 @@
+// The two sides of a snapshot: tables that deltas change, one side at a time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "serving/base.h"
+#include "serving/delta_file.h"
+#include "serving/live_index.h"
+#include "serving/version.h"
+
+namespace sparsekit::serving {
+
+// A side. `indexes` is empty as long as the side is as the file.
+struct Side {
+  std::shared_ptr<Base> base;
+  std::vector<LiveIndex> indexes;
+  Version version;
+};
+
+// Changes of one side since it was last equal to the other one.
+struct Batch {
+  struct Edit {
+    int64_t key;
+    int32_t row;  // -1: the key is removed
+  };
+  struct OfTable {
+    std::vector<Edit> edits;
+    std::vector<int32_t> left;  // rows that the edits have replaced: free once both sides have them
+    std::vector<int32_t> taken;  // rows that the edits use
+  };
+  std::vector<OfTable> tables;
+  uint32_t number = 1;  // tells the batch's rows from those that lookups may read
+  int64_t rows_written = 0;
+  int64_t rows_erased = 0;
+  int64_t versions = 0;
+};
+
+// Makes a side that is as the file, and can be changed. Returns an sk_status.
+int begin_side(std::shared_ptr<Base> base, Side* side);
+
+// Applies a version, given its parts of all ranks, to a side that no lookup reads. SK_NO_MEMORY
+// changes nothing; after SK_DAMAGED, which a damaged index leads to, the side is of no use.
+int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch);
+
+// Makes the changes of a batch to the other side, which no lookup reads. As apply_version().
+int replay(const Batch& batch, const Version& to, Side* side);
+
+// Makes `side` equal to another one, which lookups may read. Returns an sk_status.
+int copy_side(const Side& from, Side* side);
+
+// Takes back the rows of a batch: those that it replaced, or, if no side has its changes, those
+// that it used.
+void give_back_left(const Batch& batch, Base* base);
+void give_back_taken(const Batch& batch, Base* base);
+
+}  // namespace sparsekit::serving

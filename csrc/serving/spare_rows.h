@@ -1,0 +1,53 @@
+// Rows of a table that lie in memory behind those of its file.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sparsekit::serving {
+
+// Hands out rows that no side refers to. Both sides of a snapshot share them. The addresses behind
+// the file's rows are reserved, and get memory as rows are needed.
+class SpareRows {
+ public:
+  SpareRows() = default;
+  // Row r lies at rows + r * row_bytes. The rows from `first` on, up to `most`, are behind the
+  // file's pages. `lock`: their memory is to stay in memory.
+  SpareRows(uint8_t* rows, int64_t row_bytes, int64_t first, int64_t most, bool lock);
+
+  enum class Room { kYes, kFull, kNoMemory };
+  // Lets n calls of take() succeed.
+  Room reserve(int64_t n);
+
+  // Returns a row for batch number `batch`.
+  int32_t take(uint32_t batch);
+
+  // Returns true if this batch took the row, so that no lookup reads it yet.
+  bool is_of(uint32_t batch, int64_t row) const {
+    return owns(row) && batch_of_[row - first_] == batch;
+  }
+
+  // Takes back rows that no side refers to any more; rows of the file are ignored.
+  void give_back(const std::vector<int32_t>& rows);
+
+  uint8_t* at(int32_t row) const { return rows_ + row * row_bytes_; }
+
+  // Returns the end of the rows that have memory.
+  int64_t limit() const { return limit_; }
+  int64_t in_use() const { return next_ - first_ - static_cast<int64_t>(free_.size()); }
+
+ private:
+  bool owns(int64_t row) const { return row >= first_ && row < next_; }
+
+  uint8_t* rows_ = nullptr;
+  int64_t row_bytes_ = 0;
+  int64_t first_ = 0;
+  int64_t most_ = 0;
+  bool lock_ = false;
+  int64_t next_ = 0;   // rows from here on have never been taken
+  int64_t limit_ = 0;  // rows from here on have no memory
+  std::vector<int32_t> free_;
+  std::vector<uint32_t> batch_of_;  // of each row from first_ on; 0 while it is free
+};
+
+}  // namespace sparsekit::serving
