@@ -22,7 +22,7 @@ from ..tables.hash_table import HashTable
 from ..tables.life import RowLife
 from ..tables.removal import remove_rows
 from ..tables.scores import UserScore
-from ..tables.weight import count_own_writes
+from ..tables.written_rows import Write
 from .fallback import redirected_keys
 from .make_room import Known, make_room_here, make_room_on_ranks, rows_at_most
 from .padding import is_padding
@@ -307,8 +307,9 @@ def _write(
     rows = _insert(layer, distinct, scores)
     if layer.life is not None:
         saved.run_all(layer.life.removal_of_counts(distinct))
+    write = Write([layer.weight])
     layer.weight.index_copy_(0, rows, vectors.to(layer.weight.dtype))
-    count_own_writes([layer.weight])
+    write.done([rows])
 
 
 def scored_life(layer: EmbeddingTable, so: str) -> RowLife:

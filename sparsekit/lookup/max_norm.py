@@ -3,7 +3,7 @@
 import torch
 
 from ..ops._checks import accumulate_dtype
-from ..tables.weight import count_own_writes
+from ..tables.written_rows import Write
 
 
 @torch.no_grad()
@@ -27,5 +27,6 @@ def limit_norms(
     scaled = vectors[above] * (max_norm / (norms[above] + 1e-7))
     # Write only if a row changes: after a write, a backward that saved the weight would fail.
     if len(scaled):
+        write = Write([weight])
         weight.detach()[rows[above]] = scaled.to(weight.dtype)
-        count_own_writes([weight])
+        write.done([rows[above]])

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import increment_version
 
 from .._pybind import each_is
 from .._reports import DEFERRING_DEVICES, Reports, errors_are_deferred, reports_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.in_flight import InFlight
 from ..tables.reports import Report, entries_by_table
-from ..tables.weight import count_own_writes, key_changes, update_of_all
+from ..tables.weight import key_changes, update_of_all
+from ..tables.written_rows import count_new_rows
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
 from .grow import grow_ahead, grow_for, grow_on, larger_of
@@ -274,8 +274,7 @@ class TableOps:
         each = zip(self._batch.hashed, before, now, strict=True)
         new = {t: size - then for t, then, size in each if size > then}
         changed = [self.weights[t] for t in new]
-        increment_version(changed)
-        count_own_writes(changed)
+        count_new_rows(changed)
         self._new.update(new)
 
     def _make_room(self, swept: Sequence[int]) -> list[int]:

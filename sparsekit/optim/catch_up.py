@@ -15,7 +15,8 @@ import torch
 from .. import ops
 from ..distributed.dtensor import local
 from ..tables.row_states import reach_of
-from ..tables.weight import EmbeddingWeight, count_own_writes
+from ..tables.weight import EmbeddingWeight
+from ..tables.written_rows import Write
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
@@ -114,6 +115,7 @@ class CatchUpOptimizer(RowOptimizer):
                 if reach is not None:
                     weight, row_step = weight[:reach], row_step[:reach]
                     states = [of_rows[:reach] for of_rows in states]
+                write = Write([parameter])
                 ops.catch_up_rows_(
                     weight,
                     states,
@@ -124,7 +126,7 @@ class CatchUpOptimizer(RowOptimizer):
                     self.rule,
                     [0.0, *missed.settings],  # 0.0 is unused: `numbers` has the learning rates
                 )
-                count_own_writes([parameter])
+                write.done([None if rows is None else rows[rows >= 0]])
             if rows is None:
                 missed.drop(count)
                 if (

@@ -15,6 +15,7 @@ from ..distributed.dtensor import local
 from ..errors import check_int
 from ..tables.row_states import with_room, with_rows
 from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
+from ..tables.written_rows import Write, have_marks
 from .fused_call import FusedCalls
 from .load_state import keep_kind, loaded_states, with_keys
 from .settings import Allowed, allowed_values, rate_on
@@ -261,20 +262,21 @@ class RowOptimizer(torch.optim.Optimizer):
         dense = [rows is None for _, rows, _ in updates]
         for call in self._calls(group, [parameter for parameter, _, _ in updates], dense):
             taken = [updates[i] for i in call.positions]
-            for parameter, rows, _ in taken:
-                if rows is None and isinstance(parameter, EmbeddingWeight):
-                    parameter.moved = True
+            for weight in (w for w, r, _ in taken if r is None and isinstance(w, EmbeddingWeight)):
+                weight.moved = True
+            write = Write([parameter for parameter, _, _ in taken])
             ops.update_rows_(
                 call.weights, call.states, call.row_steps,
                 [rows for _, rows, _ in taken if rows is not None],
                 [as_rows(w, r, g) for w, (_, r, g) in zip(call.weights, taken, strict=True)],
                 call.steps, **self._step(group, call.weights[0].device),
             )  # fmt: skip
-            count_own_writes([parameter for parameter, _, _ in taken])
+            write.done([rows for _, rows, _ in taken])
 
     def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
         """Return whether a single pass can sum gradients and apply the step."""
-        return not group["maximize"]  # a single pass cannot change gradients' sign
+        # It cannot change the sign of gradients, and does not report the rows that it writes to.
+        return not group["maximize"] and not have_marks(weights)
 
     def _update_summing(
         self, group: dict[str, Any], weights: list[torch.Tensor], update: Callable[..., None]

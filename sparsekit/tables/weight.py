@@ -18,6 +18,7 @@ from .counter import Counter
 from .hash_table import HashTable
 from .in_flight import InFlight
 from .row_states import follow_keys, initial_rows, states_of_rows
+from .written_rows import WrittenRows
 
 # Number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
@@ -61,6 +62,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     keys_changed_at: int = 0
     # The files that hold rows and their states; None if they are in memory.
     files: RowFiles | None = None
+    # Marks of the rows that have been written to, if a delta log wants to know.
+    written_rows: WrittenRows | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Apply the optimizer steps that these rows, or all rows, have missed."""

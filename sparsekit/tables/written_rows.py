@@ -1,0 +1,94 @@
+"""Marks the rows of a weight that the library writes to, for those who follow a table's changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from .._pybind import count_up, each_is
+
+NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+class WrittenRows:
+    """Marks of the rows that have been written to since the marks were made or cleared.
+
+    The places that write to rows in training make the marks. All other writes, by user code, by
+    loading or by moving rows, are recognized by torch's version counter of the weight; `complete`
+    is then False, and only a comparison of all rows can tell which of them have changed.
+
+    Args:
+        weight: an `EmbeddingWeight`; its attribute ``written_rows`` refers to the marks.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.marks = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        # Version of the weight up to which all writes are marked.
+        self._version = weight._version
+
+    def note(self, rows: torch.Tensor | None, before: int, now: int) -> None:
+        """Mark the rows of a write, after it.
+
+        Args:
+            rows: int64 or int32, all of them rows of the weight; None if they are not known.
+            before: version of the weight before the write.
+            now: version after the write.
+        """
+        if rows is not None and before == self._version:
+            if len(rows):
+                self.marks.index_fill_(0, rows.to(torch.int64), True)
+            self._version = now
+
+    def complete(self, weight: torch.Tensor) -> bool:
+        """Return whether all writes to the weight are marked."""
+        return weight._version == self._version
+
+    def clear(self, weight: torch.Tensor, rows: np.ndarray | None) -> None:
+        """Remove the marks of rows, or of all for None; take all writes so far as known."""
+        if rows is None:
+            self.marks.zero_()
+        else:
+            self.marks.index_fill_(0, torch.from_numpy(rows).to(self.marks.device), False)
+        self._version = weight._version
+
+
+class Write:
+    """A write of the library to weights, from before it until `done`.
+
+    Args:
+        weights: tensors of any type; only those with marks matter.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self.weights = weights
+        marked = any(getattr(weight, "written_rows", None) is not None for weight in weights)
+        self._before = [weight._version for weight in weights] if marked else None
+
+    def done(self, rows: Iterable[torch.Tensor | None]) -> None:
+        """Count one write to each weight as the library's own, and mark rows.
+
+        Args:
+            rows: rows of each weight, int64 or int32; None if they are not known.
+        """
+        count_up(list(self.weights), "noted_version")
+        if self._before is None:
+            return
+        for weight, before, written in zip(self.weights, self._before, rows, strict=True):
+            marks: WrittenRows | None = getattr(weight, "written_rows", None)
+            if marks is not None:
+                marks.note(written, before, weight._version)
+
+
+def count_new_rows(weights: Sequence[torch.Tensor]) -> None:
+    """Record that the library has written new rows, in one write to each weight."""
+    write = Write(weights)
+    increment_version(weights)
+    write.done([NO_ROWS] * len(weights))  # new rows need no marks
+
+
+def have_marks(weights: Sequence[torch.Tensor]) -> bool:
+    """Return whether any of the weights, all of them those of layers, has marks."""
+    return not each_is(list(weights), "written_rows", None)
