@@ -19,7 +19,7 @@ from sparsekit.cli import serve as serve_command
 from sparsekit.cli import table as table_command
 from sparsekit.cli.dispatch import make_parser
 from sparsekit.distributed.world import settings
-from sparsekit.serving import export_module
+from sparsekit.serving import DeltaLog, export_module
 from sparsekit.train.plots import read_run
 from sparsekit.train.profile import Profile
 
@@ -193,6 +193,7 @@ COMMANDS = {
         "path": ("old.sks", {"output": "t: 0 rows of dim 3 in float32"}),
         "--verify": (None, {"output": "UTC, whole"}),
     },
+    "serve compact": {"path": ("log", {"output": "log: the base has version 0"})},
     "table": {
         "path": ("ckpt", {"output": "t: dim 3, float32, hash table"}),
         "--table": ("t", {"table_figures.names": ["t"]}),
@@ -371,6 +372,7 @@ def write(command):
         model = torch.nn.ModuleDict({"t": sparsekit.Embedding(9, 3)})
         checkpoint.save(model, "ckpt", step=5)
         export_module(model, "old.sks")
+        DeltaLog("log", model).close()
         Path("dump").mkdir()
         Path("dump/t_keys.file").write_bytes(bytes(8))
         Path("dump/t_values.file").write_bytes(bytes(12))

@@ -175,7 +175,7 @@ class TableShard:
                 keys += self.layer.rank
             else:
                 buckets = table.buckets if self._buckets is None else self._buckets
-                keys = _keys_of_rows(table, buckets, begin, end)
+                keys = keys_of_rows(table, buckets, begin, end)
             yield keys.view("<u8") if chosen is None else keys.view("<u8")[chosen]
 
 
@@ -187,7 +187,7 @@ def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
     return base if base.stride(0) == tensor.stride(0) else tensor
 
 
-def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
+def keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
     """Return the int64 keys of rows ``[begin, end)``; allocate memory for these rows only."""
     keys = np.empty(end - begin, dtype=np.int64)
     found = 0

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 
 from .._arguments import Parser
 from ..checkpoint.folder import chain
-from ..serving import Snapshot, SnapshotError
+from ..serving import LogError, Snapshot, SnapshotError, compact
 from ..serving.export import export_checkpoint
 from ..serving.format import MISSES, ROW_FORMATS
 from ..train.progress import Progress
@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Write snapshots of trained tables for servers, and look at them.",
     )
     parts = serve.add_subparsers(required=True, metavar="WHAT")
-    for each in (_add_export, _add_info, add_bench):
+    for each in (_add_export, _add_info, _add_compact, add_bench):
         each(parts)
 
 
@@ -133,4 +133,24 @@ def _info(args: argparse.Namespace) -> int:
                       f"{padding}")  # fmt: skip
     except (OSError, SnapshotError) as error:
         raise UsageError(str(error)) from error
+    return 0
+
+
+def _add_compact(parts: argparse._SubParsersAction[Parser]) -> None:
+    parser = parts.add_parser(
+        "compact",
+        help="merge the deltas of a log into a new base",
+        description="Merge the deltas of a log into a new base, and remove them. The trainer and "
+        "readers go on meanwhile. Keys that have been erased are gone from the new base.",
+    )
+    parser.set_defaults(run=_compact)
+    parser.add_argument("path", metavar="FOLDER", help="the folder of a log")
+
+
+def _compact(args: argparse.Namespace) -> int:
+    try:
+        version = compact(args.path)
+    except (OSError, LogError) as error:
+        raise UsageError(str(error)) from error
+    print(f"{args.path}: the base has version {version}")
     return 0

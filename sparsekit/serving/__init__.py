@@ -1,20 +1,24 @@
 """Serves trained tables: looks raw keys up in snapshots. Needs NumPy, and no torch.
 
-`export_module` and `export_checkpoint`, which write snapshots of what torch has trained, need it.
+`export_module`, `export_checkpoint` and `DeltaLog`, which write what torch has trained, need it.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import BusyError, SnapshotError, UnknownKeyError
+from .errors import BusyError, LogError, SnapshotError, UnknownKeyError
+from .log_folder import compact
 from .request import Request, TableInfo
 from .snapshot import Pinned, Snapshot
 from .writer import SnapshotWriter
 
 if TYPE_CHECKING:
+    from .delta_log import DeltaLog
     from .export import export_checkpoint, export_module
 
 __all__ = [
     "BusyError",
+    "DeltaLog",
+    "LogError",
     "Pinned",
     "Request",
     "Snapshot",
@@ -22,6 +26,7 @@ __all__ = [
     "SnapshotWriter",
     "TableInfo",
     "UnknownKeyError",
+    "compact",
     "export_checkpoint",
     "export_module",
 ]
@@ -32,4 +37,8 @@ def __getattr__(name: str) -> Any:
         from . import export  # imports torch
 
         return getattr(export, name)
+    if name == "DeltaLog":
+        from .delta_log import DeltaLog
+
+        return DeltaLog
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,8 +103,21 @@ class Feature(_Sized):
     ]
 
 
+class Progress(_Sized):
+    """The struct sk_progress."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("version", c_uint64),
+        ("deltas", c_int64),
+        ("rows_written", c_int64),
+        ("rows_erased", c_int64),
+    ]
+
+
 # The fields of Feature. Filling in all of them at once is faster.
 FEATURE = struct.Struct("@NiiPqPqPPqP")
+
 
 # Arguments of the functions; all return an sk_status.
 _ARGUMENTS = {
@@ -117,6 +130,8 @@ _ARGUMENTS = {
     "sk_unpin": [c_void_p, POINTER(Pin)],
     "sk_lookup": [c_void_p, POINTER(Pin), POINTER(Feature), c_int32],
     "sk_time_lookups": [c_void_p, POINTER(Feature), c_int32, c_int64, c_void_p],
+    "sk_follow": [c_void_p, POINTER(Progress)],
+    "sk_apply": [c_void_p, POINTER(c_char_p), c_int32, POINTER(Progress)],
 }
 
 

@@ -59,17 +59,23 @@ class Draft:
             while rest:
                 rest = rest[self.file.write(rest) :]
 
-    def publish(self) -> None:
+    def publish(self, sync: bool = True) -> None:
         """Sync the file to disk, and give it its name, in place of any file of that name.
+
+        Args:
+            sync: False leaves the moment of writing to the system. After a loss of power the file
+                may then have its name, but not its bytes.
 
         Raises:
             OSError: the file cannot be synced or renamed; the error names it.
         """
         with self.naming():
-            os.fsync(self.file.fileno())
+            if sync:
+                os.fsync(self.file.fileno())
             os.replace(self.path, self.target)
             self.file.close()
-            sync_folder(self.target.parent)
+            if sync:
+                sync_folder(self.target.parent)
 
     def end(self) -> None:
         """Remove the draft, unless it has been published."""

@@ -8,6 +8,10 @@ class SnapshotError(RuntimeError):
     """
 
 
+class LogError(RuntimeError):
+    """Raised when a delta log cannot be written or compacted; the message names the file."""
+
+
 class BusyError(RuntimeError):
     """Raised when a snapshot cannot be closed or changed because versions of it are pinned."""
 

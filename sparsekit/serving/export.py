@@ -173,10 +173,15 @@ def tables_of_module(module: torch.nn.Module) -> list[Exported]:
                 f"(sparsekit.checkpoint.save), and export that: sparsekit serve export CHECKPOINT "
                 f"FILE, or export_checkpoint"
             )
-    return [_of_layer(name, layer) for name, layer in layers.items()]
+    return [of_layer(name, layer) for name, layer in layers.items()]
 
 
-def _of_layer(name: str, layer: EmbeddingTable) -> Exported:
+def of_layer(name: str, layer: EmbeddingTable) -> Exported:
+    """Describe this rank's part of a table.
+
+    Raises:
+        RuntimeError: the table is on the meta device.
+    """
     bring_up_to_date(layer)
     shard = shard_of(name, layer, None, {})
     facts = shard.facts
@@ -339,16 +344,16 @@ def _fill(table: Exported, writer: TableWriter) -> None:
             have[keys[own] - FIRST_FALLBACK] = True
             if not keeps:
                 keys, vectors = keys[~own], vectors[~own]
-        writer.append(keys.numpy(), _floats(vectors))
+        writer.append(keys.numpy(), floats(vectors))
     if keeps and not have.all() and table.initializer is not None:
         # Rows that no lookup in training has read yet have no place, and read initial vectors.
         keys = (~have).nonzero().squeeze(1) + FIRST_FALLBACK
         vectors = torch.empty(len(keys), table.dim, dtype=getattr(torch, table.dtype), device="cpu")
         table.initializer.write_(vectors, keys, seed=table.seed)
-        writer.append(keys.numpy(), _floats(vectors))
+        writer.append(keys.numpy(), floats(vectors))
 
 
-def _floats(vectors: torch.Tensor) -> np.ndarray:
+def floats(vectors: torch.Tensor) -> np.ndarray:
     """Convert vectors to an array; bfloat16, which NumPy does not have, becomes float32."""
     array: np.ndarray = (vectors.float() if vectors.dtype == torch.bfloat16 else vectors).numpy()
     return array

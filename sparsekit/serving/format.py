@@ -6,6 +6,7 @@ docs/serving_format.md describes the files.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -134,6 +135,12 @@ def delta_part(name: str) -> tuple[int, int, int] | None:
     """Return version, rank and number of ranks of a delta; None if it is no name of a delta."""
     match = _DELTA.match(name)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def offset_of(layout: np.dtype, field: str) -> int:
+    """Return where a field begins, in bytes."""
+    fields: Any = layout.fields
+    return int(fields[field][1])
 
 
 def page_after(offset: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from . import _library
 from ._library import COMBINERS, MISSES, ROW_FORMATS
 from .errors import BusyError
+from .follow import Follower, Progress, follow_once
 from .request import ReadRequest, Request, TableInfo, joined, room
 
 
@@ -146,6 +147,7 @@ class Snapshot(_Reader):
         self._handle = ctypes.c_void_p()
         self._users: set[object] = set()  # calls of the library that are running
         self._closing = threading.Lock()
+        self.follower: Follower | None = None
         options = _library.OpenOptions(verify=verify, prefault=prefault, lock=lock, copy=copy)
         library = _library.load()
         name = os.fsencode(self.path)
@@ -163,6 +165,8 @@ class Snapshot(_Reader):
         Raises:
             BusyError: a version is pinned, or another thread looks up; nothing is closed then.
         """
+        if self.follower is not None:
+            self.follower.close()
         with self._closing:
             handle = self._handle
             if not handle:
@@ -242,6 +246,42 @@ class Snapshot(_Reader):
     def log_id(self) -> int:
         """Return the number of the delta log that the snapshot belongs to; 0 if there is none."""
         return int(self._describe().log_id)
+
+    def refresh(self) -> Progress:
+        """Take over what has come to the folder of the delta log since the last call.
+
+        All versions that are complete are taken over. Lookups of other threads go on meanwhile.
+
+        Returns:
+            What has been taken over.
+
+        Raises:
+            ValueError: the snapshot was opened by its file, not by the folder of its log.
+            SnapshotError: a file is damaged or missing; the message names it. The last good version
+                stays, and the next call tries again.
+            BusyError: an older version is pinned; nothing has changed.
+            OSError: a file cannot be read.
+            MemoryError: there is no room for rows that deltas bring.
+        """
+        with self.using() as handle:
+            return follow_once(handle)
+
+    def follow(self, every: float = 0.05) -> Follower:
+        """Call `refresh` from a thread until the snapshot is closed.
+
+        The first of several errors in a row is shown as a warning; the attribute ``follower`` has
+        the last one. Closing the snapshot ends the thread.
+
+        Args:
+            every: seconds from the beginning of one call to that of the next.
+
+        Returns:
+            The thread, whose ``close`` ends it.
+        """
+        if self.follower is not None:
+            self.follower.close()
+        self.follower = Follower(self, every)
+        return self.follower
 
     @contextmanager
     def pin(self) -> Iterator[Pinned]:

@@ -1,0 +1,180 @@
+"""Finds the rows of a table that have changed since the last delta."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .._pybind import xxh64_fixed_width
+from ..checkpoint.evaluation import bring_up_to_date
+from ..checkpoint.snapshot import keys_of_rows
+from ..lookup.max_norm import limit_norms
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.weight import EmbeddingWeight
+from ..tables.written_rows import WrittenRows
+
+# Bytes of vectors to copy at a time.
+_PIECE = 8 << 20
+_NO_KEYS = np.empty(0, np.int64)
+
+
+@dataclass
+class Changes:
+    """Changes of one rank's part of a table.
+
+    Attributes:
+        rows: rows that are new or have changed, int64 ``[n]``, in ascending order.
+        keys: their keys, int64 ``[n]``.
+        removed: keys that have no row any more, int64 ``[k]``.
+        compared: whether all rows had to be compared, since not all writes were marked.
+    """
+
+    rows: np.ndarray
+    keys: np.ndarray
+    removed: np.ndarray
+    compared: bool
+    _all_keys: np.ndarray = field(repr=False)
+    _prints: np.ndarray = field(repr=False)  # of `rows`, or of all rows if `compared`
+    _keys_changed_at: int = field(repr=False)
+
+
+class ChangedRows:
+    """Follows one rank's part of a table; everything counts as changed at first.
+
+    Lookups and optimizers mark the rows that they write to (`WrittenRows`). After any other write
+    the rows are compared by an XXH64 of each, which misses a change with a probability of 2^-64.
+    Nothing is forgotten before `done`, so that a delta that could not be written can be repeated.
+
+    Args:
+        layer: the layer that the table belongs to.
+    """
+
+    def __init__(self, layer: EmbeddingTable) -> None:
+        self.layer = layer
+        self._keys = _NO_KEYS
+        self._prints = np.empty(0, np.uint64)
+        self._weight: torch.Tensor | None = None
+        self._marks: WrittenRows | None = None  # of this weight; another log may replace them
+        self._keys_changed_at = 0
+
+    def find(self) -> Changes:
+        """Find what has changed since the last `done`.
+
+        Rows that an optimizer would bring up to date later are brought up to date, and count as
+        changed: under Adam with ``mode="catch_up"``, all rows.
+
+        Raises:
+            IndexError, ValueError, TableFullError: see `sparsekit.raise_errors`.
+        """
+        layer = self.layer
+        bring_up_to_date(layer)
+        weight = layer.weight
+        size = layer.capacity if layer.table is None else len(layer.table)
+        changed_at = getattr(weight, "keys_changed_at", 0)
+        before = len(self._keys)
+        marks: WrittenRows | None = self._marks
+        if (
+            marks is None
+            or weight is not self._weight
+            or not self._marks_are_own(weight)
+            or not marks.complete(weight)
+            or changed_at != self._keys_changed_at
+            or size < before
+        ):
+            return self._compare(size, changed_at)
+        marked = np.flatnonzero(marks.marks[:before].cpu().numpy())
+        rows = np.concatenate([marked, np.arange(before, size)])
+        keys = self._keys
+        if size > before:
+            keys = np.concatenate([keys, self._keys_of(before, size)])
+        prints = _hashed(gathered(weight, rows))
+        return Changes(rows, keys[rows], _NO_KEYS, False, keys, prints, changed_at)
+
+    def _marks_are_own(self, weight: torch.Tensor) -> bool:
+        return getattr(weight, "written_rows", None) is self._marks
+
+    def _compare(self, size: int, changed_at: int) -> Changes:
+        keys = self._keys_of(0, size)
+        prints = fingerprints(self.layer.weight, size)
+        both = min(size, len(self._keys))
+        moved = keys[:both] != self._keys[:both]
+        differs = moved | (prints[:both] != self._prints[:both])
+        rows = np.concatenate([np.flatnonzero(differs), np.arange(both, size)])
+        left = np.concatenate([self._keys[:both][moved], self._keys[both:]])
+        removed = np.setdiff1d(left, keys[rows])
+        return Changes(rows, keys[rows], removed, True, keys, prints, changed_at)
+
+    def done(self, changes: Changes) -> None:
+        """Forget changes that have been written; no step may have come after `find`."""
+        weight, size = self.layer.weight, len(changes._all_keys)
+        self._keys, self._keys_changed_at = changes._all_keys, changes._keys_changed_at
+        if changes.compared:
+            self._prints = changes._prints
+        else:
+            if size > len(self._prints):
+                added = np.zeros(size - len(self._prints), np.uint64)
+                self._prints = np.concatenate([self._prints, added])
+            self._prints[changes.rows] = changes._prints
+        own = isinstance(weight, EmbeddingWeight) and weight.written_rows is self._marks
+        if own and weight is self._weight and self._marks is not None:
+            self._marks.clear(weight, None if changes.compared else changes.rows)
+        elif isinstance(weight, EmbeddingWeight) and weight.is_cpu and not weight.is_inference():
+            # On a device, marks would make the host wait for the rows of fused updates.
+            self._marks = weight.written_rows = WrittenRows(weight)
+        else:
+            self._marks = None
+        self._weight = weight
+
+    def close(self) -> None:
+        """Make no more marks."""
+        weight = self._weight
+        if isinstance(weight, EmbeddingWeight) and weight.written_rows is self._marks:
+            weight.written_rows = None
+
+    def vectors(self, rows: np.ndarray) -> torch.Tensor:
+        """Return the vectors that lookups in evaluation read, ``[n, dim]`` on the CPU."""
+        layer = self.layer
+        vectors = gathered(layer.weight, rows)
+        if layer.max_norm is not None:
+            limit_norms(vectors, torch.arange(len(rows)), layer.max_norm, layer.norm_type)
+        return vectors
+
+    def _keys_of(self, begin: int, end: int) -> np.ndarray:
+        """Return the keys of rows ``[begin, end)``, int64."""
+        layer = self.layer
+        if begin == end:
+            return _NO_KEYS
+        if layer.table is None:
+            return np.arange(begin, end, dtype=np.int64) * layer.world_size + layer.rank
+        return keys_of_rows(layer.table, layer.table.buckets, begin, end)
+
+
+def gathered(weight: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """Return a copy of rows, int64 ``[n]``, of a weight on any device, ``[n, dim]`` on the CPU."""
+    vectors = weight.detach()
+    if vectors.is_cpu and vectors.is_contiguous() and len(rows):
+        # In this thread: those of torch, for which training waits as well, would save nothing.
+        taken = vectors.view(torch.uint8).numpy().take(rows, axis=0)
+        return torch.from_numpy(taken).view(vectors.dtype)
+    return vectors[torch.from_numpy(rows).to(vectors.device)].cpu()
+
+
+def fingerprints(weight: torch.Tensor, size: int) -> np.ndarray:
+    """Return the XXH64 of each of the first ``size`` vectors of a weight, uint64 ``[size]``."""
+    vectors = weight.detach()[:size]
+    if vectors.is_cpu and vectors.is_contiguous():
+        return _hashed(vectors)
+    step = max(1, _PIECE // max(1, vectors.shape[1] * vectors.itemsize))
+    parts = [_hashed(part.cpu().contiguous()) for part in vectors.split(step)]
+    return np.concatenate([np.empty(0, np.uint64), *parts])
+
+
+def _hashed(vectors: torch.Tensor) -> np.ndarray:
+    if not vectors.numel():
+        return np.zeros(len(vectors), np.uint64)
+    width = vectors.shape[1] * vectors.itemsize
+    # Texts of one width differ if and only if they do without trailing zeros, which it leaves out.
+    codes = xxh64_fixed_width(vectors.data_ptr(), width, False, len(vectors), 0)
+    return np.asarray(codes).view(np.uint64)
