@@ -24,7 +24,6 @@ constexpr int64_t kChunk = 2 * kSumRun;
 constexpr int64_t kMostParts = 64;
 // Columns that are computed together where rows and initial vectors mix.
 constexpr int64_t kColumns = 64;
-constexpr int64_t kFirstFallback = std::numeric_limits<int64_t>::min();
 
 // ---- vectors of keys without a row ----
 

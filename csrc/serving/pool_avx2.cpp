@@ -10,6 +10,7 @@ namespace sparsekit::serving::avx2 {
 namespace {
 
 #include "serving/pool_rows.h"
+#include "serving/top_k_rows.h"
 
 }  // namespace
 
@@ -17,7 +18,7 @@ bool is_supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 }
 
-const PoolKernels kernels = {find, pool, decode};
+const PoolKernels kernels = {find, pool, decode, score, select};
 
 }  // namespace sparsekit::serving::avx2
 

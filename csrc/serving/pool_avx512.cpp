@@ -10,6 +10,7 @@ namespace sparsekit::serving::avx512 {
 namespace {
 
 #include "serving/pool_rows.h"
+#include "serving/top_k_rows.h"
 
 }  // namespace
 
@@ -19,7 +20,7 @@ bool is_supported() {
          __builtin_cpu_supports("f16c");
 }
 
-const PoolKernels kernels = {find, pool, decode};
+const PoolKernels kernels = {find, pool, decode, score, select};
 
 }  // namespace sparsekit::serving::avx512
 

@@ -9,9 +9,10 @@ namespace sparsekit::serving::generic {
 namespace {
 
 #include "serving/pool_rows.h"
+#include "serving/top_k_rows.h"
 
 }  // namespace
 
-const PoolKernels kernels = {find, pool, decode};
+const PoolKernels kernels = {find, pool, decode, score, select};
 
 }  // namespace sparsekit::serving::generic

@@ -1,7 +1,9 @@
-// Kernels that decode and pool rows, compiled once for each instruction set.
+// Kernels that decode, pool and score rows, compiled once for each instruction set.
 #pragma once
 
 #include <cstdint>
+
+#include "serving/quantized_query.h"
 
 namespace sparsekit::serving {
 
@@ -42,6 +44,13 @@ struct PoolKernels {
   // Decodes the columns [begin, end) of a row. `begin` must be a multiple of 4.
   void (*decode)(int32_t row_format, const uint8_t* row, int64_t dim, int64_t begin, int64_t end,
                  float* out);
+  // Writes scores[i] of rows[i], as top_k() defines it, for i in [0, n).
+  void (*score)(int32_t row_format, const uint8_t* const* rows, int64_t n, const float* query,
+                int64_t dim, float* scores);
+  // Writes the places of those of n <= kMostAtOnce int8 or int4 rows whose scores may be `least` or
+  // more, and returns their number.
+  int64_t (*select)(int32_t row_format, const uint8_t* const* rows, int64_t n,
+                    const QuantizedQuery& query, double least, int32_t* selected);
 };
 
 #if defined(__x86_64__) && defined(__GNUC__)

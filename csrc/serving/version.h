@@ -9,6 +9,9 @@
 
 namespace sparsekit::serving {
 
+// Rows that unknown keys share have the lowest keys, from this one on.
+constexpr int64_t kFirstFallback = INT64_MIN;
+
 // Values of sk_row_format, sk_miss and sk_combiner are used in the files, too.
 struct TableView {
   const Bucket* buckets;

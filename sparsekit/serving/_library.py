@@ -132,6 +132,10 @@ _ARGUMENTS = {
     "sk_time_lookups": [c_void_p, POINTER(Feature), c_int32, c_int64, c_void_p],
     "sk_follow": [c_void_p, POINTER(Progress)],
     "sk_apply": [c_void_p, POINTER(c_char_p), c_int32, POINTER(Progress)],
+    "sk_top_k": [
+        *(c_void_p, POINTER(Pin), c_int32, c_void_p, c_int32),
+        *(c_void_p, c_void_p, POINTER(c_int32)),
+    ],
 }
 
 

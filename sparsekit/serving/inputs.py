@@ -78,7 +78,7 @@ def _is_dense(value: Any) -> bool:
     )
 
 
-def _array(name: str, argument: str, value: Any) -> np.ndarray:
+def array_of(name: str, argument: str, value: Any) -> np.ndarray:
     """Return an array, or the memory of a dense tensor, without a copy where that is possible."""
     if isinstance(value, np.ndarray):
         return value
@@ -97,7 +97,7 @@ def _array(name: str, argument: str, value: Any) -> np.ndarray:
 
 
 def _integers(name: str, argument: str, value: Any) -> np.ndarray:
-    array = _array(name, argument, value)
+    array = array_of(name, argument, value)
     if array.dtype.kind != "i" or array.itemsize not in (4, 8):
         raise TypeError(f"{name}: {argument} must be int64 or int32, got {array.dtype}")
     return np.ascontiguousarray(array, np.int64)
@@ -106,7 +106,7 @@ def _integers(name: str, argument: str, value: Any) -> np.ndarray:
 def _floats(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     if value is None:
         return None
-    array = _array(name, "weights", value)
+    array = array_of(name, "weights", value)
     if array.dtype.kind != "f" or array.itemsize > 8:
         raise TypeError(f"{name}: weights must be floating point, got {array.dtype}")
     if array.shape not in (shape, (int(np.prod(shape)),)):

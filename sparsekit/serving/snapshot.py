@@ -14,6 +14,7 @@ import numpy as np
 
 from . import _library
 from ._library import COMBINERS, MISSES, ROW_FORMATS
+from .best_rows import best_rows
 from .errors import BusyError
 from .follow import Follower, Progress, follow_once
 from .request import ReadRequest, Request, TableInfo, joined, room
@@ -97,6 +98,35 @@ class _Reader:
             _library.check(_library.load().sk_lookup(handle, pin, features, len(read)))
         del keys, offsets, weights  # which had to live until here
         return [each.result(*parts) for each, *parts in zip(read, out, found, strict=True)]
+
+    def top_k(self, table: str, queries: Any, k: int) -> tuple[Any, Any]:
+        """Find the rows of a table that have the largest dot products with queries.
+
+        The scores are exact sums in float32, in an order that is the same on every machine. The
+        padding key, and rows that unknown keys share, are left out. Reads all rows of the table.
+
+        Args:
+            table: name of the table.
+            queries: ``[dim]`` or ``[n, dim]``, floating point: a NumPy array or a tensor on the
+                CPU. They must be finite.
+            k: number of rows to find for each query, >= 1.
+
+        Returns:
+            int64 keys and float32 scores, ``[k]`` or ``[n, k]``, the best first, ties by the
+            smaller key; tensors if queries is one. Fewer than k if the table has fewer rows. Where
+            a query finds fewer rows than another one, since infinities in rows can make scores
+            NaN, the keys of the others are 0, and the scores -inf.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+        """
+        number, info = self._snapshot.table_number(table)
+        name = f"{self._snapshot.path}: table {table!r}"
+        if self._pin is None:
+            with self._snapshot.pin() as pinned:  # one version for all queries
+                return pinned.top_k(table, queries, k)
+        with self._snapshot.using() as handle:
+            return best_rows(handle, self._pin, number, info.dim, queries, k, name)
 
 
 class Pinned(_Reader):
@@ -300,16 +330,24 @@ class Snapshot(_Reader):
             if any(pin.internal):  # otherwise an interrupt or an error came before the pin
                 _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
 
+    def table_number(self, table: str) -> tuple[int, TableInfo]:
+        """Return the number of a table, and its description when the snapshot was opened.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        if table not in self._numbers:
+            names = ", ".join(map(repr, self._numbers)) or "none"
+            raise ValueError(f"{self.path}: no table named {table!r}; tables: {names}")
+        return self._numbers[table]
+
     def read(self, request: Request) -> ReadRequest:
         """Read a request and check it, except for the values of keys and offsets.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or there is no such table.
         """
-        if request.table not in self._numbers:
-            names = ", ".join(map(repr, self._numbers)) or "none"
-            raise ValueError(f"{self.path}: no table named {request.table!r}; tables: {names}")
-        return ReadRequest(self.path, *self._numbers[request.table], request)
+        return ReadRequest(self.path, *self.table_number(request.table), request)
 
     def _describe(self) -> _library.Info:
         info = _library.Info()

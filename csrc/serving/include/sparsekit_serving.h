@@ -175,8 +175,9 @@ SK_API int sk_time_lookups(sk_snapshot* snapshot, const sk_feature* features, in
 
 /* Finds the k rows of a table whose vectors have the largest dot products with `query` [dim]:
  * keys [k] and scores [k], best first, ties by the smaller key. *found becomes their number, which
- * is below k if the table has fewer rows. The result is exact. Rows that unknown keys share are
- * left out. Allocates memory. */
+ * is below k if the table has fewer rows. The result is exact, and the same on every machine, since
+ * scores are sums in float in a fixed order. The padding key, and rows that unknown keys share, are
+ * left out. Takes time in proportion to the table's rows, and allocates memory. */
 SK_API int sk_top_k(sk_snapshot* snapshot, const sk_pin* pin, int32_t table, const float* query,
                     int32_t k, int64_t* keys, float* scores, int32_t* found);
 
