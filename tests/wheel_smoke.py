@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 import sparsekit
-from sparsekit.serving import _library
+from sparsekit.serving import Snapshot, _library
+from sparsekit.serving.export import export_module
 
 
 def main() -> None:
@@ -42,6 +43,13 @@ def main() -> None:
     assert losses[-1] < 0.1 * losses[0], losses[:: len(losses) // 10]
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     print(sparsekit.build_info())
+
+    export_module(model, "model.sks")  # read by wheel_check.sh
+    with Snapshot("model.sks") as snapshot:
+        (name,) = snapshot.tables
+        assert name == "0", name
+        with torch.no_grad():
+            assert torch.equal(snapshot.lookup(name, keys), layer.eval()(keys))
 
 
 if __name__ == "__main__":
