@@ -193,6 +193,12 @@ COMMANDS = {
         "path": ("old.sks", {"output": "t: 0 rows of dim 3 in float32"}),
         "--verify": (None, {"output": "UTC, whole"}),
     },
+    "serve demo": {
+        "--data": ("file", {"output": "file: 81 ratings"}),
+        "--user": ("3", {"output": "User 3 has rated 9 films"}),
+        "--seconds": ("0.5", {"output": "versions in 0.5 s"}),
+        "--every": ("0.05", {"output": "every 0.05 s"}),
+    },
     "serve compact": {"path": ("log", {"output": "log: the base has version 0"})},
     "table": {
         "path": ("ckpt", {"output": "t: dim 3, float32, hash table"}),

@@ -13,9 +13,9 @@ from ..serving import LogError, Snapshot, SnapshotError, compact
 from ..serving.export import export_checkpoint
 from ..serving.format import MISSES, ROW_FORMATS
 from ..train.progress import Progress
+from . import serve_bench, serve_demo
 from .checkpoints import checkpoint_at
 from .common import UsageError, check_folder, writing
-from .serve_bench import add_bench
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Write snapshots of trained tables for servers, and look at them.",
     )
     parts = serve.add_subparsers(required=True, metavar="WHAT")
-    for each in (_add_export, _add_info, _add_compact, add_bench):
+    for each in (_add_export, _add_info, _add_compact, serve_bench.add, serve_demo.add):
         each(parts)
 
 

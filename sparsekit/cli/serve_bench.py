@@ -21,7 +21,7 @@ _FRACTIONS = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 _STYLES = {"p50": "-", "p99": "--", "p99.9": ":"}
 
 
-def add_bench(parts: argparse._SubParsersAction[Parser]) -> None:
+def add(parts: argparse._SubParsersAction[Parser]) -> None:
     """Add ``sparsekit serve bench`` to the parser."""
     bench = parts.add_parser(
         "bench",
