@@ -160,6 +160,7 @@ COMMANDS = {
         "--out": ("out", {"written": "out"}),
         "--k": ("2", {"output": "18 items for 9 users"}),
         "--show": ("1", {"lines": 3}),
+        "--snapshot": "serving/test_recommend.py",
     },
     "checkpoint inspect": {"path": ("ckpt", {"output": "step 5"})},
     "checkpoint verify": {"path": ("ckpt", {"output": "ckpt: whole"})},

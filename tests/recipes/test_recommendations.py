@@ -127,7 +127,7 @@ def test_the_command_writes_the_best_items(tmp_path, monkeypatch, capsys, source
     threads = torch.get_num_threads()
     monkeypatch.setattr(command, "set_threads", loaded.append)
     out = tmp_path / "recs.tsv"
-    args = argparse.Namespace(model="saved", out=str(out), k=99, show=2)
+    args = argparse.Namespace(snapshot=None, model="saved", out=str(out), k=99, show=2)
     assert command._recommend(args) == 0
     assert loaded == [None, "saved"]
     lines = out.read_text().splitlines()
@@ -151,7 +151,7 @@ def test_titles_that_cannot_be_had_are_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "load_recommender", lambda path: model)
     monkeypatch.setattr(command, "movielens_100k_titles", unavailable)
     monkeypatch.setattr(command, "set_threads", lambda threads: None)
-    args = argparse.Namespace(model="saved", out=str(tmp_path / "x"), k=1, show=1)
+    args = argparse.Namespace(snapshot=None, model="saved", out=str(tmp_path / "x"), k=1, show=1)
     assert command._recommend(args) == 0
     assert capsys.readouterr().out.splitlines()[1] == "user  item   score"
 
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(command, "load_recommender", fail)
-    args = argparse.Namespace(model="saved", out=str(tmp_path / "x"), k=1, show=1)
+    args = argparse.Namespace(snapshot=None, model="saved", out=str(tmp_path / "x"), k=1, show=1)
     message = "^why$" if isinstance(error, ValueError) else "^saved: .*o such file"
     with pytest.raises(UsageError, match=message):
         command._recommend(args)

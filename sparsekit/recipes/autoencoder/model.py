@@ -117,6 +117,13 @@ class Autoencoder(SavedModel):
         keys = self.history.items[self.history.columns[entries]]
         return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
 
+    def codes_of(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Compute users' codes (1, h) ``[n, 1 + dim]`` from their pooled bags ``[n, dim]``."""
+        codes = torch.tanh(pooled + self.bias)
+        for linear in self.hidden:
+            codes = torch.tanh(linear(codes))
+        return torch.nn.functional.pad(codes, (1, 0), value=1.0)
+
     def vectors(self, begin: int, end: int) -> torch.Tensor:
         """Return biases and vectors ``[m, 1 + dim]`` of items ``[begin, end)``; a collective."""
         return self._table("scored").vectors(self.history.items[begin:end])
@@ -188,10 +195,7 @@ class Autoencoder(SavedModel):
         one_each = torch.arange(len(scored) + 1, device=scored.device)
         bags = {"rated": (keys, offsets), "scored": (scored, one_each)}
         found = self.embeddings(bags, {"rated": weights})
-        codes = torch.tanh(found["rated"][:, 0] + self.bias)
-        for linear in self.hidden:
-            codes = torch.tanh(linear(codes))
-        return torch.nn.functional.pad(codes, (1, 0), value=1.0), found["scored"][:, 0]
+        return self.codes_of(found["rated"][:, 0]), found["scored"][:, 0]
 
     def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a bool mask of the entries to keep in bags, and the sorted columns of negatives."""

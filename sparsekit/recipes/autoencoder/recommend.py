@@ -18,7 +18,10 @@ from ...cli.common import (
     writing,
 )
 from ...datasets import DatasetUnavailableError, movielens_100k_titles
-from .recommendations import Recommendations, load_recommender, recommend
+from ...serving import Snapshot, SnapshotError
+from .model import Autoencoder
+from .recommendations import Recommendations, Recommender, load_recommender, recommend
+from .served import recommend_from
 
 # Value of ``source`` in models that were trained on MovieLens-100K.
 MOVIELENS = "MovieLens-100K"
@@ -36,6 +39,12 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.set_defaults(run=_recommend)
     parser.add_argument("model", metavar="MODEL", help="file of the trained model")
+    parser.add_argument(
+        "--snapshot",
+        metavar="FILE",
+        help="read the vectors from this snapshot, or from the folder of a delta log, instead of "
+        "MODEL",
+    )
     parser.add_argument("--out", metavar="FILE", default="recs.tsv", help="where to write")
     parser.add_argument("--k", type=number(int, 1, 2**20), default=10, help="most items of a user")
     parser.add_argument(
@@ -46,6 +55,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def _recommend(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
     check_other_file("--out", args.out, args.model)
+    check_other_file("--out", args.out, args.snapshot)
     set_threads(None)
     if Path(args.model).is_dir():
         raise UsageError(
@@ -60,7 +70,8 @@ def _recommend(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     # k must not exceed the number of items.
-    best = recommend(model, min(args.k, len(model.history.items)))
+    k = min(args.k, len(model.history.items))
+    best = recommend(model, k) if args.snapshot is None else _served(args, model, k)
     with writing("--out", args.out):
         best.write(args.out)
     print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
@@ -70,6 +81,19 @@ def _recommend(args: argparse.Namespace) -> int:
             titles = movielens_100k_titles() if model.source == MOVIELENS else {}
         _show(best, args.show, titles)
     return 0
+
+
+def _served(args: argparse.Namespace, model: Recommender, k: int) -> Recommendations:
+    """Recommend from the newest version of a snapshot."""
+    if not isinstance(model, Autoencoder):
+        raise UsageError(f"--snapshot {args.snapshot}: {args.model} has no tables, as it is dense")
+    try:
+        with Snapshot(args.snapshot) as snapshot:
+            if Path(args.snapshot).is_dir():
+                snapshot.refresh()
+            return recommend_from(snapshot, model, k)
+    except (OSError, SnapshotError, ValueError) as error:
+        raise UsageError(f"--snapshot {error}") from error
 
 
 def _show(best: Recommendations, lines: int, titles: dict[int, str]) -> None:
