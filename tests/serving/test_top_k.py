@@ -264,7 +264,7 @@ def test_all_instruction_sets_give_the_same_bits(tmp_path):
 
 
 def test_versions_of_a_log(tmp_path):
-    """Rows that deltas have replaced or erased are not found, whatever is left of them in memory."""
+    """Rows that deltas have replaced or erased are not found, although memory still has them."""
     log = Log(tmp_path / "log", keys=300)
     rng = np.random.default_rng(8)
     with Snapshot(log.path) as snapshot:
