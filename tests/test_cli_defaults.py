@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 
 import pytest
 
@@ -27,6 +28,9 @@ DEFAULTS = {
     "recommend": {"--out": "recs.tsv", "--k": 10, "--show": 10},
     "capacity": {"--policy": ("lru", "lfu", "ttl"), "--admission": (1, 2), "--sample": 32768}
     | {"--ranks": 1},
+    "serve bench": {"--threads": sorted({1, len(os.sched_getaffinity(0))})}
+    | {"--batch": [1, 16, 256], "--keys": 1, "--calls": 10_000},
+    "serve demo": {"--seconds": 10, "--every": 0.1},
     "scaling": {"--ranks": "1,2", "--threads": 1, "--tables": 26, "--rows": 100_000}
     | {"--dim": 64, "--batch": 8192, "--epochs": 5},
 }
@@ -85,6 +89,9 @@ RANGES = {
     "--modulo": (2, 2**63 - 1),
     "autoencoder --dim": (1, 2**16),
     "scaling --threads": (1, MOST),
+    "bench --misses": (0, 1),
+    "demo --seconds": (0.1, 86400),
+    "demo --every": (0.001, 60),
 }
 
 

@@ -14,12 +14,13 @@ import sparsekit
 from sparsekit import checkpoint, cli, data, models, optim, train
 from sparsekit.cli import checkpoint as checkpoint_command
 from sparsekit.cli import data as data_command
-from sparsekit.cli import ranks
+from sparsekit.cli import ranks, serve_bench
 from sparsekit.cli import serve as serve_command
 from sparsekit.cli import table as table_command
 from sparsekit.cli.dispatch import make_parser
 from sparsekit.distributed.world import settings
 from sparsekit.serving import DeltaLog, export_module
+from sparsekit.serving.timing import Load
 from sparsekit.train.plots import read_run
 from sparsekit.train.profile import Profile
 
@@ -200,6 +201,20 @@ COMMANDS = {
         "--seconds": ("0.5", {"output": "versions in 0.5 s"}),
         "--every": ("0.05", {"output": "every 0.05 s"}),
     },
+    "serve bench": {
+        "path": (
+            "rows.sks",
+            {"output": "rows.sks: a sample has a bag of 2 keys"},
+        ),
+        "--threads": ("3", {"time_lookups.load": Load(5, 2, 0.25, 7, 3)}),
+        "--batch": ("5", {"time_lookups.load": Load(5, 2, 0.25, 7, 3)}),
+        "--keys": ("2", {"time_lookups.load": Load(5, 2, 0.25, 7, 3, cold=True)}),
+        "--misses": ("0.25", {"time_lookups.load": Load(5, 2, 0.25, 7, 3)}),
+        "--calls": ("7", {"time_lookups.load": Load(5, 2, 0.25, 7, 3)}),
+        "--copy": (None, {"time_lookups.options": {"copy": True}}),
+        "--json": ("t.json", {"written": "t.json"}),
+        "--plot": ("t.png", {"written": "t.png"}),
+    },
     "serve compact": {"path": ("log", {"output": "log: the base has version 0"})},
     "table": {
         "path": ("ckpt", {"output": "t: dim 3, float32, hash table"}),
@@ -339,6 +354,7 @@ def seen(monkeypatch, tmp_path):
         watch(checkpoint_command, name)
     watch(table_command, "table_figures")
     watch(serve_command, "export_checkpoint")
+    watch(serve_bench, "time_lookups")
     watch(data_command, "write_criteo_sample")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))
     monkeypatch.setattr(settings, "wire_dtype", None)  # so that the test's end restores the setting
@@ -380,6 +396,8 @@ def write(command):
         checkpoint.save(model, "ckpt", step=5)
         export_module(model, "old.sks")
         DeltaLog("log", model).close()
+        model["t"](torch.arange(5))
+        export_module(model, "rows.sks")
         Path("dump").mkdir()
         Path("dump/t_keys.file").write_bytes(bytes(8))
         Path("dump/t_values.file").write_bytes(bytes(12))

@@ -285,7 +285,7 @@ class Lookup {
     }
   }
 
-  // What a bag has come to, while it is pooled run by run.
+  // The totals of a bag so far, while it is pooled run by run.
   struct LongBag {
     int64_t num_keys = 0;
     float weight = 0;

@@ -19,7 +19,7 @@ struct RowIndex {
   int64_t row_bytes;
 };
 
-// What bags that are pooled together share.
+// Properties shared by bags that are pooled together.
 struct PoolBags {
   int32_t row_format;  // sk_row_format
   int32_t combiner;    // sk_combiner

@@ -33,7 +33,7 @@ def add(parts: argparse._SubParsersAction[Parser]) -> None:
     bench.add_argument("path", metavar="FILE", help="a snapshot")
     cores = len(os.sched_getaffinity(0))
     bench.add_argument(
-        "--threads", nargs="+", type=count, default=sorted({1, cores}), metavar="N",
+        "--threads", nargs="+", type=number(int, 1, 1024), default=sorted({1, cores}), metavar="N",
         help="threads that call at the same time (default: 1, and as many as there are cores)",
     )  # fmt: skip
     bench.add_argument(

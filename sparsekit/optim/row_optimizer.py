@@ -274,9 +274,8 @@ class RowOptimizer(torch.optim.Optimizer):
             write.done([rows for _, rows, _ in taken])
 
     def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether a single pass can sum gradients and apply the step."""
-        # It cannot change the sign of gradients, and does not report the rows that it writes to.
-        return not group["maximize"] and not have_marks(weights)
+        """Return whether one pass can sum and apply the step; it cannot tell the rows it wrote."""
+        return not (group["maximize"] or have_marks(weights))
 
     def _update_summing(
         self, group: dict[str, Any], weights: list[torch.Tensor], update: Callable[..., None]

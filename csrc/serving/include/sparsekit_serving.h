@@ -112,8 +112,8 @@ typedef enum sk_combiner {
 
 typedef struct sk_table_info {
   size_t size;
-  const char* name;  /* valid until the snapshot is closed */
-  int64_t rows;      /* in use */
+  const char* name; /* valid until the snapshot is closed */
+  int64_t rows;     /* in use */
   int32_t dim;
   int32_t row_bytes;
   int32_t row_format; /* sk_row_format */
@@ -150,8 +150,8 @@ SK_API int sk_unpin(sk_snapshot* snapshot, sk_pin* pin);
 typedef struct sk_feature {
   size_t size;
   int32_t table;
-  int32_t combiner;       /* sk_combiner */
-  const int64_t* keys;    /* [num_keys] */
+  int32_t combiner;    /* sk_combiner */
+  const int64_t* keys; /* [num_keys] */
   int64_t num_keys;
   const int64_t* offsets; /* [num_bags + 1], from 0 to num_keys. NULL: each key is a bag */
   int64_t num_bags;       /* not read if offsets is NULL */
@@ -167,8 +167,8 @@ typedef struct sk_feature {
 SK_API int sk_lookup(sk_snapshot* snapshot, const sk_pin* pin, const sk_feature* features,
                      int32_t num_features);
 
-/* Calls sk_lookup() num_calls times in this thread, each time with the next num_features of features
- * [num_calls * num_features], and writes the nanoseconds of each call to `nanoseconds`
+/* Calls sk_lookup() num_calls times in this thread, each time with the next num_features of
+ * features [num_calls * num_features], and writes the nanoseconds of each call to `nanoseconds`
  * [num_calls]. Stops at the first lookup that fails. */
 SK_API int sk_time_lookups(sk_snapshot* snapshot, const sk_feature* features, int32_t num_features,
                            int64_t num_calls, int64_t* nanoseconds);
@@ -206,10 +206,10 @@ SK_API int sk_apply(sk_snapshot* snapshot, const char* const* paths, int32_t num
 /* Returns the bytes of a row, or 0 for an unknown format or a dim that is not positive. */
 SK_API int64_t sk_row_bytes(int32_t row_format, int64_t dim);
 
-/* Encodes rows [n, dim] as row_format into `out` [n, sk_row_bytes]. Rows that the format cannot hold
- * are refused: with NaN always; with infinities in all formats but SK_FLOAT32 and SK_BFLOAT16; with
- * finite values that would become infinite; and in SK_INT8 and SK_INT4 those whose scale or bias is
- * beyond float16's range. *bad is then the first such row, and else -1. */
+/* Encodes rows [n, dim] as row_format into `out` [n, sk_row_bytes]. Rows that the format cannot
+ * hold are refused: with NaN always; with infinities in all formats but SK_FLOAT32 and SK_BFLOAT16;
+ * with finite values that would become infinite; and in SK_INT8 and SK_INT4 those whose scale or
+ * bias is beyond float16's range. *bad is then the first such row, and else -1. */
 SK_API int sk_encode_rows(int32_t row_format, const float* rows, int64_t n, int64_t dim, void* out,
                           int64_t* bad);
 
