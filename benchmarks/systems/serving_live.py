@@ -1,10 +1,10 @@
-"""Measures how fresh served rows are, and what following costs readers and the trainer.
+"""Measures how fresh served rows are, and how much a log costs its readers and the trainer.
 
 python benchmarks/systems/serving_live.py [--rows 1000000] [--changed 20000] [--seconds 20]
 
-A trainer changes rows of a table of dim 64 and writes deltas; a process in C++ looks up 26 bags of
-10 keys, of the same table in int8, and follows. Freshness is the time from the end of a step of
-training to the first lookup that sees it. Exits with 1 if its p99 is above a second.
+A trainer changes rows of a table of dim 64 and writes deltas. A C++ process follows them, and looks
+up 26 bags of 10 keys in the same table. Freshness is the time from the end of a training step to
+the first lookup that sees its changes. Exits with 1 if its p99 is above a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparsekit import optim
 from sparsekit.serving import DeltaLog, _library
 
 DIM = 64
-GOLDEN = -7046029254386353131  # keys are multiples of this number, to be spread over 64 bits
+GOLDEN = -7046029254386353131  # keys are multiples of this number, which spreads them over 64 bits
 STEPS_A_SECOND = 10
 MOST_SECONDS = 1.0
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def _train(
     log: DeltaLog,
     args: argparse.Namespace,
 ) -> tuple[dict[int, int], list[float], list[float]]:
-    """Train at a fixed pace; return when each step ended, and the seconds of deltas and steps."""
+    """Train at a fixed pace; return when each step ended, and how long deltas and steps took."""
     trained, costs, steps = {}, [], []
     generator = torch.Generator().manual_seed(1)
     count = args.changed // STEPS_A_SECOND

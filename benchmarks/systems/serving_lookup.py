@@ -1,12 +1,12 @@
-"""Times lookups of raw keys in a snapshot beside lookups of ready row numbers.
+"""Compares the time of raw-key lookups in a snapshot with that of lookups by row number.
 
     python -m benchmarks.systems.serving_lookup [--rows N] [--calls N] [--file FILE]
 
 Writes a snapshot of 26 tables of different sizes, 10 million rows of dim 64 in all, with int8 rows.
-Times calls that pool a bag in each table, warm, with one and two threads, in turns with peers that
-are given row numbers: FBGEMM's int8 op and nn.EmbeddingBag, on one thread per caller. Times calls
-on a file that is not in memory, and how long opening takes. Exits with 1 if opening takes 10 ms, or
-if raw keys take more than 1.3 times as long as FBGEMM, by the medians of large calls.
+Times warm calls that pool a bag in each table, from one thread and from two, alternating with peers
+that are given row numbers: FBGEMM's int8 op and nn.EmbeddingBag, one thread per caller. Also times
+calls on a file that is not in memory, and opening. Exits with 1 if opening takes 10 ms or more, or
+if the median call with raw keys takes more than 1.3 times as long as FBGEMM's.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MOST_RATIO, MOST_OPEN_MS = 1.3, 10.0
 
 
 def sizes_of(rows: int) -> list[int]:
-    """Return the number of rows of each table, about `rows` in all; the largest has a quarter."""
+    """Return each table's number of rows, about `rows` in all, a quarter in the largest."""
     sizes = np.geomspace(1, 2650, TABLES)
     return [int(size) for size in np.maximum(1, sizes * rows / sizes.sum())]
 
@@ -55,11 +55,11 @@ def write(path: Path, sizes: Sequence[int]) -> None:
 
 
 def timed(load: Load, call: Callable[[Any], Any], inputs: Sequence[Sequence[Any]]) -> Times:
-    """Time the calls of a peer, each with its own input; a thread for each sequence of inputs."""
+    """Time a peer's calls, each with its own input, in one thread per sequence of inputs."""
     taken = [np.zeros(len(each), np.int64) for each in inputs]
 
     def run(thread: int) -> None:
-        torch.set_num_threads(1)  # a setting of each thread
+        torch.set_num_threads(1)  # the setting is per thread
         for i, given in enumerate(inputs[thread]):
             begin = time.perf_counter_ns()
             call(given)
@@ -75,7 +75,7 @@ def timed(load: Load, call: Callable[[Any], Any], inputs: Sequence[Sequence[Any]
 
 
 def int8_op(module: Any) -> Callable[[Any], Any]:
-    """Return the op that a module of FBGEMM calls, without the module's Python code."""
+    """Return a function that calls an FBGEMM module's op without the module's Python code."""
     op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
     names = (
         "weights_host", "weights_uvm", "weights_placements", "weights_offsets", "weights_tys",
@@ -96,7 +96,7 @@ def rows_for(sizes: Sequence[int], load: Load, seed: int) -> list[list[Any]]:
 
 
 def compare(path: Path, sizes: Sequence[int], load: Load, peers: dict[str, Any]) -> float | None:
-    """Print the times of all sides, and return ours over FBGEMM's; None without FBGEMM."""
+    """Print all times, and return the ratio of ours to FBGEMM's; None without FBGEMM."""
     offsets = torch.arange(0, load.batch * load.keys * TABLES + 1, load.keys, dtype=torch.int32)
     bounds = torch.arange(0, load.batch * load.keys + 1, load.keys)
     medians: dict[str, list[float]] = {}

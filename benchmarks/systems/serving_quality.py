@@ -1,10 +1,10 @@
-"""Compares models whose tables are served in each row format with the models as trained.
+"""Compares a model's metrics as trained with those when its tables are served in each row format.
 
     python -m benchmarks.systems.serving_quality [--seeds 3]
 
 Trains a rating model on MovieLens-100K and a classifier on the Adult census data, writes a snapshot
-of the tables in each row format, and evaluates the models with the vectors that lookups in the
-snapshot give. Exits with 1 if float32 rows change a metric.
+of the tables in each row format, and evaluates the models with vectors looked up in it. Exits with
+1 if float32 rows change a metric.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def ratings(seed: int) -> Case:
 
 
 def people(seed: int) -> Case:
-    """Train a classifier of the Adult data; its metric is the test AUC."""
+    """Train a classifier on the Adult data; its metric is the test AUC."""
     everyone = adult()
     texts = [np.char.add(f"{name}=", values) for name, values in everyone.columns.items()]
     keys = sparsekit.hashing.xxh64(np.stack(texts, 1).ravel()).view(len(everyone), -1)
@@ -66,7 +66,7 @@ def people(seed: int) -> Case:
 
 @torch.no_grad()
 def served(model: torch.nn.Module, metric: Callable[[], float]) -> Iterator[tuple[float, int]]:
-    """Yield the metric in each row format, and the bytes of the rows."""
+    """Yield the metric for each row format, and the size of the rows in bytes."""
     layers = tables_of(model)
     rows = {name: next(layer.items(len(layer.weight))) for name, layer in layers.items()}
     with tempfile.TemporaryDirectory() as folder:

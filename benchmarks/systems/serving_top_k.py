@@ -1,10 +1,10 @@
-"""Times the exact top k of a snapshot's table beside torch and faiss, which search float32 vectors.
+"""Compares a snapshot's exact top k in speed with torch and faiss, which search float32 vectors.
 
     python -m benchmarks.systems.serving_top_k [--rows 1000000] [--dim 64] [--repeats 30]
 
 Writes a table of random vectors with random 64-bit keys in each row format, and asks for the best
-10 and 100 rows of random queries. torch and faiss return positions, not keys; torch runs with as
-many threads as it takes. Exits with 1 if a result is not exact.
+10 and 100 rows of random queries. torch and faiss return positions, not keys; torch uses its
+default number of threads. Exits with 1 if a result is not exact.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def written(folder: Path, row_format: str, keys: np.ndarray, vectors: np.ndarray
 
 
 def is_exact(snapshot: Snapshot, keys: np.ndarray, queries: np.ndarray) -> bool:
-    """Return whether no row that has been left out is better, by products in float64."""
+    """Return whether the results are the best rows, as judged by products in float64."""
     stored = snapshot.lookup("t", keys)
     order = keys.argsort()
     for query in queries:
@@ -53,13 +53,13 @@ def is_exact(snapshot: Snapshot, keys: np.ndarray, queries: np.ndarray) -> bool:
 
 
 def torch_search(vectors: np.ndarray) -> Search:
-    """Return a search by torch.topk of a product."""
+    """Return a function that searches with a matrix product and torch.topk."""
     matrix = torch.from_numpy(vectors)
     return lambda query, k: torch.topk(matrix @ torch.from_numpy(query), k)
 
 
 def faiss_search(vectors: np.ndarray) -> Search:
-    """Return a search in a flat index of faiss."""
+    """Return a function that searches a flat index of faiss."""
     import faiss
 
     index = faiss.IndexFlatIP(vectors.shape[1])
@@ -68,7 +68,7 @@ def faiss_search(vectors: np.ndarray) -> Search:
 
 
 def times(searches: dict[str, Search], queries: np.ndarray, k: int) -> dict[str, float]:
-    """Return the median milliseconds of each search; they take turns."""
+    """Return each search's median time in milliseconds; the searches take turns."""
     samples: dict[str, list[float]] = {name: [] for name in searches}
     for query in [queries[0], *queries]:  # the first round warms up
         for name, search in searches.items():

@@ -1,4 +1,4 @@
-// A file of a snapshot with what belongs to it while deltas come.
+// A snapshot's file, and the memory for rows that deltas bring to it.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@
 
 namespace sparsekit::serving {
 
-// Both sides of a snapshot may use a base; after a rebase, one of them uses the next one.
+// Both sides of a snapshot may use the same base; when a newer base appears, one side moves first.
 struct Base {
   explicit Base(std::unique_ptr<SnapshotFile> opened);
 
-  // Lets go of the indexes of the file, once both sides have others.
+  // Unmaps the file's own indexes, once both sides have indexes of their own.
   void drop_indexes();
 
   std::unique_ptr<SnapshotFile> file;

@@ -28,7 +28,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-// Combines the entries of four bytes, of which the last is followed by `zeros` more bytes.
+// Combines the entries of four bytes; `zeros` more bytes follow the last of the four.
 inline uint32_t of_word(uint32_t word, int zeros) {
   return kTables[zeros + 3][word & 0xFF] ^ kTables[zeros + 2][(word >> 8) & 0xFF] ^
          kTables[zeros + 1][(word >> 16) & 0xFF] ^ kTables[zeros][word >> 24];

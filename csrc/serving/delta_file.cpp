@@ -18,7 +18,7 @@ namespace {
 
 class File {
  public:
-  // Does not wait for a writer if the path is a pipe.
+  // O_NONBLOCK: if the path is a pipe, do not wait for a writer.
   explicit File(const char* path) : fd_(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {}
   ~File() {
     if (fd_ >= 0) ::close(fd_);
@@ -54,7 +54,7 @@ uint64_t padded(uint64_t bytes) {
   return (bytes + 7) / 8 * 8;
 }
 
-// Returns the status of a read that has failed. A file that ends too soon has been cut.
+// Returns the status for a read that has failed. A file that ends too soon has been truncated.
 int read_failed(const char* path) {
   if (errno == 0) return fail(SK_DAMAGED, "%s: damaged: ends too soon", path);
   return fail(SK_IO_ERROR, "%s: cannot be read: %s", path, std::strerror(errno));
@@ -86,7 +86,7 @@ int check_header(const char* path, const DeltaHeader& header, uint64_t size, uin
   return SK_OK;
 }
 
-// Checks a section's header. *bytes becomes the size of its data, at most `room`.
+// Checks a section's header. *bytes becomes the size of the section's data, at most `room`.
 int check_section(const char* path, uint32_t number, const DeltaSection& section, uint64_t room,
                   const std::vector<TableView>& tables, uint64_t* bytes) {
   if (sk_crc32(0, &section, offsetof(DeltaSection, header_crc)) != section.header_crc) {
@@ -139,7 +139,7 @@ int DeltaFile::read(const std::string& path, uint64_t log_id, const std::vector<
   const auto size = static_cast<uint64_t>(about.st_size);
   if (const int status = check_header(name, header, size, log_id)) return status;
 
-  // All sizes are checked before there is memory for any.
+  // All sizes are checked before any memory is allocated.
   sections.clear();
   num_upserts = 0;
   uint64_t offset = sizeof header;

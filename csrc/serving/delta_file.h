@@ -11,7 +11,7 @@
 
 namespace sparsekit::serving {
 
-// A section of a delta that has been checked. Keys and rows lie in memory of the DeltaFile.
+// A checked section of a delta. Its keys and rows lie in the DeltaFile's memory.
 struct Section {
   int32_t table;
   bool tombstones;
@@ -20,8 +20,8 @@ struct Section {
   const uint8_t* rows;  // [num_keys, row_bytes]; null for tombstones
 };
 
-// A delta of one rank, read and checked as a whole. It is read into memory, not mapped: the file
-// may be on a shared folder and be removed or cut at any time.
+// One rank's delta, read and checked as a whole. It is read into memory, not mapped: the file may
+// be in a shared folder, and be removed or truncated at any time.
 struct DeltaFile {
   DeltaHeader header;
   std::vector<Section> sections;
@@ -29,7 +29,7 @@ struct DeltaFile {
   std::unique_ptr<uint64_t[]> data;
 
   // Reads a file, compares all checksums, and checks that its tables are those of `tables`. Returns
-  // an sk_status; on an error, `*missing` says whether the file is not there (any more).
+  // an sk_status; on an error, `*missing` is true if the file does not exist (any more).
   int read(const std::string& path, uint64_t log_id, const std::vector<TableView>& tables,
            bool* missing);
 };

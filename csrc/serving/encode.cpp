@@ -1,4 +1,4 @@
-// Encodes float rows in the formats of files, and decodes them.
+// Encodes float rows in the row formats of files, and decodes them.
 //
 // Values are computed one operation at a time (-ffp-contract=off), so that the bits are the same
 // everywhere, and the same as those of FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf.
@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint32_t kInfinity = 0x7F800000;
 
-// Each lane has the extremes of every 16th value. The compiler keeps lanes in vector registers.
+// Each lane keeps the extremes of every 16th value. The compiler keeps lanes in vector registers.
 constexpr int64_t kLanes = 16;
 
 struct Range {
@@ -44,7 +44,7 @@ Range range_of(const float* x, int64_t dim) {
     if (most[k] > range.max) range.max = most[k];
   }
   if (range.min == 0) {
-    // Zeros of both signs are equal; the first one counts, whatever the number of lanes.
+    // Zeros of either sign compare equal; take the first one, so that lanes do not matter.
     int64_t first = 0;
     while (x[first] != 0) ++first;
     range.min = x[first];
@@ -52,8 +52,8 @@ Range range_of(const float* x, int64_t dim) {
   return range;
 }
 
-// Returns the nearest integer, the even one of two, of a number in [0, 255]. The sum has no room
-// for fractions, so that the addition rounds, in the default mode of the processor.
+// Rounds a number in [0, 255] to the nearest integer, ties to even. The sum has no bits for
+// fractions, so the addition itself rounds, in the processor's default rounding mode.
 inline uint32_t nearest(float x) {
   return bits_of(x + 0x1.8p23F) & 0xFF;
 }
@@ -70,7 +70,7 @@ bool quantize(const float* x, int64_t dim, uint8_t* out) {
   uint16_t scale_bits = width == 0 ? half_of(1.0F) : half_of(width / kMost);
   if ((bias_bits & 0x7FFF) >= kHalfInfinity || (scale_bits & 0x7FFF) >= kHalfInfinity) return false;
   if ((scale_bits & 0x7FFF) == 0) scale_bits = half_of(1.0F);
-  // The inverse of a float16 is finite in float32, subnormal ones included.
+  // The inverse of any nonzero float16, even a subnormal one, is finite in float32.
   const float inverse = 1.0F / float_of_half(scale_bits);
   const auto q = [=](float value) {
     const float scaled = (value - bias) * inverse;
@@ -104,8 +104,8 @@ void dequantize(const uint8_t* row, int64_t dim, float* out) {
   }
 }
 
-// Rounds each value to 16 bits. Returns false if one is NaN, or finite and without a finite
-// counterpart, or, unless `infinities`, infinite. `out` is then undefined.
+// Rounds each value to 16 bits. Returns false if a value is NaN, becomes infinite by rounding, or
+// is infinite while `infinities` is false. `out` is then undefined.
 template <class Round>
 bool round_all(const float* x, int64_t dim, uint8_t* out, uint16_t infinity, bool infinities,
                const Round& round) {

@@ -8,7 +8,7 @@
 
 namespace sparsekit::serving {
 
-// Checks features; messages name the argument and its value.
+// Checks features; error messages name the argument and its value.
 class Checker {
  public:
   Checker(const sk_snapshot& snapshot, const Version& version)

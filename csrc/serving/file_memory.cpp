@@ -14,13 +14,13 @@ constexpr uint64_t kHugePage = uint64_t{2} << 20;
 // Reads all pages into memory.
 int populate(const SnapshotFile& file, void* begin, uint64_t bytes) {
 #ifdef MADV_HUGEPAGE
-  // Some file systems then keep what is not in memory yet in huge pages, which processes share.
-  // Random keys find their rows faster in them.
+  // Some file systems then load the rest of the file into huge pages, which processes share.
+  // Lookups of random keys are faster in them.
   madvise(begin, bytes, MADV_HUGEPAGE);
 #endif
 #ifdef MADV_POPULATE_READ
   if (madvise(begin, bytes, MADV_POPULATE_READ) == 0) return SK_OK;
-  // Linux before 5.14 does not know the advice.
+  // Linux before 5.14 does not know this advice.
   if (errno != EINVAL) return fail_of_system(file.path.c_str(), "read it");
 #endif
   madvise(begin, bytes, MADV_WILLNEED);
@@ -51,7 +51,7 @@ Memory reserve(const sk_open_options& options, uint64_t offset, uint64_t part, u
   const uint64_t rest = options.copy ? 0 : offset % kHugePage, more = kHugePage - kPage;
   void* found = take(pages + more);
   if (found == MAP_FAILED) return Memory(take(pages), pages);  // do without huge pages
-  // Give back the addresses before and after the aligned ones.
+  // Give back the addresses before and after the aligned range.
   auto* begin = static_cast<uint8_t*>(found);
   const uint64_t before =
       (kHugePage + rest - reinterpret_cast<uintptr_t>(begin) % kHugePage) % kHugePage;

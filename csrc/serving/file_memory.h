@@ -9,11 +9,11 @@
 
 namespace sparsekit::serving {
 
-// Returns the multiple of bytes at which memory for a part of the file ends.
+// Returns the multiple of bytes to which the memory for a part of the file is rounded up.
 uint64_t part_alignment(const sk_open_options& options);
 
-// Reserves addresses, without memory, for the part of the file from `offset` on: `part` bytes, a
-// multiple of part_alignment(), and `spare` bytes behind them. The result is empty if there are too
+// Reserves addresses, without memory, for the part of the file that begins at `offset`: `part`
+// bytes, a multiple of part_alignment(), then `spare` bytes. The result is empty if there are too
 // few addresses.
 Memory reserve(const sk_open_options& options, uint64_t offset, uint64_t part, uint64_t spare);
 

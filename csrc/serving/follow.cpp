@@ -1,4 +1,4 @@
-// Takes over new versions, for the C interface.
+// The functions of the C interface that take over new versions.
 #include "serving/handle.h"
 #include "serving/include/sparsekit_serving.h"
 #include "serving/message.h"

@@ -1,4 +1,4 @@
-// How snapshots and deltas lie in files; docs/serving_format.md is the description for people.
+// Layouts of snapshots and deltas in files; docs/serving_format.md explains them.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@ constexpr int64_t kPage = 4096;
 constexpr uint32_t kFormatVersion = 1;
 constexpr char kSnapshotMagic[8] = {'\x89', 'S', 'K', 'S', '\r', '\n', '\x1a', '\n'};
 constexpr char kDeltaMagic[8] = {'\x89', 'S', 'K', 'D', '\r', '\n', '\x1a', '\n'};
-// Rows are numbered by int32 in buckets.
+// Row numbers in buckets are int32.
 constexpr int64_t kMostRows = INT32_MAX;
 constexpr int64_t kMostDim = 1 << 20;
 constexpr int64_t kMostTables = 1 << 16;
 constexpr int64_t kMostNameBytes = 4096;
 
-// First page of a snapshot. `crc` is of all bytes of the page before it.
+// First page of a snapshot. `crc` covers all bytes of the page before it.
 struct SnapshotHeader {
   char magic[8];
   uint32_t format_version;
@@ -65,7 +65,8 @@ struct TableRecord {
 };
 static_assert(sizeof(TableRecord) == 256);
 
-// Begins a delta. Sections follow it without gaps. `crc` is of the bytes of the header before it.
+// The header of a delta. Sections follow it without gaps. `crc` covers the header's bytes before
+// it.
 struct DeltaHeader {
   char magic[8];
   uint32_t format_version;
@@ -83,9 +84,9 @@ struct DeltaHeader {
 };
 static_assert(sizeof(DeltaHeader) == 128);
 
-// A section: this header, int64 keys [num_keys], and, of upserts, rows [num_keys, row_bytes], then
-// zeros up to a multiple of 8 bytes. All tombstones of a version, of all ranks, come before all of
-// its upserts.
+// A section: this header, int64 keys [num_keys], for upserts rows [num_keys, row_bytes], then zeros
+// up to a multiple of 8 bytes. All of a version's tombstones, from all ranks, are applied before
+// any of its upserts.
 enum class DeltaKind : uint32_t { kUpsert = 1, kTombstone = 2 };
 struct DeltaSection {
   uint32_t table;  // place in the directory of the base

@@ -27,7 +27,7 @@ inline uint16_t half_of(float x) {
   if (bits > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00);          // NaN
   if (bits >= 0x47800000) return static_cast<uint16_t>(sign | kHalfInfinity);  // 65536 and above
   if (bits < 0x38800000) {  // below the least normal number, 2^-14
-    // The sum's last bit is worth 2^-24, as that of a float16 here, so the addition rounds.
+    // The sum's last bit is worth 2^-24, as in a float16 of this size, so the addition rounds.
     const uint32_t rounded = bits_of(float_of(bits) + 0.5F) - bits_of(0.5F);
     return static_cast<uint16_t>(sign | rounded);
   }

@@ -25,8 +25,8 @@ struct sk_snapshot {
 
 namespace sparsekit::serving {
 
-// Pins the version that a call is to read for as long as it runs: the newest one, if the caller has
-// not pinned one.
+// Pins the version that a call reads until the call ends; the newest one, unless the caller has
+// pinned a version.
 class Reading {
  public:
   Reading(sk_snapshot* snapshot, const sk_pin* pin);
@@ -36,7 +36,7 @@ class Reading {
   Reading(const Reading&) = delete;
   Reading& operator=(const Reading&) = delete;
 
-  // Returns SK_BAD_ARGUMENT if the caller's pin is not one of this snapshot.
+  // Returns SK_BAD_ARGUMENT if the caller's pin is not from this snapshot.
   int status() const { return status_; }
   const Version& version() const { return snapshot_->sides[pin_.side]; }
 

@@ -1,4 +1,4 @@
-// Builds the index of a table, from keys to rows.
+// Builds a table's index, which maps keys to rows.
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -11,7 +11,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// Rows in the order of the parts of the index that their keys' home buckets are in.
+// Rows sorted by the part of the index that contains the home bucket of their key.
 class RowsByPart {
  public:
   static constexpr int64_t kMostParts = 4096;
@@ -52,9 +52,9 @@ using namespace sparsekit;
 using serving::fail;
 
 int64_t sk_num_buckets(int64_t n) {
-  // Two thirds of the slots are in use. A search for a key reads 1.1 buckets on average, one for an
-  // absent key 1.3, and one in a hundred of these 5. With 80% these are 1.3, 2.5 and 17, for an
-  // index that is smaller by 3 bytes a key.
+  // Two thirds of the slots are in use. Searching for a present key reads 1.1 buckets on average,
+  // for an absent key 1.3, with a 99th percentile of 5. At 80% these would be 1.3, 2.5 and 17, and
+  // the index 3 bytes per key smaller.
   return n <= 3 ? 1 : n / 10 * 3 + (n % 10 * 3 + 9) / 10;
 }
 
@@ -73,7 +73,7 @@ int sk_build_index(const int64_t* keys, int64_t n, int64_t seed, void* buckets,
     return fail(SK_BAD_ARGUMENT, "sk_build_index: %s is NULL",
                 buckets == nullptr ? "buckets" : "keys");
   }
-  // The keys of a part of the index come together, so that what is written stays in the cache.
+  // Insert the keys part by part, so that the buckets being written stay in the cache.
   serving::RowsByPart rows(keys, n, seed, num_buckets);
   if (!rows.sort()) {
     return fail(SK_NO_MEMORY, "sk_build_index: no memory to sort %lld keys",

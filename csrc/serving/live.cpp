@@ -12,17 +12,17 @@
 namespace sparsekit::serving {
 namespace {
 
-// Rows and edits after which the other side gets its turn, so that a long series of deltas does not
-// delay the first of them.
+// Number of rows and edits after which lookups move to the updated side, so that they need not wait
+// for the end of a long series of deltas.
 constexpr int64_t kMostRowsTogether = 1 << 20;
-// Folder listings in a row that may contradict what a call then finds.
+// How many listings in a row may contradict what a call then finds in the folder.
 constexpr int kMostListings = 20;
-// Steps of a call that make progress. A writer that is faster than this reader must not keep it.
+// Most steps that a call takes, so that it ends even if the writer is faster than this reader.
 constexpr int kMostSteps = 1000;
 // How long a call waits for lookups that are about to end.
 constexpr auto kPatience = std::chrono::milliseconds(10);
 
-// Returns true if both have the same tables, whose numbers then stay valid.
+// Checks that both versions have the same tables, so that table numbers stay valid.
 int check_same_tables(const std::string& path, const Version& before, const Version& now) {
   bool same = before.tables.size() == now.tables.size();
   for (size_t t = 0; same && t < now.tables.size(); ++t) {
@@ -76,7 +76,7 @@ int Live::follow(sk_progress* progress) {
       listings = done.deltas > before ? 0 : listings + 1;
       if (next == Next::kListAgain && listings >= kMostListings) break;
       if (next != Next::kDone) continue;
-      // The next call takes over the rest.
+      // The next call to follow() takes over the rest.
       if (status == SK_BUSY && newest().version != at_first) status = SK_OK;
     }
   } catch (const std::bad_alloc&) {
@@ -99,7 +99,7 @@ int Live::step(sk_progress* done, Next* next) {
   if (const int status = log.read(folder_)) return status;
   const uint64_t in_use = sides_[pins_.active()].base->version.version;
   if (!log.has_base || log.newest_base < in_use) {
-    // A new base may have come, and an old one gone, while the folder was listed.
+    // A new base may have appeared, and an old one vanished, while the folder was being listed.
     *next = Next::kListAgain;
     return fail(SK_GAP, "%s: %s, which is in use, is no longer there, and no newer base is",
                 folder_.c_str(), base_name(in_use).c_str());
@@ -142,7 +142,7 @@ int Live::rebase(const LogFolder& log, sk_progress* done, Next* next) {
   bool broken = false;
   const int status = read_versions(log, served, &side, &batch, &broken, next);
   if (broken) return status;
-  // Versions never go back: a compacted base comes with the deltas that follow it.
+  // Versions never go back: if a compacted base is older than this version, its deltas are there.
   if (side.version.version < served) {
     if (status != SK_OK || *next != Next::kDone) return status;
     *next = Next::kListAgain;
@@ -161,7 +161,7 @@ int Live::open_base(uint64_t version, std::shared_ptr<Base>* base, Next* next) {
   const std::string path = folder_ + "/" + base_name(version);
   std::unique_ptr<SnapshotFile> file;
   if (const int status = open_file(path, options_, &file)) {
-    // A compaction may have replaced it since.
+    // A compaction may have replaced the file in the meantime.
     if (status == SK_IO_ERROR) *next = Next::kListAgain;
     return status;
   }
@@ -182,7 +182,7 @@ int Live::open_base(uint64_t version, std::shared_ptr<Base>* base, Next* next) {
   return SK_OK;
 }
 
-// Applies the versions that follow to a side; `least` is the version at which it may stop early.
+// Applies the next versions to a side; may stop early once it has reached version `least`.
 int Live::read_versions(const LogFolder& log, uint64_t least, Side* side, Batch* batch,
                         bool* broken, Next* next) try {
   for (;;) {
@@ -279,7 +279,7 @@ int Live::apply(const char* const* paths, int32_t num_paths, sk_progress* progre
   return status;
 }
 
-// Waits for lookups that read the inactive side. A program that has pinned it may keep it for long.
+// Waits briefly for lookups that read the inactive side; a program may keep it pinned for long.
 bool Live::wait_until_idle() const {
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (!pins_.idle(pins_.inactive())) {
@@ -336,7 +336,7 @@ void Live::give_up(const Batch& batch) {
   give_back_taken(batch, sides_[pins_.inactive()].base.get());
 }
 
-// Lets go of a base that only the inactive side has, once no lookup reads it.
+// Releases a base that only the inactive side still uses, once no lookup reads that side.
 void Live::drop_unused() {
   Side& side = sides_[pins_.inactive()];
   if (side.base == nullptr || side.base == sides_[pins_.active()].base) return;

@@ -17,16 +17,16 @@ class Live {
   // Lookups pin a side, and read its version: versions[side].
   Live(Pins* pins, Version* versions) : pins_(*pins), versions_(versions) {}
 
-  // Lets lookups read a file; called once, before any of them. `folder` is empty for a snapshot
-  // that was opened by its file.
+  // Lets lookups read a file; called once, before the first lookup. `folder` is empty for a
+  // snapshot that was opened as a file.
   void start(std::string folder, std::unique_ptr<SnapshotFile> file);
 
   int follow(sk_progress* progress);
   int apply(const char* const* paths, int32_t num_paths, sk_progress* progress);
 
  private:
-  // A step of follow(): kAgain if there may be more to do, kListAgain if the folder has changed
-  // meanwhile, or may have.
+  // A step of follow(): kAgain if there may be more to do, kListAgain if the folder has changed in
+  // the meantime, or may have.
   enum class Next { kDone, kAgain, kListAgain };
 
   const Version& newest() const { return versions_[pins_.active()]; }

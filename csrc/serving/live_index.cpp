@@ -31,7 +31,7 @@ bool LiveIndex::copy(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
 }
 
 bool LiveIndex::reserve(int64_t more) {
-  // Files have fewer keys in a bucket, so that a first delta does not have to copy the index.
+  // Indexes in files have fewer keys per bucket, so that the first delta need not copy the index.
   constexpr int64_t kMostPerBucket = 4;
   if (num_keys_ + more <= kMostPerBucket * num_buckets_) return true;
   const int64_t larger = std::max(sk_num_buckets(num_keys_ + more), num_buckets_ * 3 / 2);
@@ -42,7 +42,7 @@ bool LiveIndex::reserve(int64_t more) {
   for (const Bucket* bucket = buckets(); bucket < buckets() + num_buckets_; ++bucket) {
     for (int slot = 0; slot < kSlotsPerBucket && bucket->rows[slot] >= 0; ++slot) {
       const int64_t key = bucket->keys[slot];
-      // More keys than the file says: a damaged index, for which there may be too little room.
+      // The index has more keys than the file says, so it is damaged, and may not fit.
       if (++copied > num_keys_) return false;
       if (!cpu::insert_absent(to, larger, home_bucket(key, seed_, larger), key,
                               bucket->rows[slot])) {
@@ -63,7 +63,7 @@ bool LiveIndex::locate(int64_t key, int64_t* bucket, int* slot) const {
   for (int64_t step = 0; step < num_buckets_; ++step) {
     const Bucket& here = buckets()[b];
     const uint32_t slots = cpu::match_slots(here, key);
-    // An empty slot matches key 0; used ones come first.
+    // An empty slot matches key 0, but used slots come first.
     if (slots != 0 && here.rows[__builtin_ctz(slots)] >= 0) {
       *bucket = b;
       *slot = __builtin_ctz(slots);

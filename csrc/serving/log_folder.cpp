@@ -15,7 +15,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// Reads `digits` decimal digits; false if there are others, or the number does not fit.
+// Reads `digits` decimal digits; false if a character is not a digit, or the number is too large.
 bool parse(const char** at, int digits, uint64_t* number) {
   *number = 0;
   for (int i = 0; i < digits; ++i, ++*at) {
@@ -91,7 +91,7 @@ int LogFolder::read(const std::string& folder) {
   }
   for (auto& [version, parts] : deltas) {
     std::sort(parts.ranks.begin(), parts.ranks.end());
-    // Some file systems list a file twice while others come.
+    // Some file systems list a file twice while other files are being added.
     parts.ranks.erase(std::unique(parts.ranks.begin(), parts.ranks.end()), parts.ranks.end());
   }
   return SK_OK;
@@ -111,7 +111,7 @@ bool LogFolder::has_complete_after(uint64_t version) const {
 
 std::string LogFolder::missing(uint64_t version) const {
   const auto found = deltas.find(version);
-  // Without a file of this version, the next one tells how many ranks there are.
+  // If this version has no file at all, the next version's files tell how many ranks there are.
   const auto like = found != deltas.end() ? found : deltas.upper_bound(version);
   if (like == deltas.end()) return delta_name(version, 0, 1);
   uint32_t rank = 0;

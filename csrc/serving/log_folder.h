@@ -25,15 +25,15 @@ struct LogFolder {
   uint64_t newest_base = 0;
   std::map<uint64_t, Parts> deltas;
 
-  // Reads the folder; an sk_status. Files that come or go meanwhile may be seen or not.
+  // Reads the folder; returns an sk_status. Files added or removed meanwhile may be listed or not.
   int read(const std::string& folder);
 
   bool is_complete(uint64_t version) const;
 
-  // Returns true if a later version is complete: this one should be there, too.
+  // Returns true if a later version is complete, so that this one should be there, too.
   bool has_complete_after(uint64_t version) const;
 
-  // Returns the name of a file of this version that is not there.
+  // Returns the name of a file that is missing from this version.
   std::string missing(uint64_t version) const;
 
   std::string in_folder(const std::string& name) const { return path + "/" + name; }

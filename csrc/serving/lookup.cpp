@@ -1,9 +1,9 @@
 // Looks up bags of keys: finds their rows, and pools them.
 //
-// Nearly all time goes into waiting for memory: for a key's bucket, then for its row. Keys
-// therefore go through three steps together, up to kChunk of them, over all features and bags of a
-// call. The first step asks for buckets, the second one reads them and asks for rows, and the third
-// one reads the rows.
+// Nearly all time goes into waiting for memory: for a key's bucket, then for its row. Up to kChunk
+// keys, from all features and bags of a call, therefore go through three steps together. The first
+// step prefetches buckets, the second one reads them and prefetches rows, and the third one reads
+// the rows.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,11 +18,11 @@
 namespace sparsekit::serving {
 namespace {
 
-// Most keys and most bags of a chunk. A longer bag is cut into chunks, between runs.
+// Most keys, and most bags, in a chunk. A longer bag is split into chunks, at ends of runs.
 constexpr int64_t kChunk = 2 * kSumRun;
-// Most features that have bags in a chunk.
+// Most features with bags in the same chunk.
 constexpr int64_t kMostParts = 64;
-// Columns that are computed together where rows and initial vectors mix.
+// Columns that are computed together when some keys have rows and others initial vectors.
 constexpr int64_t kColumns = 64;
 
 // ---- vectors of keys without a row ----
@@ -33,8 +33,8 @@ int64_t fallback_of(const TableView& table, int64_t key) {
   return kFirstFallback + (rest < 0 ? rest + table.num_fallbacks : rest);
 }
 
-// Computes columns [begin, end) of a key's initial vector, as a table of this format would store
-// it. Quantised and float16 rows are rounded only in the file.
+// Computes columns [begin, end) of a key's initial vector, rounded to bfloat16 if the table has
+// bfloat16 rows. In other row formats, initial vectors stay float32.
 void initial_columns(const TableView& table, int64_t key, int64_t begin, int64_t end, float* out) {
   for (int64_t column = begin; column < end; column += 4) {
     float values[4];
@@ -55,7 +55,7 @@ class Lookup {
   Lookup(const sk_snapshot& snapshot, const Version& version)
       : snapshot_(snapshot), kernels_(*snapshot.kernels), tables_(version.tables.data()) {}
 
-  // Adds a feature, which must stay where it is until finish().
+  // Adds a feature, which must stay at its address until finish().
   int add(const sk_feature& feature) {
     const bool is_each = feature.offsets == nullptr || feature.combiner == SK_NONE;
     const int64_t* offsets = is_each ? nullptr : feature.offsets;
@@ -87,12 +87,12 @@ class Lookup {
     return SK_OK;
   }
 
-  // Looks up what is left.
+  // Looks up the last chunk.
   int finish() { return look_up(); }
 
  private:
-  // The bags of a feature that lie in the chunk. They are bags `bag`, bag + 1, ... of the feature,
-  // and have the keys up to ends_[first_bag], ends_[first_bag + 1], ... of the chunk.
+  // A feature's bags in the chunk: `bag`, bag + 1, ... of the feature, whose keys end at
+  // ends_[first_bag], ends_[first_bag + 1], ... in the chunk.
   struct Part {
     const sk_feature* feature;
     int64_t bag;
@@ -101,7 +101,7 @@ class Lookup {
     bool all_found;  // whether all keys have a row, or share one
   };
 
-  // Adds the bags [begin, end), which fit into the chunk.
+  // Adds the bags [begin, end), which must fit into the chunk.
   int add_bags(const sk_feature& feature, const int64_t* offsets, int64_t begin, int64_t end) {
     const int64_t first = offsets == nullptr ? begin : offsets[begin];
     const int64_t last = offsets == nullptr ? end : offsets[end];
@@ -119,7 +119,7 @@ class Lookup {
         const int64_t bag_end = offsets == nullptr ? b + 1 : offsets[b + 1];
         ends_[num_bags_++] = static_cast<int32_t>(bag_end + shift);
       }
-      // Loops, since a call of memmove takes longer for the few keys of a small bag.
+      // Loops, since calling memmove takes longer for the few keys of a small bag.
       for (int64_t i = first; i < last; ++i) keys_[i + shift] = feature.keys[i];
       if (feature.weights != nullptr) {
         for (int64_t i = first; i < last; ++i) weights_[i + shift] = feature.weights[i];
@@ -152,7 +152,7 @@ class Lookup {
     ++num_keys_;
   }
 
-  // Asks for the buckets of a part, whose keys end the chunk.
+  // Prefetches the buckets for a part's keys, the last ones in the chunk so far.
   int ask(Part* part) {
     const TableView& table = tables_[part->feature->table];
     part->num_keys = static_cast<int32_t>(num_keys_) - part->first_key;
@@ -207,7 +207,7 @@ class Lookup {
                 static_cast<long long>(table.num_fallbacks));
   }
 
-  // Finds the rows of a part's keys, and asks for them. A key without a row has null.
+  // Finds the rows of a part's keys, and prefetches them. The row of a key that has none is null.
   int find_rows(Part* of) {
     Part& part = *of;
     const sk_feature& feature = *part.feature;
@@ -243,10 +243,10 @@ class Lookup {
     return feature.out + bag * (feature.out_stride == 0 ? table.dim : feature.out_stride);
   }
 
-  // Returns true if keys of the chunk's places [begin, end) have vectors that are not in the table.
+  // Returns true if keys in the chunk's places [begin, end) have vectors that are not in the table.
   bool has_absent(const sk_feature& feature, const TableView& table, int64_t begin,
                   int64_t end) const {
-    // A sum leaves out a row of zeros.
+    // Sums skip rows of zeros.
     const bool is_sum = feature.combiner != SK_MAX && feature.combiner != SK_NONE;
     if (is_sum && table.miss != SK_MISS_INITIAL) return false;
     return std::find(rows_ + begin, rows_ + end, nullptr) != rows_ + end;
@@ -285,7 +285,7 @@ class Lookup {
     }
   }
 
-  // The totals of a bag so far, while it is pooled run by run.
+  // A bag's number of keys and total weight so far, while it is pooled run by run.
   struct LongBag {
     int64_t num_keys = 0;
     float weight = 0;
@@ -312,8 +312,8 @@ class Lookup {
     bag->num_keys += part.num_keys;
   }
 
-  // Adds the chunk's keys [begin, end) to a bag, in runs, some columns at a time. Vectors that are
-  // not in the table may be among them.
+  // Adds the chunk's keys [begin, end) to a bag, in runs, some columns at a time. Some of the
+  // vectors may not be in the table.
   void pool_runs(const sk_feature& feature, const TableView& table, int64_t begin, int64_t end,
                  float* out, LongBag* bag) const {
     const bool is_max = feature.combiner == SK_MAX, is_none = feature.combiner == SK_NONE;
@@ -353,7 +353,7 @@ class Lookup {
     }
   }
 
-  // As total_weight() in csrc/core/cpu/bags.h, of one run.
+  // As total_weight() in csrc/core/cpu/bags.h, for one run.
   static float total_weight(const float* weights, int64_t n, int32_t combiner) {
     float sum = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -373,7 +373,7 @@ class Lookup {
     }
   }
 
-  // Divides the sum of a bag as divided() in csrc/core/cpu/bags.h.
+  // Divides a bag's sum, as divided() in csrc/core/cpu/bags.h does.
   static void divide(const sk_feature& feature, int64_t dim, const LongBag& bag, float* out) {
     if (feature.combiner != SK_MEAN && feature.combiner != SK_SQRTN) return;
     const float total = feature.weights == nullptr ? static_cast<float>(bag.num_keys) : bag.weight;

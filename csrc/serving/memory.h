@@ -1,4 +1,4 @@
-// Memory that is mapped, and given back when its last owner goes.
+// Mapped memory, which is unmapped when its last owner is destroyed.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,7 +23,7 @@ class Memory {
     return *this;
   }
 
-  // Returns zeros, in huge pages where the system has them; empty if there is no memory.
+  // Returns zeroed memory, in huge pages where the system has them; empty if there is none.
   static Memory zeros(size_t bytes) {
     Memory memory(
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), bytes);

@@ -24,7 +24,7 @@ int fail(int status, const char* format, ...) {
 }
 
 int fail_of_system(const char* path, const char* what) {
-  // std::strerror is safe in glibc and musl: they keep a text for each thread.
+  // std::strerror is thread-safe in glibc and musl, which keep a buffer for each thread.
   return fail(SK_IO_ERROR, "%s: cannot %s: %s", path, what, std::strerror(errno));
 }
 

@@ -1,4 +1,4 @@
-// Keeps the message of the last error of each thread.
+// Keeps the message of the last error in each thread.
 #pragma once
 
 namespace sparsekit::serving {
@@ -6,7 +6,7 @@ namespace sparsekit::serving {
 // Sets the message that sk_message() returns in this thread, as printf does, and returns `status`.
 [[gnu::format(printf, 2, 3)]] int fail(int status, const char* format, ...);
 
-// Returns SK_IO_ERROR with the message "PATH: cannot WHAT: " and that of errno.
+// Returns SK_IO_ERROR with the message "PATH: cannot WHAT: ERROR", where ERROR describes errno.
 int fail_of_system(const char* path, const char* what);
 
 }  // namespace sparsekit::serving

@@ -1,4 +1,4 @@
-// Two versions of the tables, one of which lookups read while the other one is brought up to date.
+// Two versions of the tables: lookups read one while the other one is brought up to date.
 #pragma once
 
 #include <atomic>
@@ -6,12 +6,12 @@
 
 namespace sparsekit::serving {
 
-// Counts the lookups that read each of two sides, without a lock. The writer changes only the side
-// that is not active, after all who read it have left (`idle`), and then makes it the active one.
-// A reader that has pinned a side can rely on it: the writer does not touch it before unpin().
+// Counts, without a lock, the lookups that read each of two sides. The writer changes only the
+// inactive side, once no lookup reads it any more (`idle`), and then makes it the active one. A
+// reader that has pinned a side can rely on it: the writer does not touch it before unpin().
 class Pins {
  public:
-  // Each thread counts in one of several cache lines, so that threads do not wait for a line.
+  // Each thread counts in one of several cache lines, so that threads rarely contend for a line.
   static constexpr uint32_t kStripes = 64;
 
   struct Pin {
@@ -37,8 +37,8 @@ class Pins {
   uint32_t active() const { return active_.load(); }
   uint32_t inactive() const { return 1 - active_.load(); }
 
-  // Returns true if no lookup reads this side. None will then begin to, while it is inactive: a pin
-  // that comes too late sees that and goes to the other side.
+  // Returns true if no lookup reads this side. While the side stays inactive, none will begin to: a
+  // pin that comes too late sees that, and goes to the other side.
   bool idle(uint32_t side) const {
     int64_t sum = 0;
     for (const Count& each : counts_[side]) sum += each.value.load();

@@ -1,6 +1,6 @@
-// The kernels of pool_kernels.h. Each of pool_generic.cpp, pool_avx2.cpp and pool_avx512.cpp
-// includes this file in a namespace of its own, and compiles it with its own flags. It calls no
-// inline function of other headers: the linker keeps one copy of such a function, which might be
+// The kernels of pool_kernels.h. pool_generic.cpp, pool_avx2.cpp and pool_avx512.cpp each include
+// this file in their own namespace, and are compiled with their own flags. This file calls no
+// inline functions from other headers: the linker keeps one copy of such a function, which might be
 // the one for AVX-512.
 
 #if defined(__AVX512F__)
@@ -10,7 +10,7 @@ constexpr int kMostLanes = 8;
 #else
 constexpr int kMostLanes = 4;
 #endif
-// Vectors of sums that a loop keeps in registers.
+// Number of vectors of sums that a loop keeps in registers.
 constexpr int kMostVectors = 8;
 
 template <int kLanes>
@@ -49,7 +49,7 @@ inline Floats<kLanes> to_floats(Ints<kLanes> numbers) {
   }
 }
 
-// ---- integers of 4, 8 and 16 bits as those of 32; GCC 12 has no good code for vector types ----
+// ---- widening 4, 8 and 16-bit integers to 32; for vector types GCC 12 generates poor code ----
 
 #ifdef __SSE2__
 template <int kBytes>
@@ -88,7 +88,7 @@ inline Ints<kLanes> widen8(const uint8_t* bytes) {
   }
 }
 
-// `column` of the first one must be even if there is more than one.
+// The first number's `column` must be even if kLanes is above 1.
 template <int kLanes>
 inline Ints<kLanes> widen4(const uint8_t* row, int64_t column) {
   const uint8_t* pairs = row + column / 2;
@@ -214,7 +214,7 @@ struct Int4 {
   }
 };
 
-// A row with its scale and bias, if its format has them.
+// A row, with its scale and bias if its format has them.
 template <class Format>
 struct Row {
   static constexpr bool kQuantised = Format::kBits < 16;
@@ -297,7 +297,7 @@ inline void max_block(const Run& run, int64_t column, float* out, bool with_out)
   }
 }
 
-// Calls block(lanes, vectors) with the most columns that are left and that registers can hold, and
+// Calls block(lanes, vectors) for as many of the remaining columns as registers can hold, and
 // returns their number.
 template <int kLanes = kMostLanes, int kVectors = kMostVectors, class Block>
 inline int64_t with_block(int64_t width, const Block& block) {
@@ -333,7 +333,7 @@ inline void max_run(const Run& run, float* out, bool with_out) {
   }
 }
 
-// Divides as divided() in csrc/core/cpu/bags.h.
+// Divides as divided() in csrc/core/cpu/bags.h does.
 inline void divide(float* out, int64_t dim, float by) {
   if (by == 1) return;
   for (int64_t column = 0; column < dim;) {
@@ -345,7 +345,7 @@ inline void divide(float* out, int64_t dim, float by) {
   }
 }
 
-// As total_weight() in csrc/core/cpu/bags.h, of one run.
+// As total_weight() in csrc/core/cpu/bags.h, for one run.
 inline float total_weight(const float* weights, int64_t n, int32_t combiner) {
   float sum = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -396,7 +396,7 @@ void decode_row(const uint8_t* bytes, int64_t dim, int64_t begin, int64_t end, f
   }
 }
 
-// Calls use(a value of the format's struct).
+// Calls use() with a value of the row format's struct.
 template <class Use>
 inline void with_format(int32_t row_format, const Use& use) {
   switch (row_format) {
@@ -484,7 +484,7 @@ inline int64_t row_of(const RowIndex& index, int64_t key, int64_t bucket) {
   return -1;
 }
 
-// Bytes of a row to ask for before it is read. The processor itself asks for what follows.
+// Bytes of a row to prefetch. The processor itself prefetches what follows.
 constexpr int64_t kAskedBytes = 512;
 
 int64_t find(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,

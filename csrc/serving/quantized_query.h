@@ -1,16 +1,16 @@
-// A query of top_k in integers.
+// A query of top_k, converted to integers.
 #pragma once
 
 #include <cstdint>
 
 namespace sparsekit::serving {
 
-// Rows that kernels of top_k take in one call.
+// Most rows that a kernel of top_k takes in one call.
 constexpr int64_t kMostAtOnce = 256;
 
-// Integers, with which int8 and int4 rows can be multiplied fast:
+// A query as integers, for fast products with int8 and int4 rows:
 //     query[j] = unit * integers[j] + a residual.
-// The score of a row with the scale a, the bias b and the integers u[j] is then at most
+// The score of a row with scale a, bias b and integers u[j] is then at most
 //     a * unit * sum(integers[j] * u[j]) + b * sum
 //         + |a| * error_of_scale + |b| * error_of_bias + least_error.
 // The errors allow for the residuals and for the rounding of the score itself.

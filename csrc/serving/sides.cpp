@@ -10,10 +10,10 @@
 namespace sparsekit::serving {
 namespace {
 
-// Keys whose buckets are loaded ahead of their turn.
+// How many keys ahead buckets are prefetched.
 constexpr int64_t kAhead = 16;
 
-// Calls use(key, i) for all keys. Returns false if a call does.
+// Calls use(key, i) for each key; stops and returns false if a call returns false.
 template <class Use>
 bool for_keys(const LiveIndex& index, const int64_t* keys, int64_t n, Use&& use) {
   for (int64_t i = 0; i < std::min(n, kAhead); ++i) index.prefetch(keys[i]);
@@ -37,7 +37,7 @@ int no_room_in_index(const Side& side, size_t table, int64_t more) {
               side.version.tables[table].name, more);
 }
 
-// Shows the changed tables in the version that lookups get.
+// Updates the side's version, which lookups read, to its changed indexes.
 void show_tables(Side* side) {
   for (size_t t = 0; t < side->indexes.size(); ++t) {
     TableView& view = side->version.tables[t];
@@ -55,7 +55,7 @@ void make_room(std::vector<T>* vector, size_t more) {
   if (needed > vector->capacity()) vector->reserve(std::max(needed, 2 * vector->capacity()));
 }
 
-// Does all that may lack memory, before anything is changed.
+// Makes all allocations, which may fail, before anything is changed.
 int prepare(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
   const size_t num_tables = side->indexes.size();
   std::vector<int64_t> upserts(num_tables), keys(num_tables);
@@ -159,7 +159,7 @@ int copy_side(const Side& from, Side* side) {
 
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
   if (const int status = prepare(parts, side, batch)) return status;
-  // A key that moves from rank to rank is erased by one part and written by another.
+  // Tombstones first: a key that moves between ranks is erased by one part and written by another.
   for (const bool tombstones : {true, false}) {
     for (const DeltaFile& part : parts) {
       for (const Section& section : part.sections) {

@@ -1,4 +1,4 @@
-// The two sides of a snapshot: tables that deltas change, one side at a time.
+// The two sides of a snapshot; deltas change their tables, one side at a time.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@
 
 namespace sparsekit::serving {
 
-// A side. `indexes` is empty as long as the side is as the file.
+// A side. `indexes` is empty while the side's tables are still those of the file.
 struct Side {
   std::shared_ptr<Base> base;
   std::vector<LiveIndex> indexes;
   Version version;
 };
 
-// Changes of one side since it was last equal to the other one.
+// Changes to one side since both sides were last equal.
 struct Batch {
   struct Edit {
     int64_t key;
@@ -37,21 +37,22 @@ struct Batch {
   int64_t versions = 0;
 };
 
-// Makes a side that is as the file, and can be changed. Returns an sk_status.
+// Makes a side that equals the file and can be changed. Returns an sk_status.
 int begin_side(std::shared_ptr<Base> base, Side* side);
 
-// Applies a version, given its parts of all ranks, to a side that no lookup reads. SK_NO_MEMORY
-// changes nothing; after SK_DAMAGED, which a damaged index leads to, the side is of no use.
+// Applies a version, given the parts of all ranks, to a side that no lookup reads. SK_NO_MEMORY
+// changes nothing; after SK_DAMAGED, which means that an index is damaged, the side is unusable.
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch);
 
-// Makes the changes of a batch to the other side, which no lookup reads. As apply_version().
+// Makes a batch's changes to the other side, which no lookup reads. Errors are as in
+// apply_version().
 int replay(const Batch& batch, const Version& to, Side* side);
 
 // Makes `side` equal to another one, which lookups may read. Returns an sk_status.
 int copy_side(const Side& from, Side* side);
 
-// Takes back the rows of a batch: those that it replaced, or, if no side has its changes, those
-// that it used.
+// Frees rows of a batch: those that its changes replaced, once both sides have them; or those that
+// it took, if neither side will have its changes.
 void give_back_left(const Batch& batch, Base* base);
 void give_back_taken(const Batch& batch, Base* base);
 

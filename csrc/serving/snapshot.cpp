@@ -22,8 +22,8 @@ int open_folder(const std::string& folder, const sk_open_options& options,
       return fail(SK_DAMAGED, "%s: the header says version %llu", path.c_str(),
                   static_cast<unsigned long long>((*file)->header.version));
     }
-    // Compaction removes a base after it has written a newer one. List the folder again, unless the
-    // file is still listed.
+    // Compaction may have removed this base, after writing a newer one. List the folder again,
+    // unless the file still exists.
     struct stat unused;
     if (status == SK_OK || path == last || stat(path.c_str(), &unused) == 0) return status;
     last = path;

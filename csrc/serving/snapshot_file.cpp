@@ -30,7 +30,7 @@ int check_header(const char* path, const SnapshotHeader& header, uint64_t file_b
   if (std::memcmp(header.magic, kSnapshotMagic, sizeof header.magic) != 0) {
     return fail(SK_DAMAGED, "%s: not a snapshot: it does not begin with the magic bytes", path);
   }
-  // Look at the version first: a newer format may have its checksum elsewhere.
+  // Check the version first: a newer format may have its checksum elsewhere.
   if (header.format_version > kFormatVersion) {
     return fail(SK_NEWER_FORMAT, "%s: format %u; this library knows formats up to %u", path,
                 header.format_version, kFormatVersion);
@@ -63,7 +63,7 @@ int check_header(const char* path, const SnapshotHeader& header, uint64_t file_b
   return SK_OK;
 }
 
-// Checks that a name is UTF-8 and can be a string of C.
+// Checks that a name is UTF-8 and can be a C string.
 bool is_name(const uint8_t* text, uint64_t bytes) {
   for (uint64_t i = 0; i < bytes;) {
     const uint8_t lead = text[i];
@@ -85,7 +85,7 @@ bool is_name(const uint8_t* text, uint64_t bytes) {
   return true;
 }
 
-// Checks a table's record, all numbers of which may be hostile.
+// Checks a table's record; any number in it may be hostile.
 int check_record(const char* path, const TableRecord& record, const char* name,
                  const SnapshotHeader& header) {
   const auto wrong = [=](const char* field, uint64_t value) {
@@ -187,8 +187,8 @@ int check_overlaps(const SnapshotFile& file) {
   return SK_OK;
 }
 
-// Returns the number of rows to come for which addresses are reserved. Addresses are plenty, but
-// 1000 tables have to share 2^47 of them.
+// Returns how many rows from deltas to reserve addresses for. Addresses are plentiful, but 1000
+// tables have to share 2^47 of them.
 int64_t most_spare_rows(const TableRecord& record) {
   const int64_t rows = static_cast<int64_t>(record.num_rows);
   const int64_t wanted = std::max<int64_t>(2 * rows, int64_t{16} << 20);
@@ -201,7 +201,7 @@ int map_rows(const SnapshotFile& file, FileTable* table) {
   const uint64_t bytes = record.num_rows * record.row_bytes;
   const uint64_t file_part = round_up(bytes, part_alignment(file.options));
   int64_t spare = most_spare_rows(record);
-  // Under a limit of addresses (ulimit -v), do with fewer rows to come.
+  // If addresses are limited (ulimit -v), make do with fewer rows from deltas.
   for (;; spare /= 2) {
     const uint64_t spare_bytes = round_up((spare + 1) * record.row_bytes, kPage);
     table->rows = reserve(file.options, record.rows_offset, file_part, spare > 0 ? spare_bytes : 0);
@@ -301,7 +301,7 @@ int open_file(const std::string& path, const sk_open_options& options,
   auto file = std::make_unique<SnapshotFile>();
   file->path = path;
   file->options = options;
-  // Do not wait for a writer if the path is a pipe.
+  // O_NONBLOCK: if the path is a pipe, do not wait for a writer.
   file->file = OpenFile(open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status;
   const int descriptor = file->file.descriptor();
@@ -334,7 +334,7 @@ int newest_base(const std::string& folder, std::string* path, uint64_t* version)
   if (files == nullptr) return fail_of_system(folder.c_str(), "list it");
   std::string newest;
   while (const dirent* entry = readdir(files)) {
-    // Names have 20 digits, so that the order of names is that of versions.
+    // Versions have 20 digits in names, so names sort by version.
     const std::string name = entry->d_name;
     const bool is_base = name.size() == 29 && name.rfind("base-", 0) == 0 &&
                          name.find_first_not_of("0123456789", 5) == 25 &&

@@ -16,14 +16,14 @@
 
 namespace sparsekit::serving {
 
-// A table of a file that is open.
+// A table in an open file.
 struct FileTable {
   TableRecord record;
   std::string name;
   Memory index;  // of the file, read-only
-  // The rows of the file, read-only, and behind them addresses that are reserved for rows to come,
-  // which have the numbers [spare_begin, spare_end). They begin in pages that are not the file's,
-  // and have no memory yet (PROT_NONE).
+  // The rows of the file, read-only, followed by reserved addresses, without memory (PROT_NONE),
+  // for rows that deltas bring. These have the numbers [spare_begin, spare_end), and begin behind
+  // the file's pages.
   Memory rows;
   int64_t spare_begin = 0;
   int64_t spare_end = 0;
@@ -47,7 +47,7 @@ class OpenFile {
   int descriptor_;
 };
 
-// A snapshot file that is open, with its rows in memory. The rows of the file never change.
+// An open snapshot file with its rows mapped or copied. The rows of the file never change.
 struct SnapshotFile {
   std::string path;
   sk_open_options options;
@@ -56,13 +56,13 @@ struct SnapshotFile {
   std::vector<FileTable> tables;
 };
 
-// Opens a file and checks its header and directory, and with options.verify all of it. A hostile
-// file causes no allocation that is larger than the file. Returns an sk_status.
+// Opens a file and checks its header and directory, or, with options.verify, all of it. A hostile
+// file cannot cause an allocation larger than itself. Returns an sk_status.
 int open_file(const std::string& path, const sk_open_options& options,
               std::unique_ptr<SnapshotFile>* opened);
 
-// Maps another index of a table, as it is in the file, which can be written to. Writes change
-// neither the file nor other mappings.
+// Maps a writable copy of a table's index in the file. Writes change neither the file nor other
+// mappings.
 int private_index(const SnapshotFile& file, size_t table, Memory* index);
 
 // Describes the tables to lookups. The file must outlive the result.

@@ -7,16 +7,16 @@
 namespace sparsekit::serving {
 
 // Hands out rows that no side refers to. Both sides of a snapshot share them. The addresses behind
-// the file's rows are reserved, and get memory as rows are needed.
+// the file's rows are reserved, and are backed by memory as rows are needed.
 class SpareRows {
  public:
   SpareRows() = default;
   // Row r lies at rows + r * row_bytes. The rows from `first` on, up to `most`, are behind the
-  // file's pages. `lock`: their memory is to stay in memory.
+  // file's pages. `lock`: keep them in memory (mlock).
   SpareRows(uint8_t* rows, int64_t row_bytes, int64_t first, int64_t most, bool lock);
 
   enum class Room { kYes, kFull, kNoMemory };
-  // Lets n calls of take() succeed.
+  // Makes sure that n calls of take() will succeed.
   Room reserve(int64_t n);
 
   // Returns a row for batch number `batch`.
@@ -32,7 +32,7 @@ class SpareRows {
 
   uint8_t* at(int32_t row) const { return rows_ + row * row_bytes_; }
 
-  // Returns the end of the rows that have memory.
+  // Returns the end of the rows that are backed by memory.
   int64_t limit() const { return limit_; }
   int64_t in_use() const { return next_ - first_ - static_cast<int64_t>(free_.size()); }
 

@@ -31,7 +31,7 @@ int read_struct(const T* from, const char* name, T* to) {
   return SK_OK;
 }
 
-// Fills in a caller's struct as far as the caller has its fields.
+// Fills in those fields of a caller's struct that the caller knows.
 template <class T>
 int write_struct(T from, const char* name, T* to) {
   const size_t size = to->size;

@@ -1,4 +1,4 @@
-// Times lookups where no interpreter is between them.
+// Times lookups in native code, with no interpreter between them.
 #include <chrono>
 
 #include "serving/include/sparsekit_serving.h"

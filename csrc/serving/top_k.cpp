@@ -16,12 +16,13 @@
 namespace sparsekit::serving {
 namespace {
 
-// A set of rows of a table. Numbers that are no rows are not in it, and cannot be put into it.
+// A set of rows of a table. Numbers that are not rows are never in it; inserting them does nothing.
 class RowSet {
  public:
   explicit RowSet(int64_t limit) : limit_(limit), words_(limit / 64 + 1) {}
 
-  // Both work without branches, since the processor could not predict where a bucket's rows end.
+  // insert() and has() have no branches, since the processor could not predict where a bucket's
+  // rows end.
   void insert(int32_t row) { words_[word(row)] |= bit(row); }
   bool has(int32_t row) const { return (words_[word(row)] & bit(row)) != 0; }
   void erase(int64_t row) { words_[row / 64] &= ~(uint64_t{1} << row % 64); }
@@ -31,7 +32,7 @@ class RowSet {
     words_.back() = (uint64_t{1} << limit_ % 64) - 1;
   }
 
-  // Calls visit(rows, n) with up to kMostAtOnce rows each time, in ascending order.
+  // Calls visit(rows, n) for all rows in ascending order, with up to kMostAtOnce rows per call.
   template <class Visit>
   void for_each(const Visit& visit) const {
     int32_t rows[kMostAtOnce];
@@ -79,8 +80,8 @@ RowSet rows_with_key(const TableView& table) {
   return rows;
 }
 
-// The rows that may be among the k best. Their keys, which decide between equal scores, are not
-// known yet: a list of the keys of all rows would take longer to make than the scores.
+// The rows that may be among the k best. Keys, which decide between equal scores, are looked up
+// later: listing the keys of all rows would take longer than computing the scores.
 class Contenders {
  public:
   explicit Contenders(int32_t k) : k_(static_cast<size_t>(k)) {}
@@ -90,7 +91,7 @@ class Contenders {
     return best_.size() < k_ ? -std::numeric_limits<float>::infinity() : best_.front();
   }
 
-  // Adds a row; they come in ascending order.
+  // Adds a row; rows must be added in ascending order.
   void add(float score, int32_t row) {
     if (!(score >= least())) return;  // NaN, too
     rows_.push_back({score, row});
@@ -152,7 +153,7 @@ class Contenders {
 
 // Unit roundoff of float.
 constexpr double kRoundoff = 0x1p-24;
-// Exceeds the absolute value of a column of int8 and int4 rows with finite scales and biases.
+// Exceeds the absolute value of any column in int8 and int4 rows with finite scales and biases.
 constexpr double kMostOfColumn = 65504.0 * 256;
 
 double sum_of_magnitudes(const float* query, int64_t dim) {
@@ -182,9 +183,9 @@ QuantizedQuery quantize(int32_t row_format, const float* query, int64_t dim,
   }
   const double magnitudes = sum_of_magnitudes(query, dim);
   residuals += magnitudes * 0x1p-50;  // in case that they have been rounded to less
-  // Each term of a score passes through three roundings of its own (scale * u, + bias, * query) and
-  // through those of the additions in its lane and of four sums of lanes. The factor covers their
-  // products, and the roundings of this computation in double.
+  // Each term of a score is rounded three times on its own (scale * u, + bias, * query), then by
+  // each addition in its lane and by four sums of lanes. The factor 1.01 covers products of these
+  // errors, and the roundings of this computation in double.
   const double roundings = static_cast<double>(3 + (dim + 15) / 16 + 4) * kRoundoff * 1.01;
   const double levels = static_cast<double>(most_of_row);
   return {integers->data(),
@@ -208,7 +209,7 @@ int32_t top_k(const PoolKernels& kernels, const TableView& table, const float* q
   if (bounded) quantized = quantize(table.row_format, query, table.dim, &integers);
   const RowSet candidates = rows_with_key(table);
   Contenders contenders(k);
-  // Rows are read in their order in memory: in the order of the index it takes four times as long.
+  // Read rows in the order of memory: the order of the index takes four times as long.
   candidates.for_each([&](int32_t* rows, int64_t n) {
     const uint8_t* vectors[kMostAtOnce];
     for (int64_t i = 0; i < n; ++i) vectors[i] = table.rows + int64_t{rows[i]} * table.row_bytes;

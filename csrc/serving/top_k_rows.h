@@ -1,4 +1,4 @@
-// Kernels of top_k, included after pool_rows.h, whose rules hold here, too.
+// Kernels of top_k. Included after pool_rows.h; its rules apply here, too.
 
 constexpr int kScoreLanes = 16;
 constexpr int kScoreVectors = kScoreLanes / kMostLanes;
@@ -38,7 +38,7 @@ void score(int32_t row_format, const uint8_t* const* rows, int64_t n, const floa
   });
 }
 
-// Multiplies integers of int8 rows with those of the query; see QuantizedQuery.
+// Multiplies the integers of int8 rows by those of the query; see QuantizedQuery.
 void dot_bytes(const uint8_t* const* rows, int64_t n, const int16_t* query, int64_t dim,
                int32_t* dots) {
   for (int64_t i = 0; i < n; ++i) {

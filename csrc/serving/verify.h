@@ -1,12 +1,12 @@
-// Compares all checksums of a snapshot, and checks what they cannot tell.
+// Compares all checksums of a snapshot, and checks what checksums cannot show.
 #pragma once
 
 #include "serving/snapshot_file.h"
 
 namespace sparsekit::serving {
 
-// Reads the whole file. Each bucket of an index must be sound, each row must have exactly one key,
-// which a search finds, and bytes between sections must be zeros. Returns an sk_status.
+// Reads the whole file. Every bucket of an index must be sound, every row must have exactly one
+// key, which a search must find, and bytes between sections must be zeros. Returns an sk_status.
 int verify(const SnapshotFile& file);
 
 }  // namespace sparsekit::serving
