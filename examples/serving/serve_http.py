@@ -8,7 +8,7 @@ PATH is a snapshot, or the folder of a delta log, which a thread then follows.
     curl localhost:8080/lookup -d '{"table": "user", "keys": [[7, 9], [8, 8]], "combiner": "mean"}'
     curl localhost:8080/top_k -d '{"table": "item", "query": [0.5, -1], "k": 10}'
 
-A row of keys is a bag. All vectors of an answer are of the version that it names.
+A row of keys is a bag. All vectors in an answer are from the version that it names.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MOST_BYTES = 16 << 20
 class Handler(BaseHTTPRequestHandler):
     snapshot: Snapshot
     protocol_version = "HTTP/1.1"  # connections stay open
-    timeout = 60  # seconds that a silent client keeps a thread
+    timeout = 60  # seconds until a silent client loses its thread
 
     def health(self) -> dict:
         snapshot, follower = self.snapshot, self.snapshot.follower
@@ -89,7 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     with Snapshot(args.path, prefault=True) as snapshot:
         if Path(args.path).is_dir():
-            snapshot.refresh()  # so that the first answers are of the newest version
+            snapshot.refresh()  # so that the first answers are from the newest version
             snapshot.follow(every=0.1)
         Handler.snapshot = snapshot
         with ThreadingHTTPServer(("127.0.0.1", args.port), Handler) as server:

@@ -1,4 +1,4 @@
-"""Describes what lookups in evaluation read of a table, and makes its rows ready to be read."""
+"""Describes how lookups in evaluation read a table, and brings its rows up to date for reading."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .manifest import Lookups
 
 
 def bring_up_to_date(layer: EmbeddingTable) -> None:
-    """Make the rows of a table what lookups would read now.
+    """Bring a table's rows to the state that lookups would read now.
 
     Raises:
         RuntimeError: the table is on the meta device.

@@ -68,7 +68,7 @@ def _choice_of(words: Sequence[str]) -> Callable[[str], tuple[str, str]]:
 def _by_table(
     given: Sequence[tuple[str, str]] | None, names: Sequence[str]
 ) -> Mapping[str, str] | None:
-    """Return the words for tables: those given for all, and then those given by name."""
+    """Return the words by table; one given for a table's name replaces the one given for all."""
     if given is None:
         return None
     of_all = {name: word for table, word in given if not table for name in names}

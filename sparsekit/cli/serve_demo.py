@@ -18,10 +18,10 @@ from ..serving import Snapshot
 from . import training
 from .common import UsageError, number, set_threads
 
-# Films that are shown, and films that the user rates.
+# How many films are shown, and how many the user rates.
 SHOWN, RATED = 5, 5
 STARS = 5.0
-# Steps of training after which new ratings show.
+# Training steps until new ratings have an effect.
 STEPS = 100
 
 
@@ -112,7 +112,7 @@ def _serve(
 
 
 def _user(data: Ratings, wanted: int | None) -> tuple[int, np.ndarray]:
-    """Return a user and the films that the user has rated, the latest last."""
+    """Return a user and the films that this user has rated, the latest last."""
     order, users, counts, _ = data.by_user()
     if wanted is None:
         wanted = int(users[counts.argsort(stable=True)[len(counts) // 10]])

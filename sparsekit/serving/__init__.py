@@ -1,6 +1,6 @@
-"""Serves trained tables: looks raw keys up in snapshots. Needs NumPy, and no torch.
+"""Serves trained tables: looks raw keys up in snapshots. Needs NumPy, but not torch.
 
-`export_module`, `export_checkpoint` and `DeltaLog`, which write what torch has trained, need it.
+Only `export_module`, `export_checkpoint` and `DeltaLog`, which write trained tables, need torch.
 """
 
 from typing import TYPE_CHECKING, Any

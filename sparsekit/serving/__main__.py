@@ -1,4 +1,4 @@
-"""Prints what C compilers need: ``gcc lookup.c $(python -m sparsekit.serving --cflags --libs)``."""
+"""Prints flags for C compilers: ``gcc lookup.c $(python -m sparsekit.serving --cflags --libs)``."""
 
 import argparse
 import shlex

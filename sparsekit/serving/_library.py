@@ -12,7 +12,7 @@ from .errors import BusyError, SnapshotError, UnknownKeyError
 
 ABI_VERSION = 1
 LIBRARY = Path(__file__).parents[1] / "lib" / "libsparsekit_serving.so"
-# Names in the order of the enums of sparsekit_serving.h.
+# Names in the order of the enums in sparsekit_serving.h.
 ROW_FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
 MISSES = ("initial", "zeros", "fallback", "error")
 COMBINERS = ("sum", "mean", "sqrtn", "none", "max")
@@ -30,7 +30,7 @@ _ERRORS: dict[int, type[Exception]] = {
 
 
 class _Sized(ctypes.Structure):
-    """Base of structs that begin with their size, which it fills in."""
+    """Base class of structs that begin with their size; fills in the size."""
 
     def __init__(self, **fields: object) -> None:
         super().__init__(size=ctypes.sizeof(self), **fields)
@@ -115,11 +115,11 @@ class Progress(_Sized):
     ]
 
 
-# The fields of Feature. Filling in all of them at once is faster.
+# The fields of Feature, which are filled in faster all at once.
 FEATURE = struct.Struct("@NiiPqPqPPqP")
 
 
-# Arguments of the functions; all return an sk_status.
+# Argument types of the functions, which all return an sk_status.
 _ARGUMENTS = {
     "sk_open": [c_char_p, POINTER(OpenOptions), POINTER(c_void_p)],
     "sk_close": [c_void_p],
@@ -141,10 +141,10 @@ _ARGUMENTS = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library. Calls of its functions release the interpreter's lock.
+    """Load the library. Calls to its functions release the interpreter's lock.
 
     Raises:
-        ImportError: the library does not exist, does not load, or is of another version.
+        ImportError: the library does not exist, does not load, or has another version.
     """
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -162,7 +162,7 @@ def load() -> ctypes.CDLL:
 
 
 def check(status: int) -> None:
-    """Raise the exception of a status other than SK_OK, with the library's message."""
+    """Raise the exception for a status other than SK_OK, with the library's message."""
     if status:
         message = load().sk_message().decode(errors="replace")
         raise _ERRORS.get(status, ValueError)(message)

@@ -30,7 +30,7 @@ def best_rows(
         dim: length of its vectors.
         queries: see `Snapshot.top_k`, also for the errors.
         k: see `Snapshot.top_k`.
-        name: words with which errors begin.
+        name: words that error messages begin with.
     """
     array = array_of(name, "queries", queries)
     if array.dtype.kind != "f" or array.itemsize > 8:
@@ -43,7 +43,7 @@ def best_rows(
         raise ValueError(f"{name}: k must be in [1, 2**31 - 1], got {k}")
     with np.errstate(over="ignore"):  # the library refuses infinities
         rows = np.ascontiguousarray(array, np.float32).reshape(-1, dim)
-    # Memory that is not written to takes no space, in case that k is a large number to get all.
+    # Untouched memory takes no space, in case k is a huge number to get all rows.
     keys, scores = np.empty(k, np.int64), np.empty(k, np.float32)
     library, found = _library.load(), ctypes.c_int32()
     parts = []

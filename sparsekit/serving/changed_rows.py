@@ -15,7 +15,7 @@ from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import EmbeddingWeight
 from ..tables.written_rows import WrittenRows
 
-# Bytes of vectors to copy at a time.
+# Bytes of vectors copied at a time.
 _PIECE = 8 << 20
 _NO_KEYS = np.empty(0, np.int64)
 
@@ -28,7 +28,7 @@ class Changes:
         rows: rows that are new or have changed, int64 ``[n]``, in ascending order.
         keys: their keys, int64 ``[n]``.
         removed: keys that have no row any more, int64 ``[k]``.
-        compared: whether all rows had to be compared, since not all writes were marked.
+        compared: whether all rows had to be compared, since some writes were not marked.
     """
 
     rows: np.ndarray
@@ -43,9 +43,9 @@ class Changes:
 class ChangedRows:
     """Follows one rank's part of a table; everything counts as changed at first.
 
-    Lookups and optimizers mark the rows that they write to (`WrittenRows`). After any other write
-    the rows are compared by an XXH64 of each, which misses a change with a probability of 2^-64.
-    Nothing is forgotten before `done`, so that a delta that could not be written can be repeated.
+    Lookups and optimizers mark the rows that they write to (`WrittenRows`). After any other write,
+    all rows are compared by their XXH64 hashes, which miss a change with probability 2^-64. Nothing
+    is forgotten before `done`, so that a delta that could not be written can be repeated.
 
     Args:
         layer: the layer that the table belongs to.
@@ -56,14 +56,14 @@ class ChangedRows:
         self._keys = _NO_KEYS
         self._prints = np.empty(0, np.uint64)
         self._weight: torch.Tensor | None = None
-        self._marks: WrittenRows | None = None  # of this weight; another log may replace them
+        self._marks: WrittenRows | None = None  # of this weight; another log may replace the marks
         self._keys_changed_at = 0
 
     def find(self) -> Changes:
         """Find what has changed since the last `done`.
 
-        Rows that an optimizer would bring up to date later are brought up to date, and count as
-        changed: under Adam with ``mode="catch_up"``, all rows.
+        Rows that an optimizer would bring up to date later are brought up to date first, and count
+        as changed; with Adam's ``mode="catch_up"``, these are all rows.
 
         Raises:
             IndexError, ValueError, TableFullError: see `sparsekit.raise_errors`.
@@ -107,7 +107,7 @@ class ChangedRows:
         return Changes(rows, keys[rows], removed, True, keys, prints, changed_at)
 
     def done(self, changes: Changes) -> None:
-        """Forget changes that have been written; no step may have come after `find`."""
+        """Forget changes that have been written; there must have been no step since `find`."""
         weight, size = self.layer.weight, len(changes._all_keys)
         self._keys, self._keys_changed_at = changes._all_keys, changes._keys_changed_at
         if changes.compared:
@@ -128,7 +128,7 @@ class ChangedRows:
         self._weight = weight
 
     def close(self) -> None:
-        """Make no more marks."""
+        """Stop marking rows."""
         weight = self._weight
         if isinstance(weight, EmbeddingWeight) and weight.written_rows is self._marks:
             weight.written_rows = None
@@ -152,10 +152,10 @@ class ChangedRows:
 
 
 def gathered(weight: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return a copy of rows, int64 ``[n]``, of a weight on any device, ``[n, dim]`` on the CPU."""
+    """Return a copy, ``[n, dim]`` on the CPU, of rows, int64 ``[n]``, of a weight on any device."""
     vectors = weight.detach()
     if vectors.is_cpu and vectors.is_contiguous() and len(rows):
-        # In this thread: those of torch, for which training waits as well, would save nothing.
+        # Copy in this thread: torch's threads would save nothing, since training needs them, too.
         taken = vectors.view(torch.uint8).numpy().take(rows, axis=0)
         return torch.from_numpy(taken).view(vectors.dtype)
     return vectors[torch.from_numpy(rows).to(vectors.device)].cpu()
@@ -175,6 +175,6 @@ def _hashed(vectors: torch.Tensor) -> np.ndarray:
     if not vectors.numel():
         return np.zeros(len(vectors), np.uint64)
     width = vectors.shape[1] * vectors.itemsize
-    # Texts of one width differ if and only if they do without trailing zeros, which it leaves out.
+    # The hash ignores trailing zeros; vectors have one width, so they still differ without them.
     codes = xxh64_fixed_width(vectors.data_ptr(), width, False, len(vectors), 0)
     return np.asarray(codes).view(np.uint64)

@@ -55,10 +55,10 @@ def header_of(**fields: int) -> np.ndarray:
 def write_delta(
     path: str | os.PathLike[str], header: np.ndarray, sections: Sequence[Section]
 ) -> int:
-    """Write a delta, which appears under its name when it is whole.
+    """Write a delta; the file appears under its name when it is whole.
 
-    It is not synced to the disk, which would take longer than all else: a trainer that starts again
-    after a loss of power writes a new base, so that nobody needs the deltas before it.
+    The file is not synced to disk, which would take longer than all else: a trainer that restarts
+    after a power loss writes a new base, so that no reader needs the deltas before it.
 
     Returns:
         Size of the file in bytes.
@@ -104,13 +104,13 @@ def read_delta(path: Path, log_id: int | None = None) -> tuple[np.ndarray, list[
 
     Args:
         path: the file.
-        log_id: log that the delta must belong to; None for any.
+        log_id: ID of the log that the delta must belong to; None for any.
 
     Returns:
         The header and the sections.
 
     Raises:
-        LogError: the file is damaged, of another log, or of a format that is not known.
+        LogError: the file is damaged, belongs to another log, or has an unknown format.
         OSError: the file cannot be read.
     """
     data = map_file(path)
@@ -163,5 +163,5 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def _crc_before(record: np.ndarray, field: str) -> int:
-    """Return the checksum of the bytes of a record before a field."""
+    """Return the checksum of a record's bytes up to a field."""
     return encoding.crc32(record.tobytes()[: offset_of(record.dtype, field)])

@@ -1,4 +1,4 @@
-"""Writes what training changes to the folder of a log, which readers follow."""
+"""Writes the changes that training makes to the folder of a log, which readers follow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .merge import BaseFile
 from .rank_parts import encoded, joined, write_part
 from .writer import SnapshotWriter
 
-# Deltas of fewer bytes are not worth a compaction, and more files than this slow down listings.
+# Deltas below this size are not worth compacting; more files than this slow down listings.
 _FEW_BYTES, _MOST_DELTAS = 4 << 20, 4096
 
 
@@ -43,19 +43,19 @@ class DeltaLog:
             optimizer.step()
             log.step()
 
-    Opening writes a base, a snapshot of all tables, since the model need not be as it was when the
-    log was last written to. Then `step` writes a delta with the rows that have changed when one is
-    due, and from time to time merges deltas into a new base, in a thread. Readers open the folder
-    with `Snapshot(folder)` and call `follow`. The folder may be on any file system that all
+    Opening writes a base, a snapshot of all tables, since the model may have changed since the log
+    was last written to. Then, whenever a delta is due, `step` writes one with the rows that have
+    changed; from time to time it merges deltas into a new base, in a thread. Readers open the
+    folder with `Snapshot(folder)` and call `follow`. The folder may be on any file system that all
     machines share.
 
-    After an error, such as a full disk, the next delta has the changes of this one as well. On
-    several ranks, each writes its part of a version; opening, `step`, `flush` and `close` are
-    called by all ranks, and an error of one is raised by all.
+    After an error, such as a full disk, the next delta also has the changes of the one that failed.
+    On several ranks, each writes its part of a version; all ranks must open the log and call
+    `step`, `flush` and `close`, and an error on one rank is raised on all.
 
     On the CPU, the rows that lookups and sparsekit's optimizers write to are marked. Other writes
     (torch's optimizers, loading, eviction) cost a comparison of all rows of the table.
-    Only writes to ``weight.data`` are not seen until there is another write.
+    Writes to ``weight.data`` alone are not noticed until there is another write.
 
     Args:
         folder: folder of the log; it is made if it does not exist. One job writes to it at a time.
@@ -63,18 +63,19 @@ class DeltaLog:
         rows: format of rows, as for `export_module`.
         miss: what a key without a row gives; None: as in the layers.
         tables: names of the tables to write; None for all.
-        every_steps: number of calls of `step` from one delta to the next. Needed on several ranks,
-            whose clocks differ.
+        every_steps: number of calls of `step` from one delta to the next. Required on several
+            ranks, since their clocks differ.
         every_seconds: seconds from one delta to the next, if every_steps is None.
         compact_at: size of the deltas, as a fraction of the base, at which they are merged; None
             leaves that to `compact` or ``sparsekit serve compact``.
-        dense_version: what the dense part is called that goes with the first version.
+        dense_version: the trainer's number for the dense part that belongs to the first version.
         step: step of training of the first version; None if unknown.
         group: process group of the layers; None for torch's default group.
 
     Attributes:
-        version: the newest version of which all is written.
-        compaction_error: error of the last compaction, which is raised as a warning; else None.
+        version: the newest version that is written completely.
+        compaction_error: error of the last compaction, which is also shown as a warning; None if
+            there was none.
 
     Raises:
         LogError: another job writes to the folder, or it has a damaged base.
@@ -132,12 +133,12 @@ class DeltaLog:
         """Write a delta if one is due; call it after each step of the optimizers.
 
         Args:
-            step: number of the step of training; None counts calls.
-            dense_version: what the dense part is called that goes with the tables as they are now;
-                None: as before.
+            step: number of the training step; None counts calls.
+            dense_version: the trainer's number for the dense part that belongs to the tables as
+                they are now; None: as before.
 
         Returns:
-            Whether a version has been written.
+            True if a version has been written.
 
         Raises:
             ValueError: a vector cannot be stored; the message names table and key.
@@ -160,7 +161,7 @@ class DeltaLog:
         if dense_version is not None:
             self._dense_version = dense_version
         if self._together.union({"base"} if self._facts() != self._facts_of_base else set()):
-            # Deltas do not tell of all changes, such as another seed of initial vectors.
+            # Some changes do not fit into a delta, such as a new seed for initial vectors.
             self._write_base(self.version + 1, self._steps)
             return True
         sections: list[Section] = []
@@ -184,7 +185,7 @@ class DeltaLog:
         return bool(something)
 
     def compact(self) -> None:
-        """Merge the deltas into a new base now; rank 0 does it, and the others wait.
+        """Merge the deltas into a new base now; rank 0 does so while the others wait.
 
         Raises:
             LogError, OSError: see `sparsekit.serving.compact`.
@@ -195,7 +196,7 @@ class DeltaLog:
         )
 
     def close(self) -> None:
-        """Let another job write to the folder. What has changed since `flush` is not written."""
+        """Let another job write to the folder. Changes since the last `flush` are not written."""
         self._end_compaction()
         for changed in self._changed.values():
             changed.close()
@@ -214,7 +215,7 @@ class DeltaLog:
             self.close()
 
     def _open(self) -> str:
-        """Lock the folder; return the log's number and the newest version in it."""
+        """Lock the folder; return the log's ID and its newest version."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / ".lock"
         try:
@@ -237,7 +238,7 @@ class DeltaLog:
         return f"{log_id or secrets.randbits(63) + 1} {log.last_version}"
 
     def _facts(self) -> list[tuple[Any, ...]]:
-        """Return what a base says of tables besides their rows."""
+        """Return the properties of tables, besides their rows, that a base contains."""
         return [_facts_of(of_layer(name, layer)) for name, layer in self._layers.items()]
 
     def _write_base(self, version: int, step: int | None) -> None:
@@ -300,7 +301,7 @@ class DeltaLog:
             own.unlink(missing_ok=True)
 
     def _sections(self, number: int, name: str, changes: Changes) -> list[Section]:
-        """Return the sections of one table of a delta."""
+        """Return a delta's sections for one table."""
         word, width = self._formats[number], self._widths[number]
         rows, keys, removed = changes.rows, changes.keys, changes.removed
         if self._shared[number] and not self._keeps[number]:
@@ -319,7 +320,8 @@ class DeltaLog:
         """Write this rank's part of a delta; `version` is the log's version afterwards.
 
         If some part could not be written, the others are removed again, so that the version can be
-        written anew. If all are there in spite of an error, readers may have the version.
+        written anew. If all parts exist in spite of an error, the version counts as written, since
+        readers may have read it.
         """
         rank, ranks = self._together.rank, self._together.world_size
         path = self.folder / delta_name(version, rank, ranks)
@@ -344,7 +346,7 @@ class DeltaLog:
         self._since_steps, self._last_time = 0, time.monotonic()
 
     def _note_base(self, version: int) -> None:
-        """Note the size of a base, and of the deltas that follow it."""
+        """Record the size of a base, and of the deltas that follow it."""
         with contextlib.suppress(FileNotFoundError):
             self._base_bytes = (self.folder / base_name(version)).stat().st_size
         log = LogFolder.read(self.folder)
@@ -370,7 +372,7 @@ class DeltaLog:
             self.compaction_error = error
 
     def _end_compaction(self) -> None:
-        """Wait for a compaction, and warn of its error."""
+        """Wait for a compaction, and show its error, if any, as a warning."""
         if self._compaction is None:
             return
         self._compaction.join()

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{16}\Z", re.DOTALL)
-# Number of attempts to make a draft: another writer may remove one that is not locked yet.
+# Number of attempts to make a draft: another writer may remove a draft before it is locked.
 _ATTEMPTS = 1000
 
 
 class Draft:
     """A hidden file beside the path at which it is to appear.
 
-    The file stays locked while this process writes it, so that others can tell it from the draft
-    of a writer that was killed. The draft's creation removes such drafts.
+    The file stays locked while this process writes it, so that other writers can tell it from the
+    drafts of killed writers, which they remove when they make a draft.
 
     Args:
         target: path at which the file is to appear.
@@ -60,11 +60,11 @@ class Draft:
                 rest = rest[self.file.write(rest) :]
 
     def publish(self, sync: bool = True) -> None:
-        """Sync the file to disk, and give it its name, in place of any file of that name.
+        """Sync the file to disk, and give it its name, replacing any file of that name.
 
         Args:
-            sync: False leaves the moment of writing to the system. After a loss of power the file
-                may then have its name, but not its bytes.
+            sync: False leaves it to the system when to write to the disk. After a power loss the
+                file may then have its name, but not its bytes.
 
         Raises:
             OSError: the file cannot be synced or renamed; the error names it.
@@ -86,7 +86,7 @@ class Draft:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the file in OSErrors of a block of code."""
+        """Name the file in OSErrors raised by a block of code."""
         try:
             yield
         except OSError as error:
@@ -98,7 +98,7 @@ class Draft:
 def remove_abandoned(folder: Path) -> None:
     """Remove drafts in a folder whose writers no longer exist.
 
-    Drafts stay where it is unknown whether their writers exist: where the file system has no locks.
+    Where the file system has no locks, drafts stay, since their writers may still exist.
     """
     for name in os.listdir(folder):
         if _DRAFT.match(name):

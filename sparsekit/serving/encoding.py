@@ -1,4 +1,4 @@
-"""Rows, indexes and checksums of files, by functions of the serving library on NumPy arrays."""
+"""Rows, indexes and checksums of files, made by the serving library's functions in NumPy arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def row_format(name: str, word: str) -> int:
-    """Return the number of a row format in files; errors begin with ``name``.
+    """Return the number of a row format in files; error messages begin with ``name``.
 
     Raises:
         ValueError: there is no such format.
@@ -80,7 +80,7 @@ def encode_rows(vectors: npt.ArrayLike, word: str) -> np.ndarray:
     row = bad.value
     if row < 0:
         _library.check(status)
-    if given.dtype.itemsize > 4 and row < 0:  # float32 rows may be infinite, so look at the source
+    if given.dtype.itemsize > 4 and row < 0:  # float32 rows may be infinite, so check the source
         became = (np.isinf(rows) & np.isfinite(given)).any(1)
         row = int(became.argmax()) if became.any() else -1
     if row >= 0:
@@ -89,7 +89,7 @@ def encode_rows(vectors: npt.ArrayLike, word: str) -> np.ndarray:
 
 
 def _why(vector: np.ndarray, word: str) -> str:
-    """Say what is wrong with a row that a format cannot hold."""
+    """Say why a format cannot hold a row."""
     if np.isnan(vector).any():
         return f"column {int(np.isnan(vector).argmax())} is nan"
     least, most = float(vector.min()), float(vector.max())
@@ -126,16 +126,16 @@ def num_buckets(num_keys: int) -> int:
 
 
 def build_index(keys: np.ndarray, seed: int, buckets: np.ndarray) -> None:
-    """Fill buckets, uint8 ``[num_buckets * 64]``, with an index in which key i has row i.
+    """Fill buckets, uint8 ``[num_buckets * 64]``, with an index that maps key i to row i.
 
     Args:
         keys: int64 ``[n]``.
-        seed: of the hash function, a signed 64-bit integer.
-        buckets: contiguous memory, in which nothing else is.
+        seed: seed of the hash function, a signed 64-bit integer.
+        buckets: contiguous memory, all of it for the index.
 
     Raises:
         ValueError: a key occurs twice.
-        MemoryError: there is no memory for 4 bytes a key.
+        MemoryError: there is no memory for the 4 bytes per key that it takes.
     """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     function = _function(
@@ -146,7 +146,7 @@ def build_index(keys: np.ndarray, seed: int, buckets: np.ndarray) -> None:
 
 
 def crc32(data: bytes | memoryview | np.ndarray, crc: int = 0) -> int:
-    """Return the CRC-32 of bytes, that of zlib, continued from ``crc``."""
+    """Return the CRC-32 of bytes, as zlib defines it, continued from ``crc``."""
     view = np.frombuffer(data, dtype=np.uint8) if not isinstance(data, np.ndarray) else data
     function = _function("sk_crc32", ctypes.c_uint32, ctypes.c_uint32, _POINTER, ctypes.c_size_t)
     view = np.ascontiguousarray(view)

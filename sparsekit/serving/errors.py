@@ -2,9 +2,9 @@
 
 
 class SnapshotError(RuntimeError):
-    """Raised when a file is damaged, missing in a sequence, or newer than this library.
+    """Raised when a file is damaged, missing from a sequence, or newer than this library.
 
-    The message names the file. A snapshot that is open goes on serving its last good version.
+    The message names the file. An open snapshot goes on serving its last good version.
     """
 
 
@@ -17,7 +17,7 @@ class BusyError(RuntimeError):
 
 
 class UnknownKeyError(KeyError):
-    """Raised when a table that refuses unknown keys (``miss="error"``) has no such key."""
+    """Raised when a key is not in a table that refuses unknown keys (``miss="error"``)."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would show its repr
+        return str(self.args[0])  # KeyError would show the message's repr

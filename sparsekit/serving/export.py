@@ -27,7 +27,7 @@ from ..tables.initializers import Initializer
 from .format import FIRST_FALLBACK, MISSES
 from .writer import SnapshotWriter, TableWriter
 
-# Row formats that hold the vectors of a table's dtype as they are; of other dtypes, "float32".
+# Row formats that keep vectors of a dtype as they are; for other dtypes, "float32" is used.
 _AS_THEY_ARE = {"bfloat16": "bfloat16", "float16": "float16"}
 
 Pieces = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -45,9 +45,9 @@ class Exported:
         dtype: name of the vectors' dtype.
         seed: seed of initial vectors.
         initializer: distribution of initial vectors; None if it is unknown.
-        why_unknown: why it is.
+        why_unknown: why the distribution is unknown.
         lookups: how lookups read the table; None if it is unknown.
-        counts_keys: whether it counts keys that it has not admitted yet.
+        counts_keys: whether the table counts keys that it has not admitted yet.
         hash_table: whether any int64 can be a key.
         pieces: yields int64 keys ``[n]`` and vectors ``[n, dim]`` on the CPU.
     """
@@ -75,12 +75,12 @@ def export_module(
     dense_version: int = 0,
     note: str = "",
 ) -> Path:
-    """Write the tables of a module to a snapshot, which gives what lookups in evaluation give.
+    """Write a module's tables to a snapshot; lookups in it give the same as lookups in evaluation.
 
     Rows are written in pieces of 8 MiB, from the CPU, a GPU or files; only keys are kept in memory.
-    Rows that an optimizer would bring up to date later are up to date in the file. States of
-    optimizers and the dense part are not in it. A table that several parts of the module share is
-    in it once.
+    Rows that an optimizer would bring up to date later are up to date in the file. It does not
+    contain optimizer states or the dense part. A table that several parts of the module share is in
+    it once.
 
     Args:
         module: a module with sparsekit layers on a single rank.
@@ -91,7 +91,7 @@ def export_module(
         miss: what a key without a row gives: ``"initial"``, ``"zeros"``, ``"fallback"`` or
             ``"error"``, or a dict by table. None: as in the layer.
         tables: names of the tables to write; None for all.
-        step: step of training to record.
+        step: training step to record.
         dense_version: what the trainer calls the dense part that goes with these tables.
         note: text to record that says where the tables come from.
 

@@ -1,4 +1,4 @@
-"""A rating model that learns in one process while another one recommends from a delta log."""
+"""A rating model that learns in one process while another process recommends from its delta log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .model import RatingModel
 DIM, HISTORY = 32, 32
 BATCH, EPOCHS = 1024, 3
 LR = 0.02
-# Each new rating counts in a step like this many others, so that a few steps suffice.
+# Each new rating counts this many times in a step, so that a few steps suffice.
 WEIGHT_OF_NEW = 16
 _TABLES = {name: f"embeddings.layers.{name}" for name in ("user", "item", "rated")}
 
@@ -30,21 +30,21 @@ _TABLES = {name: f"embeddings.layers.{name}" for name in ("user", "item", "rated
 def train(
     folder: str, columns: Sequence[np.ndarray], every_seconds: float, calls: Connection
 ) -> None:
-    """Train until the other process ends the connection; run in a process of its own.
+    """Train until the other process closes the connection; to be run in a process of its own.
 
     Args:
         folder: folder of the delta log.
         columns: users, items, ratings and timestamps to train on.
         every_seconds: time from one delta to the next.
-        calls: sends "ready" after some epochs; then receives new ratings, users, items and
-            ratings ``[n]`` each, and sends the number of the next step for each.
+        calls: sends "ready" after some epochs; then receives new ratings, as arrays ``[n]`` of
+            users, items and ratings, and answers each time with the number of steps so far.
     """
-    # Ctrl-C goes to both processes; the other one then ends the connection.
+    # Ctrl-C goes to both processes; the other one then closes the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     data = Ratings(*map(torch.from_numpy, columns))
     model = RatingModel(data, dim=DIM, history_size=HISTORY)
-    # Without the dense part, rows alone say which films go with a user.
+    # Without a dense part, rows alone determine which films suit a user.
     model.project.requires_grad_(False)
     sparse, dense = split_embedding_variable_from_others(model)
     optimizers = [LazyAdam(sparse, lr=LR), torch.optim.Adam(dense, lr=1e-3)]
@@ -84,15 +84,15 @@ class Server:
 
     Attributes:
         snapshot: the tables.
-        freshness: for each version that was taken over, the seconds from the writing of the version
-            before, after which its oldest change was made, until lookups saw it.
+        freshness: for each refresh that found new versions, the seconds since the previously served
+            version was written; no change that lookups now see for the first time is older.
     """
 
     snapshot: Snapshot
     freshness: list[float] = field(default_factory=list)
 
     def refresh(self) -> int:
-        """Take over new versions, and return the step of training of the newest one."""
+        """Take over new versions, and return the training step of the newest one."""
         before = self.snapshot.written_at
         if self.snapshot.refresh().deltas:
             self.freshness.append((time.time_ns() - before) / 1e9)
@@ -110,17 +110,17 @@ class Server:
             own = pinned.lookup(_TABLES["user"], np.array([user]))[0]
             bag = history[None, -HISTORY:]
             rated = pinned.lookup(_TABLES["rated"], bag, combiner="sqrtn")[0]
-            # A row of a film is its bias and its vector.
+            # A film's row is its bias and its vector.
             query = np.concatenate([[np.float32(1)], own[1:] + rated])
             k = self.snapshot.tables[_TABLES["item"]].rows
             return pinned.top_k(_TABLES["item"], query, k)
 
     def alike(self, film: int) -> np.ndarray:
-        """Return all films, those whose vectors have the largest products with a film's first."""
+        """Return all films, sorted by the product of their vectors with a film's, largest first."""
         name = _TABLES["item"]
         with self.snapshot.pin() as pinned:
             query = pinned.lookup(name, np.array([film]))[0]
-            query[0] = 0  # without biases: good films would be like all others
+            query[0] = 0  # leave out biases: good films would seem similar to all others
             return pinned.top_k(name, query, self.snapshot.tables[name].rows)[0]
 
 
@@ -128,10 +128,10 @@ class Training:
     """The process that trains; use it in a ``with`` statement, which ends it."""
 
     def __init__(self, folder: str, data: Ratings, every_seconds: float) -> None:
-        # A process that is forked would have torch's threads in an unknown state.
+        # In a forked process, torch's threads would be in an unknown state.
         context = multiprocessing.get_context("spawn")
         self._calls, theirs = context.Pipe()
-        # Tensors would be shared through files that the processes must open.
+        # Arrays: tensors would be shared through files that both processes must open.
         columns = [each.numpy() for each in (data.users, data.items, data.ratings, data.timestamps)]
         self._process = context.Process(
             target=train, args=(folder, columns, every_seconds, theirs), daemon=True
@@ -141,7 +141,7 @@ class Training:
 
     @property
     def process_id(self) -> int:
-        """Return the number of the process."""
+        """Return the process ID."""
         return self._process.pid or 0
 
     def wait(self) -> None:
@@ -153,7 +153,7 @@ class Training:
         self._answer()
 
     def rate(self, user: int, films: np.ndarray, stars: float) -> int:
-        """Let training go on with new ratings, and return the step before the first with them."""
+        """Let training go on with new ratings, and return the last step without them."""
         users = np.full(len(films), user)
         self._calls.send((users, films, np.full(len(films), stars, np.float32)))
         return int(self._answer())
