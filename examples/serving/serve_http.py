@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self.answer(200, action(**json.loads(self.rfile.read(int(length)))))
-            except (ValueError, TypeError, OverflowError, KeyError) as error:  # the client's
+            except (ValueError, TypeError, OverflowError, KeyError) as error:  # bad input
                 self.answer(400, {"error": str(error)})
 
     def answer(self, status: int, content: dict) -> None:

@@ -31,7 +31,7 @@ from .writer import SnapshotWriter, TableWriter
 _AS_THEY_ARE = {"bfloat16": "bfloat16", "float16": "float16"}
 
 Pieces = Iterator[tuple[torch.Tensor, torch.Tensor]]
-# One word for all tables, or a word for each table.
+# One word for all tables, or a mapping with a word for each table.
 Choice = str | Mapping[str, str]
 
 
@@ -92,15 +92,15 @@ def export_module(
             ``"error"``, or a dict by table. None: as in the layer.
         tables: names of the tables to write; None for all.
         step: training step to record.
-        dense_version: what the trainer calls the dense part that goes with these tables.
+        dense_version: the trainer's number for the dense part that belongs to these tables.
         note: text to record that says where the tables come from.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: there is no table of a name, an argument is none of its choices, or a format
-            cannot hold a vector; the message names table and key.
+        ValueError: there is no table with a name, an argument is not one of its choices, or a
+            format cannot hold a vector; the message names table and key.
         RuntimeError: a table is divided among ranks, or on the meta device.
         OSError: the file cannot be written; the error names it.
     """
@@ -120,17 +120,17 @@ def export_checkpoint(
     dense_version: int = 0,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write the tables of a checkpoint, of any number of ranks, to a snapshot.
+    """Write the tables of a checkpoint, saved by any number of ranks, to a snapshot.
 
-    The rows are those of the whole chain, if the checkpoint is incremental. Memory takes keys and
-    pieces of 8 MiB.
+    If the checkpoint is incremental, the rows are those of the whole chain. Only keys and pieces of
+    8 MiB are kept in memory.
 
     Args:
         checkpoint: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         path: file to write; see `export_module` for this and other arguments.
         rows: format of rows.
-        miss: what a key without a row gives. None: as in the layer, which checkpoints of older
-            versions and imported ones do not tell of; then the initial vector if it is known.
+        miss: what a key without a row gives. None: as in the layer; the initial vector, if known,
+            for checkpoints that do not record this (older or imported ones).
         tables: names of the tables to write; None for all.
         dense_version: what the trainer calls the dense part that goes with these tables.
         on_progress: called with the size in bytes of each file that has been verified.
@@ -140,7 +140,8 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: a file is damaged; the message names it.
-        ValueError: as `export_module`; or miss must be given, since the checkpoint does not tell.
+        ValueError: as in `export_module`; or miss must be given, since the checkpoint does not
+            record it.
         OSError: the file cannot be written; the error names it.
     """
     links = chain(resolved(checkpoint))
@@ -234,7 +235,7 @@ def _of_chain(links: Chain, name: str) -> Exported:
 
 
 def chosen(found: Sequence[Exported], names: Sequence[str] | None) -> list[Exported]:
-    """Return the tables of these names, in this order; all if names is None.
+    """Return the tables with these names, in this order; all if names is None.
 
     Raises:
         ValueError: there is no table of a name.
@@ -279,7 +280,7 @@ def _choice(choice: Choice | None, table: Exported) -> str | None:
 def _add(
     snapshot: SnapshotWriter, table: Exported, rows: str | None, miss: str | None
 ) -> TableWriter:
-    """Add a table to a snapshot, with all but its rows."""
+    """Add a table to a snapshot, without its rows."""
     told, where = table.lookups, f"table {table.name}"
     if told is not None and told.limits_norms:
         raise ValueError(
@@ -310,7 +311,7 @@ def _add(
 
 
 def _miss(table: Exported) -> str:
-    """Return what a key without a row gives, as in the layer."""
+    """Return what a key without a row gives in the layer."""
     if table.lookups is not None:
         return table.lookups.miss
     if table.counts_keys:
@@ -322,7 +323,7 @@ def _miss(table: Exported) -> str:
 
 
 def _numbers(table: Exported) -> tuple[str, float, float]:
-    """Return the distribution of initial vectors, as files have it."""
+    """Return the distribution of initial vectors, as files describe it."""
     if table.initializer is None:
         raise ValueError(
             f"table {table.name}: a snapshot cannot give its initial vectors: {table.why_unknown}; "
@@ -346,7 +347,7 @@ def _fill(table: Exported, writer: TableWriter) -> None:
                 keys, vectors = keys[~own], vectors[~own]
         writer.append(keys.numpy(), floats(vectors))
     if keeps and not have.all() and table.initializer is not None:
-        # Rows that no lookup in training has read yet have no place, and read initial vectors.
+        # Rows that no lookup in training has read yet are not stored; they have initial vectors.
         keys = (~have).nonzero().squeeze(1) + FIRST_FALLBACK
         vectors = torch.empty(len(keys), table.dim, dtype=getattr(torch, table.dtype), device="cpu")
         table.initializer.write_(vectors, keys, seed=table.seed)

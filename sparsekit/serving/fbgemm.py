@@ -1,4 +1,4 @@
-"""Converts quantised rows between the layouts of FBGEMM and those of snapshots, byte for byte.
+"""Converts quantised rows between FBGEMM's layouts and the snapshot layout, byte for byte.
 
 =========  ================================  =======================================================
 layout     bytes of a row                    where it is used
@@ -8,8 +8,8 @@ front      f16 scale, f16 bias, q            weights of ``IntNBitTableBatchedEmb
 fused      q (8 bits), f32 scale, f32 bias   ``FloatToFused8BitRowwiseQuantized``
 =========  ================================  =======================================================
 
-q has a byte for a column in int8, and half a byte in int4, the first column in the low half. To
-build a table of a snapshot from such rows::
+q has a byte per column in int8, and half a byte in int4, the first column in the low half. To build
+a snapshot's table from such rows::
 
     table = snapshot.table("user", dim, rows="int8", miss="zeros")
     table.append_encoded(keys, fbgemm.from_front(weights, dim, "int8"))
@@ -33,8 +33,8 @@ def to_front(rows: np.ndarray, dim: int, word: str, row_bytes: int | None = None
         rows: rows of a snapshot, uint8 ``[n, row_bytes]``.
         dim: number of elements in a vector.
         word: ``"int8"`` or ``"int4"``.
-        row_bytes: size of the result's rows, which are filled up with zeros: FBGEMM aligns rows to
-            16 bytes on a GPU. None for no more than they need.
+        row_bytes: size of the result's rows, which are padded with zeros: FBGEMM aligns rows to 16
+            bytes on a GPU. None for no padding.
 
     Returns:
         uint8 ``[n, row_bytes]``.
@@ -56,7 +56,7 @@ def from_front(rows: np.ndarray, dim: int, word: str) -> np.ndarray:
     """Move scale and bias from the front of rows to their end; see `to_front`.
 
     Args:
-        rows: uint8 ``[n, row_bytes]``; bytes beyond those of a row of dim are left out.
+        rows: uint8 ``[n, row_bytes]``; bytes beyond those that a row of dim needs are left out.
         dim: number of elements in a vector.
         word: ``"int8"`` or ``"int4"``.
 
@@ -91,9 +91,9 @@ def to_fused(rows: np.ndarray) -> np.ndarray:
 
 
 def from_fused(rows: np.ndarray) -> np.ndarray:
-    """Narrow scale and bias of rows to float16, if that is exact, as after `to_fused`.
+    """Narrow scale and bias to float16 where that is exact, as it is after `to_fused`.
 
-    Rows that FBGEMM has quantised have scales that are no float16 numbers. Rounding them here would
+    Rows quantised by FBGEMM have scales that float16 cannot represent. Rounding them here would
     silently change the vectors by more than quantisation does; `requantize_fused` rounds them.
 
     Args:
@@ -103,7 +103,7 @@ def from_fused(rows: np.ndarray) -> np.ndarray:
         Rows of a snapshot in int8, uint8 ``[n, dim + 4]``.
 
     Raises:
-        ValueError: rows have another shape or dtype, or a scale or bias is no finite float16
+        ValueError: rows have another shape or dtype, or a scale or bias is not a finite float16
             number.
     """
     rows = _checked("from_fused", rows, 2 * _SCALES + 1, None)
@@ -122,7 +122,7 @@ def from_fused(rows: np.ndarray) -> np.ndarray:
 
 
 def requantize_fused(rows: np.ndarray, word: str = "int8") -> np.ndarray:
-    """Decode rows with scale and bias in float32, and encode their vectors anew.
+    """Decode rows whose scale and bias are float32, and encode their vectors anew.
 
     Vectors change by up to the bound in docs/serving_format.md.
 
@@ -161,7 +161,7 @@ def _checked(function: str, rows: np.ndarray, least: int, most: int | None) -> n
 
 
 def _scales_of(rows: np.ndarray) -> np.ndarray:
-    """Return scale and bias of rows of a snapshot, float16 ``[n, 2]``."""
+    """Return scales and biases of a snapshot's rows, float16 ``[n, 2]``."""
     return np.ascontiguousarray(rows[:, -_SCALES:]).view("<f2")
 
 

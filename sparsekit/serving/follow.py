@@ -16,13 +16,13 @@ from .errors import BusyError
 
 @dataclass(frozen=True)
 class Progress:
-    """Describes what a call has taken over.
+    """Counts what a call has taken over.
 
     Attributes:
         version: the newest version, which lookups now see.
-        deltas: number of versions that have been taken over from deltas.
-        rows_written: rows that these have written.
-        rows_erased: rows that they have erased.
+        deltas: number of versions taken over from deltas.
+        rows_written: number of rows that these deltas have written.
+        rows_erased: number of rows that these deltas have erased.
     """
 
     version: int
@@ -32,18 +32,19 @@ class Progress:
 
 
 def follow_once(handle: ctypes.c_void_p) -> Progress:
-    """Take over what has come to the folder; see `Snapshot.refresh`."""
+    """Take over versions that are new in the folder; see `Snapshot.refresh`."""
     progress = _library.Progress()
     _library.check(_library.load().sk_follow(handle, ctypes.byref(progress)))
     return Progress(progress.version, progress.deltas, progress.rows_written, progress.rows_erased)
 
 
 class Follower:
-    """A thread that takes over new versions until it is closed, or its snapshot is.
+    """A thread that takes over new versions until it or its snapshot is closed.
 
     Attributes:
-        error: error of the last attempt; None if it has succeeded. Pinned versions are no error.
-        busy: number of attempts that have found versions pinned.
+        error: error of the last attempt; None if it succeeded. Pinned versions do not count as an
+            error.
+        busy: number of attempts that found versions pinned.
     """
 
     def __init__(self, snapshot: Any, every: float) -> None:
@@ -61,7 +62,7 @@ class Follower:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the thread goes on."""
+        """Return whether the thread is still running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -74,7 +75,7 @@ class Follower:
         due = time.monotonic()
         while not self._stop.wait(max(0.0, due - time.monotonic())):
             due = time.monotonic() + self._every
-            # A snapshot that nobody else refers to is closed by its destructor.
+            # A snapshot with no other references is closed by its destructor.
             if (snapshot := self._snapshot()) is None:
                 return
             self._once(snapshot)

@@ -19,7 +19,7 @@ MOST_DIM = 1 << 20
 MOST_TABLES = 1 << 16
 MOST_NAME_BYTES = 4096
 
-# The place of a word in a tuple is its number in files.
+# A word's position in a tuple is its number in files.
 ROW_FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
 MISSES = ("initial", "zeros", "fallback", "error")
 COMBINERS = ("sum", "mean", "sqrtn", "none", "max")
@@ -31,7 +31,7 @@ FIRST_FALLBACK = -(2**63)
 
 
 def _layout(size: int, *fields: tuple[str, str]) -> np.dtype:
-    """Return a dtype of fields without gaps; ``pad`` fills up the bytes before those after it."""
+    """Return a dtype of fields without gaps; one without a type fills what is left."""
     known = sum(np.dtype(kind).itemsize for _, kind in fields if kind)
     whole = [(name, kind or f"V{size - known}") for name, kind in fields]
     dtype = np.dtype(whole)
@@ -116,29 +116,29 @@ _DELTA = re.compile(r"delta-(\d{20})-(\d{5})-of-(\d{5})\.skd\Z", re.ASCII)
 
 
 def base_name(version: int) -> str:
-    """Return the name of a base in the folder of a log."""
+    """Return the name of a base in a log's folder."""
     return f"base-{version:020d}.sks"
 
 
 def delta_name(version: int, rank: int, num_ranks: int) -> str:
-    """Return the name of a rank's part of a delta in the folder of a log."""
+    """Return the name of a rank's part of a delta in a log's folder."""
     return f"delta-{version:020d}-{rank:05d}-of-{num_ranks:05d}.skd"
 
 
 def base_version(name: str) -> int | None:
-    """Return the version of the base of this name; None if it is no name of a base."""
+    """Return the version in a base's name; None for any other name."""
     match = _BASE.match(name)
     return int(match[1]) if match else None
 
 
 def delta_part(name: str) -> tuple[int, int, int] | None:
-    """Return version, rank and number of ranks of a delta; None if it is no name of a delta."""
+    """Return version, rank and number of ranks in a delta's name; None for any other name."""
     match = _DELTA.match(name)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def offset_of(layout: np.dtype, field: str) -> int:
-    """Return where a field begins, in bytes."""
+    """Return the offset of a field in bytes."""
     fields: Any = layout.fields
     return int(fields[field][1])
 

@@ -22,14 +22,14 @@ class Keys:
     values: np.ndarray  # int64 [n]
     offsets: np.ndarray | None  # int64 [bags + 1]; None: each key is a bag
     weights: np.ndarray | None  # float32 [n]
-    shape: tuple[int, ...]  # of the result without its last dimension, with bags
-    each: tuple[int, ...]  # likewise, with a vector for each key
+    shape: tuple[int, ...]  # of the pooled result, without its last dimension
+    each: tuple[int, ...]  # likewise, for a result with a vector for each key
     is_torch: bool
-    slot_major: bool = False  # the bags of shape[1] slots lie slot by slot
+    slot_major: bool = False  # all bags of a slot lie together; there are shape[1] slots
 
     @property
     def is_plain(self) -> bool:
-        """Return whether these are keys that no one has put into bags or given weights."""
+        """Return whether these are single keys, without bags or weights."""
         return self.offsets is None and self.weights is None
 
 
@@ -37,7 +37,7 @@ def read_keys(name: str, keys: Any, offsets: Any, weights: Any) -> Keys:
     """Read keys, their bags and their weights in any form.
 
     Raises:
-        TypeError: keys have none of the forms, or a part has a wrong dtype.
+        TypeError: keys have none of the accepted forms, or an array has the wrong dtype.
         ValueError: a shape or device is wrong, or weights do not match the keys.
     """
     if isinstance(keys, np.ndarray) or _is_dense(keys):
@@ -79,7 +79,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def array_of(name: str, argument: str, value: Any) -> np.ndarray:
-    """Return an array, or the memory of a dense tensor, without a copy where that is possible."""
+    """Return an array or a dense tensor as a NumPy array, without a copy where that is possible."""
     if isinstance(value, np.ndarray):
         return value
     if not _is_dense(value):
@@ -145,7 +145,7 @@ def _flat(name: str, values: Any, offsets: Any, weights: Any, slots: int | None 
 
 
 def _of_torch(name: str, keys: Any, weights: Any) -> Keys:
-    """Read the forms that only torch has, with the parser of the layers."""
+    """Read the forms that only torch has, with the layers' parser."""
     import torch
 
     from ..lookup.inputs import read_bags

@@ -1,4 +1,4 @@
-"""Finds the files in the folder of a delta log, and compacts them."""
+"""Finds the files in a delta log's folder, and compacts them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LogFolder:
     Attributes:
         path: the folder.
         bases: versions of the bases.
-        parts: for each version of which there is a delta, rank and number of ranks of its parts.
+        parts: for each version with a delta, rank and number of ranks of each part that is there.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class LogFolder:
 
     @property
     def last_version(self) -> int:
-        """The newest version of which there is a file, whole or not; -1 without any."""
+        """The newest version with any file, complete or not; -1 if there is none."""
         return max([-1, *self.bases, *self.parts])
 
     def is_complete(self, version: int) -> bool:
@@ -64,7 +64,7 @@ class LogFolder:
         return [self.path / delta_name(version, *part) for part in self.parts.get(version, [])]
 
     def delta_bytes(self, after: int) -> int:
-        """Return the size of all deltas after a version."""
+        """Return the size in bytes of all deltas after a version."""
         total = 0
         for version in self.parts:
             for path in self.files_of(version) if version > after else ():
@@ -73,7 +73,7 @@ class LogFolder:
         return total
 
     def remove_before(self, base: int) -> None:
-        """Remove all that a base replaces: older bases, and deltas up to its version.
+        """Remove everything that a base replaces: older bases, and deltas up to its version.
 
         Bases go last: readers find an older base together with the deltas that follow it, or the
         newer one, in whatever order a file system lists them.
@@ -88,10 +88,10 @@ class LogFolder:
 
 @contextlib.contextmanager
 def compacting(folder: Path) -> Iterator[None]:
-    """Keep other processes, and other threads, from compacting a log.
+    """Keep other processes and threads from compacting a log.
 
     Raises:
-        LogError: another one is compacting it.
+        LogError: another process or thread is compacting it.
     """
     with io.FileIO(folder / _COMPACTING, "a") as file:
         try:
@@ -102,9 +102,9 @@ def compacting(folder: Path) -> Iterator[None]:
 
 
 def compact(folder: str | os.PathLike[str]) -> int:
-    """Merge the base of a log and the deltas that follow it into a new base, and remove them.
+    """Merge a log's base and the deltas that follow it into a new base, and remove the old files.
 
-    The trainer and readers go on meanwhile. Takes memory for keys, and disk for one more base.
+    The trainer and readers can go on. Takes memory for keys, and disk space for another base.
 
     Args:
         folder: the folder of the log.
@@ -113,8 +113,8 @@ def compact(folder: str | os.PathLike[str]) -> int:
         Version of the base that is now the newest.
 
     Raises:
-        LogError: a file is damaged or missing, there is no base, or another process compacts the
-            log. Nothing has then changed.
+        LogError: a file is damaged or missing, there is no base, or another process is compacting
+            the log. Nothing has then changed.
         OSError: the disk is full, for example.
     """
     path = Path(folder)

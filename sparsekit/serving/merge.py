@@ -26,20 +26,20 @@ from .format import (
 )
 from .writer import SnapshotWriter, TableWriter
 
-# Rows to copy at a time.
+# Rows copied at a time.
 _ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class BaseFile:
-    """A base that is mapped into memory, and has been checked.
+    """A base that has been mapped into memory and checked.
 
     Attributes:
         path: the file.
         header: its header.
         records: its tables.
         names: names of the tables.
-        note: text that says where it comes from.
+        note: text that says where the base comes from.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class BaseFile:
         """Map a file and compare its checksums; ``whole=False``: only those of its first pages.
 
         Raises:
-            LogError: the file is damaged, or of a format that is not known.
+            LogError: the file is damaged, or has an unknown format.
             OSError: the file cannot be read.
         """
         data = map_file(path)
@@ -147,8 +147,8 @@ def merge_table(
         writer: the table to fill.
         keys: key of each row before the changes, int64 ``[n]``.
         rows: the rows before the changes, uint8 ``[n, row_bytes]``.
-        changes: sections of the table, version by version. Of each version the tombstones count
-            before the upserts.
+        changes: sections of the table, version by version. In each version, tombstones come before
+            upserts.
 
     Raises:
         OSError: the disk is full, for example.
@@ -163,7 +163,7 @@ def merge_table(
         _append(writer, keys, rows, np.ones(len(keys), bool))
         return
     changed = np.concatenate([section.keys for section in ordered])
-    # The last change of each key counts, and the first occurrence in reversed order is the last.
+    # Each key's last change counts; in reversed order, it is the first that np.unique finds.
     distinct, last = np.unique(changed[::-1], return_index=True)
     lasts = np.zeros(len(changed), bool)
     lasts[len(changed) - 1 - last] = True

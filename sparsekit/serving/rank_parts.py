@@ -1,4 +1,4 @@
-"""Rows of one rank, for bases that several ranks write, and for deltas."""
+"""Writes one rank's rows, for bases that several ranks write together, and for deltas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def joined(table: Exported, number: int, parts: Sequence[Sequence[Section]]) -> 
     Args:
         table: the table.
         number: its place in the parts.
-        parts: sections that each rank has written with `write_part`.
+        parts: for each rank, the sections that it has written with `write_part`.
     """
 
     def pieces() -> Pieces:

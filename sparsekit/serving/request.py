@@ -1,4 +1,4 @@
-"""Requests for lookups in a snapshot, and the memory that the library reads and writes."""
+"""Requests for lookups in a snapshot, and the arrays that the library reads and writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TableInfo:
         dim: length of a vector.
         row_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
         row_bytes: bytes of a row.
-        miss: what a key without a row has: the ``"initial"`` vector of training, ``"zeros"``, a
+        miss: what a key without a row gives: the ``"initial"`` vector of training, ``"zeros"``, a
             ``"fallback"`` row that unknown keys share, or an ``"error"``.
         combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` or ``"none"``.
         padding_key: key that stands for nothing, or None.
@@ -51,15 +51,15 @@ class Request:
 
 
 class ReadRequest:
-    """A request for a table of a snapshot that has been read and checked.
+    """A request that has been read and checked, for a table of a snapshot.
 
     Attributes:
         number: number of the table.
         combiner: number of the combiner.
         keys: keys, bags and weights.
-        bags: number of bags; 0 if each key is one.
-        vectors, dim: shape of the result, without pooling or with it.
-        founds: number of keys, if the result says which have a row; otherwise -1.
+        bags: number of bags; 0 if each key is a bag of its own.
+        vectors, dim: shape of the result; without pooling, `vectors` is the number of keys.
+        founds: number of keys if the result is to tell which keys have a row; otherwise -1.
     """
 
     def __init__(self, path: str, number: int, info: TableInfo, request: Request) -> None:
@@ -84,7 +84,7 @@ class ReadRequest:
         self.founds = len(self.keys.values) if request.found else -1
 
     def result(self, out: np.ndarray, found: np.ndarray) -> Any:
-        """Return the vectors, and with `found` a pair."""
+        """Return the vectors, or a pair if `found` is asked for."""
         keys, dim = self.keys, self.dim
         if self._is_each:
             out = out.reshape(*keys.each, dim)
@@ -100,7 +100,7 @@ class ReadRequest:
 
 
 def joined(arrays: list[np.ndarray | None]) -> tuple[np.ndarray | None, list[int]]:
-    """Return arrays of 1 dimension as one, and the address of each in it; 0 for None."""
+    """Join 1-D arrays; return the joined array, and the address of each in it (0 for None)."""
     given = [array for array in arrays if array is not None]
     if not given:
         return None, [0] * len(arrays)

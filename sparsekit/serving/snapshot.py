@@ -21,7 +21,7 @@ from .request import ReadRequest, Request, TableInfo, joined, room
 
 
 class _Reader:
-    """Looks keys up in a version of a snapshot."""
+    """Looks keys up in one version of a snapshot."""
 
     def __init__(self, snapshot: Snapshot, pin: _library.Pin | None) -> None:
         self._snapshot = snapshot
@@ -36,7 +36,7 @@ class _Reader:
         combiner: str | None = None,
         found: bool = False,
     ) -> Any:
-        """Return the vectors of bags of keys.
+        """Return the vectors for bags of keys.
 
         Args:
             table: name of the table.
@@ -49,14 +49,14 @@ class _Reader:
             combiner: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` (without weights), or
                 ``"none"`` for a vector for each key, without weights. None means the combiner of
                 the layer that the table comes from, or "none" for single keys without weights.
-            found: whether to return as well which keys have a row.
+            found: whether to tell also which keys have a row.
 
         Returns:
             float32 vectors: ``[bags, dim]``, or ``[*keys.shape[:-1], dim]`` for a dense array of
             two or more dimensions, or ``[batch, slots, dim]`` for a KeyedJaggedTensor. With
             "none" ``[n, dim]``, or ``[*keys.shape, dim]`` for a dense array. A tensor if the keys
-            are one, otherwise a NumPy array. With `found`, a pair of these and bools, one for each
-            key, in the shape of the keys.
+            are one, otherwise a NumPy array. With `found`, a pair of the vectors and a bool for
+            each key, in the shape of the keys.
 
         Raises:
             TypeError, ValueError: an argument is wrong; nothing has been looked up.
@@ -67,10 +67,11 @@ class _Reader:
     def lookup_many(self, requests: Sequence[Request]) -> list[Any]:
         """Look up several requests in the same version with one call, and return their results.
 
-        This is faster than one call for each, since the keys of all wait for memory together.
+        This is faster than a call per request, since the keys of all requests wait for memory
+        together.
         """
         read = [self._snapshot.read(request) for request in requests]
-        # Put the arrays of all requests together, as asking an array for its address takes long.
+        # Join the arrays of all requests, as asking each array for its address takes long.
         keys, keys_at = joined([each.keys.values for each in read])
         offsets, offsets_at = joined([each.keys.offsets for each in read])
         weights, weights_at = joined([each.keys.weights for each in read])
@@ -96,7 +97,7 @@ class _Reader:
         pin = None if self._pin is None else ctypes.byref(self._pin)
         with self._snapshot.using() as handle:
             _library.check(_library.load().sk_lookup(handle, pin, features, len(read)))
-        del keys, offsets, weights  # which had to live until here
+        del keys, offsets, weights  # they had to live until here
         return [each.result(*parts) for each, *parts in zip(read, out, found, strict=True)]
 
     def top_k(self, table: str, queries: Any, k: int) -> tuple[Any, Any]:
@@ -113,9 +114,9 @@ class _Reader:
 
         Returns:
             int64 keys and float32 scores, ``[k]`` or ``[n, k]``, the best first, ties by the
-            smaller key; tensors if queries is one. Fewer than k if the table has fewer rows. Where
-            a query finds fewer rows than another one, since infinities in rows can make scores
-            NaN, the keys of the others are 0, and the scores -inf.
+            smaller key; tensors if queries is one. Fewer than k if the table has fewer rows. A
+            query may find fewer rows than the others, since infinities in rows can make scores NaN;
+            its results are then filled up with keys of 0 and scores of -inf.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
@@ -144,13 +145,14 @@ class Pinned(_Reader):
 
 
 class Snapshot(_Reader):
-    """Trained tables in a file, to look raw keys up in.
+    """Looks raw keys up in trained tables in a file.
 
-    Any number of threads may use it at the same time; they do not wait for one another. Replace the
-    file of an open snapshot by renaming another one, and never write to it: it is mapped.
+    Any number of threads may use it at the same time; they do not wait for one another. To replace
+    the file of an open snapshot, rename another file to its name; never write to it, since it is
+    mapped.
 
     Args:
-        path: a snapshot file, or the folder of a delta log, of which it opens the newest base.
+        path: a snapshot file, or the folder of a delta log, whose newest base is opened.
         verify: whether to read the whole file and compare all checksums. Otherwise only those of
             the header are compared, so that opening a file of any size takes the same time.
         prefault: whether to read all pages into memory now, so that the first lookups are fast.
@@ -175,7 +177,7 @@ class Snapshot(_Reader):
         super().__init__(self, None)
         self.path = os.fspath(path)
         self._handle = ctypes.c_void_p()
-        self._users: set[object] = set()  # calls of the library that are running
+        self._users: set[object] = set()  # calls to the library that are running
         self._closing = threading.Lock()
         self.follower: Follower | None = None
         options = _library.OpenOptions(verify=verify, prefault=prefault, lock=lock, copy=copy)
@@ -190,7 +192,7 @@ class Snapshot(_Reader):
         self._numbers = {info.name: (t, info) for t, info in enumerate(infos)}
 
     def close(self) -> None:
-        """Give the memory back; closing it again does nothing.
+        """Free the memory; closing a closed snapshot does nothing.
 
         Raises:
             BusyError: a version is pinned, or another thread looks up; nothing is closed then.
@@ -201,8 +203,8 @@ class Snapshot(_Reader):
             handle = self._handle
             if not handle:
                 return
-            # A call enters its name before it reads the handle. So it either finds no handle, or is
-            # found here.
+            # A call registers in _users before it reads the handle. So either it finds no handle,
+            # or it is found here.
             self._handle = ctypes.c_void_p()
             try:
                 if self._users:
@@ -219,7 +221,7 @@ class Snapshot(_Reader):
         self.close()
 
     def __del__(self) -> None:
-        # The module may be gone at the end of the process.
+        # When the interpreter shuts down, modules may be gone.
         if getattr(self, "_handle", None) and sys is not None and not sys.is_finalizing():
             _library.load().sk_close(self._handle)
 
@@ -249,7 +251,7 @@ class Snapshot(_Reader):
 
     @property
     def tables(self) -> Mapping[str, TableInfo]:
-        """Return a description of each table by its name, in the order of the file."""
+        """Return a description of each table by name, in the order of the file."""
         return {name: self._describe_table(t) for name, (t, _) in self._numbers.items()}
 
     @property
@@ -259,12 +261,12 @@ class Snapshot(_Reader):
 
     @property
     def dense_version(self) -> int:
-        """Return what the trainer called the dense part of this version."""
+        """Return the trainer's number for the dense part of this version."""
         return int(self._describe().dense_version)
 
     @property
     def step(self) -> int:
-        """Return the step of training; -1 if it is unknown."""
+        """Return the training step; -1 if it is unknown."""
         return int(self._describe().step)
 
     @property
@@ -274,24 +276,24 @@ class Snapshot(_Reader):
 
     @property
     def log_id(self) -> int:
-        """Return the number of the delta log that the snapshot belongs to; 0 if there is none."""
+        """Return the ID of the delta log that the snapshot belongs to; 0 if there is none."""
         return int(self._describe().log_id)
 
     def refresh(self) -> Progress:
-        """Take over what has come to the folder of the delta log since the last call.
+        """Take over what is new in the folder of the delta log since the last call.
 
-        All versions that are complete are taken over. Lookups of other threads go on meanwhile.
+        All complete versions are taken over. Lookups in other threads can go on.
 
         Returns:
             What has been taken over.
 
         Raises:
-            ValueError: the snapshot was opened by its file, not by the folder of its log.
+            ValueError: the snapshot was opened from a file, not from the folder of its log.
             SnapshotError: a file is damaged or missing; the message names it. The last good version
                 stays, and the next call tries again.
             BusyError: an older version is pinned; nothing has changed.
             OSError: a file cannot be read.
-            MemoryError: there is no room for rows that deltas bring.
+            MemoryError: there is no room for the rows that deltas bring.
         """
         with self.using() as handle:
             return follow_once(handle)
@@ -299,11 +301,11 @@ class Snapshot(_Reader):
     def follow(self, every: float = 0.05) -> Follower:
         """Call `refresh` from a thread until the snapshot is closed.
 
-        The first of several errors in a row is shown as a warning; the attribute ``follower`` has
-        the last one. Closing the snapshot ends the thread.
+        The first of several errors in a row is shown as a warning; the last one is in the ``error``
+        of the attribute ``follower``. Closing the snapshot ends the thread.
 
         Args:
-            every: seconds from the beginning of one call to that of the next.
+            every: seconds from the start of one call to the start of the next.
 
         Returns:
             The thread, whose ``close`` ends it.
@@ -317,7 +319,7 @@ class Snapshot(_Reader):
     def pin(self) -> Iterator[Pinned]:
         """Pin the newest version within the block: lookups in it see no newer rows.
 
-        Keep the block short. While an older version is pinned, only one newer one can be taken
+        Keep the block short. While an older version is pinned, only one newer version can be taken
         over.
         """
         pin = _library.Pin()
@@ -327,11 +329,11 @@ class Snapshot(_Reader):
                 _library.check(library.sk_pin_newest(handle, ctypes.byref(pin)))
             yield Pinned(self, pin)
         finally:
-            if any(pin.internal):  # otherwise an interrupt or an error came before the pin
+            if any(pin.internal):  # zeros if nothing was pinned because of an error
                 _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
 
     def table_number(self, table: str) -> tuple[int, TableInfo]:
-        """Return the number of a table, and its description when the snapshot was opened.
+        """Return a table's number, and its description at the time when the snapshot was opened.
 
         Raises:
             ValueError: there is no such table.

@@ -1,4 +1,4 @@
-"""Times lookups in a snapshot by batch and number of threads."""
+"""Times lookups in a snapshot for a given batch and number of threads."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .format import BUCKET, SNAPSHOT_HEADER, TABLE_RECORD
 from .request import TableInfo
 from .snapshot import Snapshot
 
-# Warm calls that come first and are not counted, as a fraction of all.
+# Warm-up calls, which are not counted, as a fraction of all warm calls.
 _WARM_UP = 0.1
-# Most buckets of a table to draw keys from; they are read one by one.
+# Most buckets per table to draw keys from; buckets are read one by one.
 _MOST_BUCKETS = 1 << 16
-# Most keys of a thread's calls, which are all drawn before the first call.
+# Most keys per thread; the keys of all calls are drawn before the first call.
 _MOST_KEYS = 1 << 24
 
 
 class Load(NamedTuple):
-    """The calls of a measurement.
+    """Describes the calls to measure.
 
     Attributes:
         batch: samples per call; a sample has a bag in each table.
         keys: keys per bag. All keys of a table are equally likely.
         misses: fraction of keys that have no row.
-        calls: calls per thread; fewer if their keys would take much memory.
-        threads: number of threads that call at the same time.
-        cold: whether the file is dropped from memory first.
+        calls: calls per thread; fewer are made if their keys would take much memory.
+        threads: number of threads that make calls at the same time.
+        cold: whether to drop the file from memory first.
     """
 
     batch: int = 1
@@ -62,17 +62,17 @@ class Times(NamedTuple):
 
     @property
     def calls_per_second(self) -> float:
-        """Calls per second of all threads together."""
+        """Calls per second, over all threads."""
         return 1e6 * self.load.threads / float(self.microseconds.mean())
 
     @property
     def keys_per_second(self) -> float:
-        """Keys per second of all threads together."""
+        """Keys per second, over all threads."""
         return self.calls_per_second * self.load.batch * self.load.keys * self.tables
 
 
 def time_lookups(path: str | os.PathLike[str], load: Load, seed: int = 0, **options: Any) -> Times:
-    """Open a snapshot, and time lookups in all its tables.
+    """Open a snapshot, and time lookups in all of its tables.
 
     Threads run native code, with no interpreter between calls, and every call has keys of its own.
     For a warm measurement, all pages are read into memory first. For a cold one, they are dropped
@@ -90,7 +90,7 @@ def time_lookups(path: str | os.PathLike[str], load: Load, seed: int = 0, **opti
     """
     draw = np.random.default_rng(seed)
     with open(path, "rb") as file:
-        # Read keys without mapping the file, since mapped pages cannot be dropped.
+        # Read keys without mapping the file: pages that are mapped cannot be dropped.
         keys = _keys_of_tables(file, draw)
         most = _MOST_KEYS // (load.batch * load.keys * max(1, len(keys)))
         load = load._replace(calls=max(1, min(load.calls, most)))
@@ -130,7 +130,7 @@ class _Caller(threading.Thread):
         self._failed: Exception | None = None
 
     def _described(self, infos: list[TableInfo]) -> np.ndarray:
-        """Return the features of all calls, ``[calls, tables]``."""
+        """Return the sk_features of all calls, ``[calls, tables]``."""
         features = np.zeros((self._load.calls, len(infos)), np.dtype(_library.Feature))
         features["size"] = features.dtype.itemsize
         features["table"] = np.arange(len(infos))
@@ -160,14 +160,14 @@ class _Caller(threading.Thread):
             self._failed = error
 
     def taken(self) -> np.ndarray:
-        """Return the duration of each call in nanoseconds; raise the error of one that failed."""
+        """Return the duration of each call in nanoseconds; raise the error if a call failed."""
         if self._failed is not None:
             raise self._failed
         return self._nanoseconds
 
 
 def _keys_of_tables(file: BinaryIO, draw: np.random.Generator) -> list[np.ndarray]:
-    """Return keys of each table of a snapshot, from buckets chosen at random."""
+    """Return keys for each table of a snapshot, from buckets chosen at random."""
     header = np.fromfile(file, SNAPSHOT_HEADER, 1)[0]
     records = np.fromfile(file, TABLE_RECORD, int(header["num_tables"]))
     found = []

@@ -1,4 +1,4 @@
-"""Writes snapshots: tables of trained vectors in one file, which servers map into memory."""
+"""Writes snapshots: files with tables of trained vectors, which servers map into memory."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .format import (
     page_after,
 )
 
-# Bytes of float32 vectors to encode at a time.
+# Bytes of float32 vectors encoded at a time.
 _PIECE = 8 << 20
 
 
 class SnapshotWriter:
     """Writes a snapshot, table by table and piece by piece; only keys are kept in memory.
 
-    The file appears under its name when it is whole and on the disk. It may take the place of an
-    older snapshot: processes that have that one open go on reading it. Use the writer in a ``with``
-    statement, whose end finishes the file, or removes what has been written after an error::
+    The file appears under its name when it is whole and on the disk. It may replace an older
+    snapshot: processes that have the older one open go on reading it. Use the writer in a ``with``
+    statement; its end finishes the file, or, after an error, removes what has been written::
 
         with SnapshotWriter("model.sks") as snapshot:
             users = snapshot.table("user", 64, rows="int8", miss="zeros")
@@ -51,16 +51,16 @@ class SnapshotWriter:
 
     Args:
         path: name of the file.
-        log_id: of the delta log that the snapshot belongs to, an unsigned 64-bit integer; 0 if
+        log_id: ID of the delta log that the snapshot belongs to, an unsigned 64-bit integer; 0 if
             none.
-        version: sequence number of the last delta that the snapshot has; 0 if none.
-        dense_version: what the trainer calls the dense part that goes with it.
-        step: step of training; None if unknown.
+        version: sequence number of the last delta that the snapshot includes; 0 if none.
+        dense_version: the trainer's number for the dense part that belongs to it.
+        step: training step; None if unknown.
         written_at: time of the version, in nanoseconds since 1970 UTC; None for now.
         note: text that says where the snapshot comes from.
 
     Raises:
-        FileExistsError: there is something else than a snapshot at the path.
+        FileExistsError: there is something other than a snapshot at the path.
         OSError: the file cannot be made; the error names it.
     """
 
@@ -79,7 +79,7 @@ class SnapshotWriter:
         self._tables: list[TableWriter] = []
         self._filling: TableWriter | None = None
         self._note = note.encode("utf-8", "backslashreplace")
-        self._end = 0  # of what has been written; 0 before the first rows
+        self._end = 0  # end of what has been written; 0 before the first rows
         self._header = np.zeros((), SNAPSHOT_HEADER)
         for name, number in (("log_id", log_id), ("version", version)):
             self._header[name] = number
@@ -103,30 +103,30 @@ class SnapshotWriter:
         padding_key: int | None = None,
         index_seed: int | None = None,
     ) -> TableWriter:
-        """Add a table. All tables are added before any has rows, and then filled one by one.
+        """Add a table. Add all tables before any has rows, then fill them one by one.
 
         Args:
             name: name of the table.
             dim: number of elements in a vector.
             rows: format of rows: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or
                 ``"int4"``.
-            miss: what a key without a row has: ``"initial"``, the initial vector of training;
+            miss: what a key without a row gives: ``"initial"``, the initial vector of training;
                 ``"zeros"``; ``"fallback"``, one of the rows that unknown keys share; or
-                ``"error"``, since there is no such key.
+                ``"error"``.
             initializer: for ``miss="initial"``: ``"constant"`` with a value, ``"uniform"`` with low
                 and high, or ``"normal"`` with mean and standard deviation.
             seed: seed of initial vectors, a 64-bit integer.
-            fallbacks: for ``miss="fallback"``: number n of rows that keys share. Their keys, which
-                the table must get, are the n smallest int64 numbers.
+            fallbacks: for ``miss="fallback"``: number n of rows that unknown keys share. Their keys
+                are the n smallest int64 numbers, which must be appended to the table.
             combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"``, or
                 ``"none"``. A hint for readers.
             padding_key: key that lookups leave out; None if there is none.
-            index_seed: seed of the index's hash function; None draws one, so that nobody can choose
-                keys that collide.
+            index_seed: seed of the index's hash function; None draws one, so that no client can
+                choose keys that collide.
 
         Raises:
-            ValueError: an argument is out of range, or there is a table of this name.
-            RuntimeError: a table has rows already.
+            ValueError: an argument is out of range, or there is already a table with this name.
+            RuntimeError: a table already has rows.
         """
         where = f"{self.path}: table {name}"
         if self._end:
@@ -174,7 +174,7 @@ class SnapshotWriter:
         return table
 
     def finish(self) -> None:
-        """Write what is left, sync the file to disk, and give it its name.
+        """Write the rest, sync the file to disk, and give it its name.
 
         Raises:
             ValueError: a key occurs twice, or a fallback row is missing.
@@ -224,14 +224,14 @@ class SnapshotWriter:
             self.abandon()
 
     def _begin(self) -> None:
-        """Leave room for header and directory, whose size is known from now on."""
+        """Leave room for header and directory, whose size is now known."""
         if not self._end:
             names = sum(int(table.record["name_bytes"]) for table in self._tables)
             directory = TABLE_RECORD.itemsize * len(self._tables) + names + len(self._note)
             self._end = page_after(PAGE + directory)
 
     def _begin_rows(self, table: TableWriter) -> int:
-        """Let a table write rows from now on, and return the place of the first one."""
+        """Let a table write rows from now on; return where in the file the first one goes."""
         self._begin()
         if self._filling is not None:
             self._filling.close()
@@ -245,17 +245,17 @@ class SnapshotWriter:
         self._end += rows.nbytes
 
     def _write_index(self, keys: np.ndarray, seed: int, num_buckets: int) -> tuple[int, int]:
-        """Write the index of the rows before it; return its place and its CRC-32."""
+        """Write the index of the rows just written; return its offset and its CRC-32."""
         offset = page_after(self._end)
         size = num_buckets * BUCKET.itemsize
         file = self._draft.file.fileno()
         before = offset % mmap.ALLOCATIONGRANULARITY
         with self._draft.naming():
-            # A full disk is an error here; without this call it would be a signal while the pages
-            # of the mapping are written.
+            # Here a full disk raises an error; without this call, writing to the mapping would end
+            # the process with a signal.
             os.posix_fallocate(file, offset, size)
             pages = mmap.mmap(file, before + size, offset=offset - before)
-        # The mapping ends with the last reference to it, which an error's traceback may have.
+        # The mapping ends with its last reference, which may be in an error's traceback.
         buckets = np.frombuffer(pages, np.uint8, size, before)
         encoding.build_index(keys, seed, buckets)
         self._end = page_after(offset + size)
@@ -269,7 +269,7 @@ class TableWriter:
         name: name of the table.
         rows: format of rows.
         dim: number of elements in a vector.
-        record: entry in the directory, which is complete after `close`.
+        record: the table's entry in the directory, complete after `close`.
     """
 
     def __init__(self, snapshot: SnapshotWriter, name: str, rows: str, record: np.ndarray) -> None:
@@ -289,8 +289,8 @@ class TableWriter:
             vectors: ``[n, dim]``, float32, or converted to it.
 
         Raises:
-            TypeError, ValueError: an argument has another dtype or shape, or the format cannot hold
-                a vector; the message has its key.
+            TypeError, ValueError: an argument has the wrong dtype or shape, or the format cannot
+                hold a vector; the message names its key.
             RuntimeError: the table is complete.
             OSError: the disk is full, for example.
         """
@@ -320,7 +320,7 @@ class TableWriter:
             self._append(keys[part], np.ascontiguousarray(rows[part]))
 
     def close(self) -> None:
-        """Write the index. Tables are closed when others begin, or when the snapshot is finished.
+        """Write the index. A table is closed when another begins, or when the snapshot is finished.
 
         Raises:
             ValueError: a key occurs twice, or a fallback row is missing.
@@ -360,7 +360,7 @@ class TableWriter:
         return array.astype(np.int64)
 
     def _append(self, keys: np.ndarray, rows: np.ndarray) -> None:
-        """Append a piece of rows, uint8 ``[n, row_bytes]``, contiguous."""
+        """Append a piece of rows, contiguous uint8 ``[n, row_bytes]``."""
         if self._keys is None:
             raise RuntimeError(f"{self._where}: is complete; fill tables one after the other")
         if not self._begun:
@@ -380,7 +380,7 @@ def _pieces(count: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _refuse_other_files(path: Path) -> None:
-    """Raise FileExistsError if there is something else than a snapshot at a path."""
+    """Raise FileExistsError if there is something other than a snapshot at a path."""
     if not os.path.lexists(path):
         return
     magic = b""

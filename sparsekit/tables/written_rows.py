@@ -1,4 +1,4 @@
-"""Marks the rows of a weight that the library writes to, for those who follow a table's changes."""
+"""Marks the rows of a weight that the library writes to, so that a table's changes can be found."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class WrittenRows:
-    """Marks of the rows that have been written to since the marks were made or cleared.
+    """Marks the rows that have been written to since the marks were made or cleared.
 
-    The places that write to rows in training make the marks. All other writes, by user code, by
-    loading or by moving rows, are recognized by torch's version counter of the weight; `complete`
-    is then False, and only a comparison of all rows can tell which of them have changed.
+    Code of the library that writes to rows in training marks them. All other writes, by user code,
+    by loading or by moving rows, are recognized from the weight's version counter in torch;
+    `complete` then returns False, and only a comparison of all rows can tell which have changed.
 
     Args:
         weight: an `EmbeddingWeight`; its attribute ``written_rows`` refers to the marks.
@@ -30,10 +30,11 @@ class WrittenRows:
         self._version = weight._version
 
     def note(self, rows: torch.Tensor | None, before: int, now: int) -> None:
-        """Mark the rows of a write, after it.
+        """Mark the rows that a write has changed.
 
         Args:
-            rows: int64 or int32, all of them rows of the weight; None if they are not known.
+            rows: int64 or int32 numbers of rows of the weight, all valid; None if they are not
+                known.
             before: version of the weight before the write.
             now: version after the write.
         """
@@ -47,7 +48,7 @@ class WrittenRows:
         return weight._version == self._version
 
     def clear(self, weight: torch.Tensor, rows: np.ndarray | None) -> None:
-        """Remove the marks of rows, or of all for None; take all writes so far as known."""
+        """Remove marks of rows (None: of all rows), and count all writes so far as marked."""
         if rows is None:
             self.marks.zero_()
         else:
@@ -56,7 +57,7 @@ class WrittenRows:
 
 
 class Write:
-    """A write of the library to weights, from before it until `done`.
+    """A write by the library to weights; made before the write, and `done` called after it.
 
     Args:
         weights: tensors of any type; only those with marks matter.
@@ -83,12 +84,12 @@ class Write:
 
 
 def count_new_rows(weights: Sequence[torch.Tensor]) -> None:
-    """Record that the library has written new rows, in one write to each weight."""
+    """Record that the library has written new rows to each weight, in one write per weight."""
     write = Write(weights)
     increment_version(weights)
     write.done([NO_ROWS] * len(weights))  # new rows need no marks
 
 
 def have_marks(weights: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of the weights, all of them those of layers, has marks."""
+    """Return whether any of these weights, which must be weights of layers, has marks."""
     return not each_is(list(weights), "written_rows", None)

@@ -1,18 +1,18 @@
-/* Looks up embedding vectors of raw 64-bit keys in a snapshot of trained tables, from any language
+/* Looks up embedding vectors for raw 64-bit keys in a snapshot of trained tables, from any language
  * that can call C. The library needs neither Python nor torch.
  *
  *     sk_snapshot* snapshot;
  *     if (sk_open("model.sks", NULL, &snapshot)) puts(sk_message());
  *
- * Every function that can fail returns an sk_status; SK_OK is 0. sk_message() then says what was
- * wrong. Output arguments are written only on success, unless stated otherwise.
+ * Every function that can fail returns an sk_status; SK_OK is 0. sk_message() then describes the
+ * error. Output arguments are written only on success, unless stated otherwise.
  *
  * Threads. Any number of threads may use one snapshot at the same time. Lookups take no lock and
- * allocate no memory. Only sk_close() must not run beside other calls on the same snapshot, and
- * sk_follow() and sk_apply() exclude each other.
+ * allocate no memory. Only sk_close() must not run at the same time as other calls on the same
+ * snapshot; calls of sk_follow() and sk_apply() wait for each other.
  *
- * Structs that are passed in begin with their size, for which callers write sizeof(the struct). A
- * newer library then knows which fields an older caller has; fields that it does not have are 0.
+ * Structs that are passed in begin with their size, which callers set to sizeof(the struct). From
+ * it, a newer library knows which fields an older caller has, and takes the others as 0.
  * docs/serving_format.md describes the files. */
 #ifndef SPARSEKIT_SERVING_H
 #define SPARSEKIT_SERVING_H
@@ -32,7 +32,7 @@ extern "C" {
 
 #define SK_ABI_VERSION 1
 
-/* Returns SK_ABI_VERSION of the library that is loaded. Equal numbers go together. */
+/* Returns SK_ABI_VERSION of the loaded library, which must equal that of this header. */
 SK_API int sk_abi_version(void);
 
 typedef enum sk_status {
@@ -40,16 +40,16 @@ typedef enum sk_status {
   SK_BAD_ARGUMENT = 1, /* the caller's mistake, such as a table that does not exist */
   SK_IO_ERROR = 2,     /* the operating system could not read, map or lock a file */
   SK_DAMAGED = 3,      /* a file is not what it claims to be: checksum, size, sequence */
-  SK_NEWER_FORMAT = 4, /* a file of a format that this library does not know yet */
-  SK_UNKNOWN_KEY = 5,  /* the table has no such key, and refuses those (SK_MISS_ERROR) */
+  SK_NEWER_FORMAT = 4, /* the file's format is newer than this library */
+  SK_UNKNOWN_KEY = 5,  /* the table lacks the key, and refuses unknown ones (SK_MISS_ERROR) */
   SK_NO_MEMORY = 6,    /* no memory, or no room left for rows that deltas bring */
-  SK_GAP = 7,          /* a delta is missing between those that are there */
+  SK_GAP = 7,          /* a delta is missing, but later ones are there */
   SK_BUSY = 8          /* versions are pinned; try again later */
 } sk_status;
 
 /* Returns the message of the last call that failed in this thread; "" if none has. It is valid
- * until the next failure in this thread, and names the file, the table and the value that is
- * wrong. */
+ * until the next failure in this thread, and names the file, the table and the wrong value, where
+ * there are any. */
 SK_API const char* sk_message(void);
 
 /* ---- opening ---- */
@@ -67,9 +67,9 @@ typedef struct sk_open_options {
                    has them. Faster for random keys, but processes do not share it. */
 } sk_open_options;
 
-/* Opens a snapshot: a file, or the folder of a delta log, of which it opens the newest base; call
- * sk_follow() to bring that up to date. options may be NULL. While it is open, the file may be
- * removed, or replaced by renaming another one, but not written to or cut: it is mapped. */
+/* Opens a snapshot: a file, or the newest base in the folder of a delta log; call sk_follow() to
+ * bring that up to date. options may be NULL. While it is open, the file may be removed, or
+ * replaced by renaming another file, but not written to or truncated: it is mapped. */
 SK_API int sk_open(const char* path, const sk_open_options* options, sk_snapshot** snapshot);
 
 /* Closes a snapshot; NULL is allowed. SK_BUSY if a version is pinned; nothing is closed then. */
@@ -79,9 +79,9 @@ SK_API int sk_close(sk_snapshot* snapshot);
 
 typedef struct sk_info {
   size_t size;
-  uint64_t log_id;        /* of the delta log that the snapshot belongs to; 0 if none */
-  uint64_t version;       /* sequence number of the last delta that it has; 0 if none */
-  uint64_t dense_version; /* what the trainer called the dense part of this version */
+  uint64_t log_id;        /* ID of the delta log that the snapshot belongs to; 0 if none */
+  uint64_t version;       /* sequence number of the last delta that it includes; 0 if none */
+  uint64_t dense_version; /* the trainer's number for the dense part of this version */
   int64_t step;           /* of training; -1 if unknown */
   int64_t written_at;     /* when the version was written, in nanoseconds since 1970 UTC */
   int32_t tables;
@@ -118,12 +118,12 @@ typedef struct sk_table_info {
   int32_t row_bytes;
   int32_t row_format; /* sk_row_format */
   int32_t miss;       /* sk_miss */
-  int32_t combiner;   /* of the layer, an sk_combiner; a hint, lookups say their own */
+  int32_t combiner;   /* of the layer, an sk_combiner; a hint; lookups specify their own */
   int32_t has_padding_key;
   int64_t padding_key;
 } sk_table_info;
 
-/* Fill in a struct whose `size` the caller has set. Numbers are those of the newest version. */
+/* Fill in a struct whose `size` the caller has set, with the values of the newest version. */
 SK_API int sk_describe(sk_snapshot* snapshot, sk_info* info);
 SK_API int sk_describe_table(sk_snapshot* snapshot, int32_t table, sk_table_info* info);
 
@@ -132,21 +132,22 @@ SK_API int sk_find_table(sk_snapshot* snapshot, const char* name, int32_t* table
 
 /* ---- versions ---- */
 
-/* A version that stays as it is while it is pinned, whatever sk_follow() brings. */
+/* A version that stays unchanged while it is pinned, whatever sk_follow() brings. */
 typedef struct sk_pin {
   uint64_t version;
   uint64_t dense_version;
   uint64_t internal[2];
 } sk_pin;
 
-/* Pins the newest version. Takes tens of nanoseconds; no lock. Unpin soon: sk_follow() can take
- * over one newer version while an older one is pinned, and no more. A pin belongs to no thread. */
+/* Pins the newest version. Takes tens of nanoseconds, and no lock. Unpin soon: while an older
+ * version is pinned, sk_follow() can take over only one newer version. Any thread may use or end a
+ * pin. */
 SK_API int sk_pin_newest(sk_snapshot* snapshot, sk_pin* pin);
 SK_API int sk_unpin(sk_snapshot* snapshot, sk_pin* pin);
 
 /* ---- lookups ---- */
 
-/* Bags of keys of one table. Bag b has the keys offsets[b] to offsets[b + 1] - 1. */
+/* Bags of keys for one table. Bag b has keys[offsets[b]] to keys[offsets[b + 1] - 1]. */
 typedef struct sk_feature {
   size_t size;
   int32_t table;
@@ -161,23 +162,23 @@ typedef struct sk_feature {
   uint8_t* found;         /* [num_keys], or NULL: set to 1 where a key has a row, else 0 */
 } sk_feature;
 
-/* Looks up the bags of all features, which may be of different tables, in one version: the pinned
+/* Looks up the bags of all features, which may have different tables, in one version: the pinned
  * one, or the newest if pin is NULL. On an error, `out` and `found` are undefined. Keys equal to
- * the table's padding key are left out; bags without keys are zeros. */
+ * the table's padding key are left out; the vector of a bag without keys is zeros. */
 SK_API int sk_lookup(sk_snapshot* snapshot, const sk_pin* pin, const sk_feature* features,
                      int32_t num_features);
 
 /* Calls sk_lookup() num_calls times in this thread, each time with the next num_features of
- * features [num_calls * num_features], and writes the nanoseconds of each call to `nanoseconds`
+ * features [num_calls * num_features], and writes each call's duration to `nanoseconds`
  * [num_calls]. Stops at the first lookup that fails. */
 SK_API int sk_time_lookups(sk_snapshot* snapshot, const sk_feature* features, int32_t num_features,
                            int64_t num_calls, int64_t* nanoseconds);
 
 /* Finds the k rows of a table whose vectors have the largest dot products with `query` [dim]:
- * keys [k] and scores [k], best first, ties by the smaller key. *found becomes their number, which
- * is below k if the table has fewer rows. The result is exact, and the same on every machine, since
- * scores are sums in float in a fixed order. The padding key, and rows that unknown keys share, are
- * left out. Takes time in proportion to the table's rows, and allocates memory. */
+ * keys [k] and scores [k], best first, ties by the smaller key. *found becomes the number of rows
+ * found, which is below k if the table has fewer rows. The result is exact, and the same on every
+ * machine, since scores are sums in float in a fixed order. The padding key, and rows that unknown
+ * keys share, are left out. Takes time in proportion to the table's rows, and allocates memory. */
 SK_API int sk_top_k(sk_snapshot* snapshot, const sk_pin* pin, int32_t table, const float* query,
                     int32_t k, int64_t* keys, float* scores, int32_t* found);
 
@@ -191,10 +192,10 @@ typedef struct sk_progress {
   int64_t rows_erased;
 } sk_progress;
 
-/* Takes over what has come to the delta log since the last call. Only for snapshots that were
- * opened by the folder. Never waits for new files; call it in a loop, from a thread of your own.
- * All versions that are complete are taken over together. On an error the last good version stays,
- * and the next call tries again. progress may be NULL; it is filled in on errors, too. */
+/* Takes over what is new in the delta log since the last call. Only for snapshots opened from a
+ * folder. Never waits for new files; call it in a loop, from a thread of your own. All complete
+ * versions are taken over together. On an error the last good version stays, and the next call
+ * tries again. progress may be NULL; it is filled in on errors, too. */
 SK_API int sk_follow(sk_snapshot* snapshot, sk_progress* progress);
 
 /* Takes over one version, given the delta files of all ranks. */
@@ -206,25 +207,25 @@ SK_API int sk_apply(sk_snapshot* snapshot, const char* const* paths, int32_t num
 /* Returns the bytes of a row, or 0 for an unknown format or a dim that is not positive. */
 SK_API int64_t sk_row_bytes(int32_t row_format, int64_t dim);
 
-/* Encodes rows [n, dim] as row_format into `out` [n, sk_row_bytes]. Rows that the format cannot
- * hold are refused: with NaN always; with infinities in all formats but SK_FLOAT32 and SK_BFLOAT16;
- * with finite values that would become infinite; and in SK_INT8 and SK_INT4 those whose scale or
- * bias is beyond float16's range. *bad is then the first such row, and else -1. */
+/* Encodes rows [n, dim] as row_format into `out` [n, sk_row_bytes]. Refuses rows that the format
+ * cannot hold: rows with NaN; with infinities, except in SK_FLOAT32 and SK_BFLOAT16; with finite
+ * values that would become infinite; and, in SK_INT8 and SK_INT4, rows whose scale or bias is
+ * beyond float16's range. *bad becomes the first such row, or -1 if there is none. */
 SK_API int sk_encode_rows(int32_t row_format, const float* rows, int64_t n, int64_t dim, void* out,
                           int64_t* bad);
 
 /* Decodes rows into `out` [n, dim]. */
 SK_API int sk_decode_rows(int32_t row_format, const void* rows, int64_t n, int64_t dim, float* out);
 
-/* Returns the number of buckets (64 bytes each) of an index for n keys. */
+/* Returns the number of buckets (64 bytes each) in an index for n keys. */
 SK_API int64_t sk_num_buckets(int64_t n);
 
-/* Fills buckets [num_buckets] with an index in which keys[i] has row i. SK_BAD_ARGUMENT names a key
- * that occurs twice. */
+/* Fills buckets [num_buckets] with an index that maps keys[i] to row i. If a key occurs twice,
+ * returns SK_BAD_ARGUMENT with a message that names it. */
 SK_API int sk_build_index(const int64_t* keys, int64_t n, int64_t seed, void* buckets,
                           int64_t num_buckets);
 
-/* Returns the CRC-32 of zlib, continued from `crc` (0 at first). */
+/* Returns the CRC-32, as zlib defines it, continued from `crc` (0 at first). */
 SK_API uint32_t sk_crc32(uint32_t crc, const void* bytes, size_t n);
 
 #ifdef __cplusplus
