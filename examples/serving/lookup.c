@@ -1,9 +1,9 @@
-/* Looks the 26 keys of a sample up in a snapshot, pooled, as a server does for a request.
+/* Looks up and pools the 26 keys of a sample in a snapshot, as a server does for a request.
  *
  *     gcc -std=c99 lookup.c $(python -m sparsekit.serving --cflags --libs) -o lookup
  *     ./lookup model.sks TABLE [FIRST_KEY]
  *
- * model.sks may be the folder of a delta log; the newest version of it is then looked up in. */
+ * model.sks may also be the folder of a delta log; lookups then read its newest version. */
 #include <sparsekit_serving.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,8 +35,8 @@ static int look_up(sk_snapshot* snapshot, const char* name, int64_t first_key) {
   feature.num_bags = 1;
   feature.out = out;
   feature.found = found;
-  /* All lookups of a request read the same version, for which the server may hold the dense part of
-   * the model as well. */
+  /* With a pin, all lookups of a request read the same version, which may also tell the server which
+   * dense part of the model to use. */
   if (sk_pin_newest(snapshot, &pin)) return failed("sk_pin_newest");
   if (sk_lookup(snapshot, &pin, &feature, 1)) {
     failure = failed("sk_lookup");
@@ -55,8 +55,8 @@ int main(int argc, char** argv) {
   if (argc < 3) return fprintf(stderr, "usage: %s SNAPSHOT TABLE [FIRST_KEY]\n", argv[0]), 2;
   if (sk_abi_version() != SK_ABI_VERSION) return fputs("another version is loaded\n", stderr), 1;
   if (sk_open(argv[1], NULL, &snapshot)) return failed("sk_open");
-  /* Takes over the deltas so far; a server calls this in a loop, in a thread of its own. It is a
-   * bad argument if the snapshot is a file, which nothing follows. */
+  /* Takes over the deltas so far; a server calls this in a loop, in a thread of its own. It returns
+   * SK_BAD_ARGUMENT if the snapshot is a single file, not a folder. */
   failure = sk_follow(snapshot, NULL);
   if (failure && failure != SK_BAD_ARGUMENT) failed("sk_follow");
   failure = look_up(snapshot, argv[2], argc > 3 ? strtoll(argv[3], NULL, 10) : 0);
