@@ -65,8 +65,7 @@ struct TableRecord {
 };
 static_assert(sizeof(TableRecord) == 256);
 
-// The header of a delta. Sections follow it without gaps. `crc` covers the header's bytes before
-// it.
+// The header of a delta. Sections follow it without gaps. `crc` covers the bytes before it.
 struct DeltaHeader {
   char magic[8];
   uint32_t format_version;

@@ -32,8 +32,7 @@ class LiveIndex {
   // Prefetches the cache lines that put() and remove() will read.
   void prefetch(int64_t key) const;
 
-  // Copies another index, which lookups may read at the same time. Returns false if there is no
-  // memory.
+  // Copies another index, even while lookups read it. Returns false if there is no memory.
   bool copy(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t num_keys);
 
   const Bucket* buckets() const { return static_cast<const Bucket*>(memory_.data()); }

@@ -44,8 +44,7 @@ int begin_side(std::shared_ptr<Base> base, Side* side);
 // changes nothing; after SK_DAMAGED, which means that an index is damaged, the side is unusable.
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch);
 
-// Makes a batch's changes to the other side, which no lookup reads. Errors are as in
-// apply_version().
+// Makes a batch's changes to the other side, which no lookup reads. Errors: as apply_version().
 int replay(const Batch& batch, const Version& to, Side* side);
 
 // Makes `side` equal to another one, which lookups may read. Returns an sk_status.

@@ -35,8 +35,8 @@ static int look_up(sk_snapshot* snapshot, const char* name, int64_t first_key) {
   feature.num_bags = 1;
   feature.out = out;
   feature.found = found;
-  /* With a pin, all lookups of a request read the same version, which may also tell the server which
-   * dense part of the model to use. */
+  /* With a pin, all lookups of a request read the same version. Its dense_version tells the server
+   * which dense part of the model to use. */
   if (sk_pin_newest(snapshot, &pin)) return failed("sk_pin_newest");
   if (sk_lookup(snapshot, &pin, &feature, 1)) {
     failure = failed("sk_lookup");
