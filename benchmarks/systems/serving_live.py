@@ -2,9 +2,9 @@
 
 python benchmarks/systems/serving_live.py [--rows 1000000] [--changed 20000] [--seconds 20]
 
-A trainer changes rows of a table of dim 64 and writes deltas. A C++ process follows them, and looks
-up 26 bags of 10 keys in the same table. Freshness is the time from the end of a training step to
-the first lookup that sees its changes. Exits with 1 if its p99 is above a second.
+A trainer changes rows of a table of dim 64, and writes deltas with int8 rows. A C++ process follows
+them, and looks up 26 bags of 10 keys in this table. Freshness is the time from the end of a
+training step to the first lookup that sees its changes. Exits with 1 if its p99 is above a second.
 """
 
 from __future__ import annotations
