@@ -132,6 +132,7 @@ int Live::advance(const LogFolder& log, sk_progress* done, Next* next) {
 
 int Live::rebase(const LogFolder& log, sk_progress* done, Next* next) {
   if (!wait_until_idle()) return busy();
+  make_room_to_publish();
   std::shared_ptr<Base> base;
   if (const int status = open_base(log.newest_base, &base, next)) return status;
   Side side;
@@ -297,6 +298,7 @@ int Live::busy() const {
 
 // Brings the inactive side, which no lookup reads, to the version of the active one.
 int Live::synchronise() {
+  make_room_to_publish();
   const Side& active = sides_[pins_.active()];
   Side& side = sides_[pins_.inactive()];
   if (broken_) {
@@ -319,6 +321,12 @@ int Live::synchronise() {
   last_ = Batch();
   behind_ = false;
   return SK_OK;
+}
+
+// Lets publish() succeed: a side that has changes which lookups do not get cannot be told from one
+// that they read. Throws std::bad_alloc. The inactive side must be idle.
+void Live::make_room_to_publish() {
+  versions_[pins_.inactive()].tables.reserve(newest().tables.size());
 }
 
 void Live::publish(Batch batch, sk_progress* done) {

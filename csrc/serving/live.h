@@ -41,6 +41,7 @@ class Live {
   bool wait_until_idle() const;
   int busy() const;
   int synchronise();
+  void make_room_to_publish();
   void publish(Batch batch, sk_progress* done);
   void drop_unused();
   void give_up(const Batch& batch);

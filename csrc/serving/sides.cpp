@@ -37,16 +37,18 @@ int no_room_in_index(const Side& side, size_t table, int64_t more) {
               side.version.tables[table].name, more);
 }
 
-// Updates the side's version, which lookups read, to its changed indexes.
+// Updates a table in the version that lookups read, after a change of its index.
+void show_table(Side* side, size_t table) {
+  TableView& view = side->version.tables[table];
+  const LiveIndex& index = side->indexes[table];
+  view.buckets = index.buckets();
+  view.num_buckets = index.num_buckets();
+  view.num_keys = index.num_keys();
+  view.row_limit = std::max(view.row_limit, side->base->spare[table].limit());
+}
+
 void show_tables(Side* side) {
-  for (size_t t = 0; t < side->indexes.size(); ++t) {
-    TableView& view = side->version.tables[t];
-    const LiveIndex& index = side->indexes[t];
-    view.buckets = index.buckets();
-    view.num_buckets = index.num_buckets();
-    view.num_keys = index.num_keys();
-    view.row_limit = std::max(view.row_limit, side->base->spare[t].limit());
-  }
+  for (size_t t = 0; t < side->indexes.size(); ++t) show_table(side, t);
 }
 
 template <class T>
@@ -87,6 +89,9 @@ int prepare(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
                     view.name, upserts[t], view.row_bytes);
     }
     if (!side->indexes[t].reserve(upserts[t])) return no_room_in_index(*side, t, upserts[t]);
+    // The index may be another one now. If there is no room in the next table, lookups get what
+    // earlier versions of the batch have made of this side.
+    show_table(side, t);
   }
   return SK_OK;
 }

@@ -32,8 +32,8 @@ class SpareRows {
 
   uint8_t* at(int32_t row) const { return rows_ + row * row_bytes_; }
 
-  // Returns the end of the rows that are backed by memory.
-  int64_t limit() const { return limit_; }
+  // Returns the end of the rows that are backed by memory; 0 until reserve() has made some.
+  int64_t limit() const { return limit_ > first_ ? limit_ : 0; }
   int64_t in_use() const { return next_ - first_ - static_cast<int64_t>(free_.size()); }
 
  private:

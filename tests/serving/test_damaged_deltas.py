@@ -14,7 +14,7 @@ from sparsekit.serving.format import DELTA_HEADER, DELTA_SECTION, TOMBSTONE, UPS
 from sparsekit.serving.log_folder import compact
 
 from .logs import LOG_ID, Log
-from .made import crc_of
+from .made import BUCKET, PAGE, RECORD, crc_of
 
 HEAD, SECTION = DELTA_HEADER.itemsize, DELTA_SECTION.itemsize
 
@@ -208,3 +208,21 @@ def test_files_are_read_as_they_were_written(tmp_path):
         np.testing.assert_array_equal(section.rows, expected.rows)
         kind = UPSERT if section.rows is not None else TOMBSTONE
         assert (section.table, kind) == (expected.table, UPSERT if expected.rows is not None else 2)
+
+
+def test_a_row_that_ends_behind_the_pages_of_the_file(tmp_path):
+    """A damaged index may have any row, also where a table has got no memory for rows to come."""
+    log = Log(tmp_path / "log")
+    path = log.base(0)
+    file = bytearray(path.read_bytes())
+    record = np.frombuffer(file, RECORD, 1, PAGE)[0]
+    index = np.frombuffer(file, BUCKET, int(record["num_buckets"]), int(record["index_offset"]))
+    last = (PAGE - 1) // int(record["row_bytes"])  # begins in the only page of rows
+    assert (last + 1) * record["row_bytes"] > PAGE
+    index["rows"][index["rows"] >= 0] = last
+    path.write_bytes(file)
+    log.add(upserts=0, new=0)
+    keys = np.array(list(log.versions[0]["films"]))
+    with Snapshot(log.path) as snapshot:
+        assert snapshot.refresh().version == 1
+        assert not snapshot.lookup("films", keys, found=True)[1].any()
