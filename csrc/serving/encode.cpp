@@ -162,7 +162,8 @@ void decode(int32_t format, const uint8_t* row, int64_t dim, float* out) {
   }
 }
 
-int check(const char* function, int32_t format, int64_t n, int64_t dim) {
+int check(const char* function, int32_t format, const void* rows, int64_t n, int64_t dim,
+          const void* out) {
   if (format < SK_FLOAT32 || format > SK_INT4) {
     return fail(SK_BAD_ARGUMENT, "%s: row_format %d is none of sk_row_format", function, format);
   }
@@ -172,6 +173,9 @@ int check(const char* function, int32_t format, int64_t n, int64_t dim) {
   }
   if (n < 0) {
     return fail(SK_BAD_ARGUMENT, "%s: n is %lld", function, static_cast<long long>(n));
+  }
+  if (n > 0 && (rows == nullptr || out == nullptr)) {
+    return fail(SK_BAD_ARGUMENT, "%s: %s is null", function, rows == nullptr ? "rows" : "out");
   }
   return SK_OK;
 }
@@ -200,7 +204,8 @@ int64_t sk_row_bytes(int32_t row_format, int64_t dim) {
 
 int sk_encode_rows(int32_t row_format, const float* rows, int64_t n, int64_t dim, void* out,
                    int64_t* bad) {
-  if (const int status = check("sk_encode_rows", row_format, n, dim)) return status;
+  if (const int status = check("sk_encode_rows", row_format, rows, n, dim, out)) return status;
+  if (bad == nullptr) return fail(SK_BAD_ARGUMENT, "sk_encode_rows: bad is null");
   const int64_t row_bytes = sk_row_bytes(row_format, dim);
   auto* bytes = static_cast<uint8_t*>(out);
   *bad = -1;
@@ -216,7 +221,7 @@ int sk_encode_rows(int32_t row_format, const float* rows, int64_t n, int64_t dim
 }
 
 int sk_decode_rows(int32_t row_format, const void* rows, int64_t n, int64_t dim, float* out) {
-  if (const int status = check("sk_decode_rows", row_format, n, dim)) return status;
+  if (const int status = check("sk_decode_rows", row_format, rows, n, dim, out)) return status;
   const int64_t row_bytes = sk_row_bytes(row_format, dim);
   const auto* bytes = static_cast<const uint8_t*>(rows);
   for (int64_t i = 0; i < n; ++i) decode(row_format, bytes + i * row_bytes, dim, out + i * dim);

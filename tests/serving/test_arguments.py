@@ -117,6 +117,22 @@ def test_null_and_negative(snapshot):
     assert LIBRARY.sk_close(None) == 0
 
 
+def test_null_rows_and_results(snapshot):
+    features = (_library.Feature * 1)(feature())
+    one, row, encoded = ctypes.c_int64(), (ctypes.c_float * 2)(), (ctypes.c_uint8 * 8)()
+    bad, n, dim = ctypes.byref(one), ctypes.c_int64(1), ctypes.c_int64(2)
+    for function, arguments, name in (
+        ("sk_time_lookups", (snapshot.handle, features, 1, 1, None), "nanoseconds"),
+        ("sk_encode_rows", (0, None, n, dim, encoded, bad), "rows"),
+        ("sk_encode_rows", (0, row, n, dim, None, bad), "out"),
+        ("sk_encode_rows", (0, row, n, dim, encoded, None), "bad"),
+        ("sk_decode_rows", (0, None, n, dim, row), "rows"),
+        ("sk_decode_rows", (0, encoded, n, dim, None), "out"),
+    ):
+        assert getattr(LIBRARY, function)(*arguments) == 1
+        assert LIBRARY.sk_message().decode() == f"{function}: {name} is null"
+
+
 def test_structs_of_older_and_newer_callers(opened, rng, tmp_path):
     path = str(tmp_path / "model.sks").encode()
     opened([table_of(rng)])
