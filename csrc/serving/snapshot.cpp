@@ -4,6 +4,7 @@
 #include <new>
 
 #include "serving/handle.h"
+#include "serving/log_folder.h"
 #include "serving/message.h"
 #include "serving/structs.h"
 
@@ -14,9 +15,13 @@ int open_folder(const std::string& folder, const sk_open_options& options,
                 std::unique_ptr<SnapshotFile>* file) {
   std::string last;
   for (;;) {
-    std::string path;
-    uint64_t version = 0;
-    if (int status = newest_base(folder, &path, &version)) return status;
+    LogFolder log;
+    if (int status = log.read(folder)) return status;
+    if (!log.has_base) {
+      return fail(SK_IO_ERROR, "%s: no base-*.sks in this folder", folder.c_str());
+    }
+    const uint64_t version = log.newest_base;
+    const std::string path = log.in_folder(base_name(version));
     const int status = open_file(path, options, file);
     if (status == SK_OK && (*file)->header.version != version) {
       return fail(SK_DAMAGED, "%s: the header says version %llu", path.c_str(),

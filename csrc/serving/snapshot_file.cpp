@@ -1,12 +1,10 @@
 #include "serving/snapshot_file.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <unordered_set>
 
@@ -255,7 +253,16 @@ int private_index(const SnapshotFile& file, size_t table, Memory* index) {
   *index = Memory(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.file.descriptor(),
                        static_cast<off_t>(of.record.index_offset)),
                   bytes);
-  return *index ? SK_OK : fail_of_system(file.path.c_str(), "map its index");
+  if (!*index) return fail_of_system(file.path.c_str(), "map its index");
+  // Reading the pages does not copy them, as mlock() would. Older kernels cannot do either, which
+  // costs only time.
+#ifdef MADV_POPULATE_READ
+  if (file.options.prefault || file.options.lock) madvise(index->data(), bytes, MADV_POPULATE_READ);
+#endif
+#ifdef MLOCK_ONFAULT
+  if (file.options.lock) mlock2(index->data(), bytes, MLOCK_ONFAULT);
+#endif
+  return SK_OK;
 }
 
 namespace {
@@ -326,25 +333,6 @@ int open_file(const std::string& path, const sk_open_options& options,
     if (int failed = verify(*file)) return failed;
   }
   *opened = std::move(file);
-  return SK_OK;
-}
-
-int newest_base(const std::string& folder, std::string* path, uint64_t* version) {
-  DIR* files = opendir(folder.c_str());
-  if (files == nullptr) return fail_of_system(folder.c_str(), "list it");
-  std::string newest;
-  while (const dirent* entry = readdir(files)) {
-    // Versions have 20 digits in names, so names sort by version.
-    const std::string name = entry->d_name;
-    const bool is_base = name.size() == 29 && name.rfind("base-", 0) == 0 &&
-                         name.find_first_not_of("0123456789", 5) == 25 &&
-                         name.compare(25, 4, ".sks") == 0;
-    if (is_base) newest = std::max(newest, name);
-  }
-  closedir(files);
-  if (newest.empty()) return fail(SK_IO_ERROR, "%s: no base-*.sks in this folder", folder.c_str());
-  *path = folder + "/" + newest;
-  *version = std::strtoull(newest.c_str() + 5, nullptr, 10);
   return SK_OK;
 }
 

@@ -71,7 +71,4 @@ Version version_of(const SnapshotFile& file);
 // Returns the bytes of a row, or 0 for an unknown format or a dim outside [1, kMostDim].
 int64_t bytes_of_row(uint32_t row_format, int64_t dim);
 
-// Finds the newest base in the folder of a delta log.
-int newest_base(const std::string& folder, std::string* path, uint64_t* version);
-
 }  // namespace sparsekit::serving

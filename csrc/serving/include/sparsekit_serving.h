@@ -62,7 +62,8 @@ typedef struct sk_open_options {
                    so that the time to open does not depend on the file's size. A lookup in a file
                    whose data are damaged returns wrong numbers, but touches no other memory. */
   int prefault; /* 1: read all pages into memory now, so that the first lookups are fast, too */
-  int lock;     /* 1: keep all pages in memory (mlock) */
+  int lock;     /* 1: keep all pages of the file in memory (mlock). An index that deltas have
+                   enlarged is not locked. */
   int copy;     /* 1: copy the file into this process's own memory, in huge pages where the system
                    has them. Faster for random keys, but processes do not share it. */
 } sk_open_options;
