@@ -126,7 +126,7 @@ class CatchUpOptimizer(RowOptimizer):
                     self.rule,
                     [0.0, *missed.settings],  # 0.0 is unused: `numbers` has the learning rates
                 )
-                write.done([None if rows is None else rows[rows >= 0]])
+                write.done([rows])
             if rows is None:
                 missed.drop(count)
                 if (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from .._pybind import xxh64_fixed_width
 from ..checkpoint.evaluation import bring_up_to_date
 from ..checkpoint.snapshot import keys_of_rows
 from ..lookup.max_norm import limit_norms
+from ..optim.row_optimizer import RowOptimizer
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import EmbeddingWeight
 from ..tables.written_rows import WrittenRows
@@ -38,6 +40,20 @@ class Changes:
     _all_keys: np.ndarray = field(repr=False)
     _prints: np.ndarray = field(repr=False)  # of `rows`, or of all rows if `compared`
     _keys_changed_at: int = field(repr=False)
+
+
+def forget_marks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Take the marks of all weights that an optimizer has changed as incomplete, after its step.
+
+    Sparsekit's optimizers make marks. Others may write without changing the versions of weights, as
+    torch's do with ``fused=True``.
+    """
+    if not isinstance(optimizer, RowOptimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                marks = getattr(parameter, "written_rows", None)
+                if marks is not None and parameter.grad is not None:
+                    marks.forget()
 
 
 class ChangedRows:

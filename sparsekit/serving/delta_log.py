@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..checkpoint.lock import Lock
 from ..checkpoint.snapshot import named_tables, unwrapped
 from ..checkpoint.together import Together
-from .changed_rows import ChangedRows, Changes
+from ..tables.embedding_table import EmbeddingTable
+from .changed_rows import ChangedRows, Changes, forget_marks
 from .delta_file import Section, header_of, read_delta, write_delta
 from .errors import LogError
 from .export import Choice, Exported, chosen, of_layer, write_tables
@@ -55,7 +57,7 @@ class DeltaLog:
 
     On the CPU, the rows that lookups and sparsekit's optimizers write to are marked. Other writes
     (torch's optimizers, loading, eviction) cost a comparison of all rows of the table.
-    Writes to ``weight.data`` alone are not noticed until there is another write.
+    Only writes to ``weight.data`` are not seen until there is such a comparison.
 
     Args:
         folder: folder of the log; it is made if it does not exist. One job writes to it at a time.
@@ -106,8 +108,11 @@ class DeltaLog:
         for name, value in (("every_steps", every_steps), ("every_seconds", every_seconds)):
             if value is not None and not value > 0:
                 raise ValueError(f"{folder}: {name} must be positive, got {value}")
-        self.every_steps, self.every_seconds = every_steps, every_seconds
-        self.compact_at = compact_at
+        self.every_steps, self.every_seconds, self.compact_at = (
+            every_steps,
+            every_seconds,
+            compact_at,
+        )
         self._rows, self._miss = rows, miss
         layers = named_tables(module)
         if not layers:
@@ -121,6 +126,7 @@ class DeltaLog:
         self._compaction: threading.Thread | None = None
         self.compaction_error: Exception | None = None
         self._lock: Lock | None = None
+        self._hook = register_optimizer_step_post_hook(forget_marks)
         try:
             told = self._together.text_of_first("open a delta log", self._open)
             self._log_id, self.version = map(int, told.split())
@@ -160,21 +166,27 @@ class DeltaLog:
         written_at = time.time_ns()
         if dense_version is not None:
             self._dense_version = dense_version
-        if self._together.union({"base"} if self._facts() != self._facts_of_base else set()):
-            # Some changes do not fit into a delta, such as a new seed for initial vectors.
-            self._write_base(self.version + 1, self._steps)
-            return True
         sections: list[Section] = []
         found: dict[str, Changes] = {}
+        news = {"dense"} if self._dense_version != self._written_dense else set()
 
         def find() -> None:
+            if self._facts() != self._facts_of_base:
+                # Deltas do not tell of all changes, such as another seed of initial vectors.
+                news.add("base")
+                return
             for number, (name, changed) in enumerate(self._changed.items()):
-                found[name] = changed.find()
-                sections.extend(self._sections(number, name, found[name]))
+                changes = found[name] = changed.find()
+                shared = FIRST_FALLBACK + self._shared[number]
+                if self._keeps[number] and (changes.removed < shared).any():
+                    news.add("base")  # keys must find a row that they share, now its initial vector
+                sections.extend(self._sections(number, name, changes))
 
         self._together.do("find changed rows", find)
-        dense = {"dense"} if self._dense_version != self._written_dense else set()
-        something = self._together.union({"rows"} if sections else dense)
+        something = self._together.union(news | {"rows"} if sections else news)
+        if "base" in something:
+            self._write_base(self.version + 1, self._steps)
+            return True
         if something:
             self._append(self.version + 1, sections, written_at)
         for name, changes in found.items():
@@ -196,13 +208,16 @@ class DeltaLog:
         )
 
     def close(self) -> None:
-        """Let another job write to the folder. Changes since the last `flush` are not written."""
-        self._end_compaction()
-        for changed in self._changed.values():
-            changed.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Let another job write to the folder. What has changed since `flush` is not written."""
+        try:
+            self._end_compaction()
+        finally:  # a warning may be an error
+            self._hook.remove()
+            for changed in self._changed.values():
+                changed.close()
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def __enter__(self) -> DeltaLog:
         return self
@@ -238,8 +253,8 @@ class DeltaLog:
         return f"{log_id or secrets.randbits(63) + 1} {log.last_version}"
 
     def _facts(self) -> list[tuple[Any, ...]]:
-        """Return the properties of tables, besides their rows, that a base contains."""
-        return [_facts_of(of_layer(name, layer)) for name, layer in self._layers.items()]
+        """Return what a base says of tables besides their rows."""
+        return [_facts_of(of_layer(*each), each[1]) for each in self._layers.items()]
 
     def _write_base(self, version: int, step: int | None) -> None:
         """Write all tables, and start to follow them."""
@@ -261,6 +276,7 @@ class DeltaLog:
                 write(found)
             else:
                 self._write_parts(found, version, write)
+            self.version = version
         except BaseException:
             if os.path.lexists(path):  # a reader may have it
                 self.version = version
@@ -270,10 +286,10 @@ class DeltaLog:
         self._widths = [int(record["row_bytes"]) for record in base.records]
         self._keeps = [int(record["num_fallbacks"]) > 0 for record in base.records]
         self._shared = [0 if e.lookups is None else e.lookups.fallbacks for e in found]
-        self._facts_of_base = [_facts_of(each) for each in found]
+        self._facts_of_base = [_facts_of(e, self._layers[e.name]) for e in found]
         for changed in followed.values():
             changed.done(changed.find())
-        self.version, self._changed = version, followed
+        self._changed = followed
         self._written_dense = self._dense_version
         self._note_base(version)
         self._note_time()
@@ -319,9 +335,8 @@ class DeltaLog:
     def _append(self, version: int, sections: Sequence[Section], written_at: int) -> None:
         """Write this rank's part of a delta; `version` is the log's version afterwards.
 
-        If some part could not be written, the others are removed again, so that the version can be
-        written anew. If all parts exist in spite of an error, the version counts as written, since
-        readers may have read it.
+        If some part could not be written, the others are removed, and the version is written anew.
+        If all are there, readers may have it. After an interrupt a base follows, without a gap.
         """
         rank, ranks = self._together.rank, self._together.world_size
         path = self.folder / delta_name(version, rank, ranks)
@@ -331,14 +346,16 @@ class DeltaLog:
         )  # fmt: skip
         try:
             size = self._together.do("write a delta", lambda: write_delta(path, header, sections))
+            self.version, self._written_dense = version, self._dense_version
         except BaseException as error:
             missing = {"missing"} if not os.path.lexists(path) else set()
-            if not isinstance(error, Exception) or not self._together.union(missing):
+            if not isinstance(error, Exception):
+                self.version, self._facts_of_base = version, []
+            elif not self._together.union(missing):
                 self.version = version
             else:
                 path.unlink(missing_ok=True)
             raise
-        self.version, self._written_dense = version, self._dense_version
         self._deltas += 1
         self._delta_bytes += ranks * size
 
@@ -368,6 +385,7 @@ class DeltaLog:
     def _compact(self) -> None:
         try:
             self._note_base(compact(self.folder))
+            self.compaction_error = None
         except Exception as error:
             self.compaction_error = error
 
@@ -381,6 +399,7 @@ class DeltaLog:
             warnings.warn(f"{self.folder}: compaction failed: {error}", stacklevel=3)
 
 
-def _facts_of(table: Exported) -> tuple[Any, ...]:
+def _facts_of(table: Exported, layer: EmbeddingTable) -> tuple[Any, ...]:
     numbers = None if table.initializer is None else table.initializer.numbers
-    return table.name, table.dim, table.dtype, table.seed, numbers, table.lookups
+    norms = layer.max_norm, layer.norm_type  # to which the rows of a base are scaled down
+    return table.name, table.dim, table.dtype, table.seed, numbers, table.lookups, norms

@@ -98,7 +98,11 @@ def compacting(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LogError(f"{folder}: is being compacted already") from None
-        yield
+        try:
+            yield
+        finally:
+            # Closing would not unlock it while a process that was forked meanwhile has a copy.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def compact(folder: str | os.PathLike[str]) -> int:

@@ -337,6 +337,7 @@ class EmbeddingTable(TableTensors):
         # Apply missed steps while the optimizer's state still fits the weight's device and dtype.
         self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
+        vars(self.weight).pop("written_rows", None)  # versions do not tell of new `data`
         with self.rows_in_reach(fn):
             super()._apply(fn, *args, **kwargs)
         device = self.weight.device

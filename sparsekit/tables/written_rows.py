@@ -29,19 +29,32 @@ class WrittenRows:
         # Version of the weight up to which all writes are marked.
         self._version = weight._version
 
-    def note(self, rows: torch.Tensor | None, before: int, now: int) -> None:
-        """Mark the rows that a write has changed.
+    def begin(self, weight: torch.Tensor) -> int | None:
+        """Let marks be incomplete until `note`, which an interrupted write never reaches.
+
+        Returns:
+            Version of the weight before the write; None if the marks were incomplete already.
+        """
+        before = weight._version if self.complete(weight) else None
+        self.forget()
+        return before
+
+    def note(self, rows: torch.Tensor | None, before: int | None, now: int) -> None:
+        """Mark the rows of a write, after it.
 
         Args:
-            rows: int64 or int32 numbers of rows of the weight, all valid; None if they are not
-                known.
-            before: version of the weight before the write.
-            now: version after the write.
+            rows: int64 or int32; negative numbers are ignored. None if the rows are not known.
+            before: what `begin` has returned.
+            now: version after the write; other threads have written too if it is not the next.
         """
-        if rows is not None and before == self._version:
+        if rows is not None and before is not None and now == before + 1:
             if len(rows):
-                self.marks.index_fill_(0, rows.to(torch.int64), True)
+                self.marks.index_fill_(0, rows[rows >= 0].to(torch.int64), True)
             self._version = now
+
+    def forget(self) -> None:
+        """Take the marks as incomplete."""
+        self._version = -1
 
     def complete(self, weight: torch.Tensor) -> bool:
         """Return whether all writes to the weight are marked."""
@@ -65,21 +78,25 @@ class Write:
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.weights = weights
-        marked = any(getattr(weight, "written_rows", None) is not None for weight in weights)
-        self._before = [weight._version for weight in weights] if marked else None
+        all_marks = [getattr(weight, "written_rows", None) for weight in weights]
+        self._before: list[int | None] | None = None
+        if any(marks is not None for marks in all_marks):
+            each = zip(all_marks, weights, strict=True)
+            self._before = [None if marks is None else marks.begin(w) for marks, w in each]
 
     def done(self, rows: Iterable[torch.Tensor | None]) -> None:
         """Count one write to each weight as the library's own, and mark rows.
 
         Args:
-            rows: rows of each weight, int64 or int32; None if they are not known.
+            rows: rows of each weight, int64 or int32; negative numbers are ignored. None if they
+                are not known.
         """
         count_up(list(self.weights), "noted_version")
         if self._before is None:
             return
         for weight, before, written in zip(self.weights, self._before, rows, strict=True):
             marks: WrittenRows | None = getattr(weight, "written_rows", None)
-            if marks is not None:
+            if marks is not None and before is not None:
                 marks.note(written, before, weight._version)
 
 
