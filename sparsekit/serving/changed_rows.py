@@ -16,6 +16,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import EmbeddingWeight
 from ..tables.written_rows import WrittenRows
+from .export import Exported
 
 # Bytes of vectors copied at a time.
 _PIECE = 8 << 20
@@ -165,6 +166,13 @@ class ChangedRows:
         if layer.table is None:
             return np.arange(begin, end, dtype=np.int64) * layer.world_size + layer.rank
         return keys_of_rows(layer.table, layer.table.buckets, begin, end)
+
+
+def facts_of(table: Exported, layer: EmbeddingTable) -> tuple[Any, ...]:
+    """Return what a base says of a table besides its rows, and what its rows depend on."""
+    numbers = None if table.initializer is None else table.initializer.numbers
+    norms = layer.max_norm, layer.norm_type
+    return table.name, table.dim, table.dtype, table.seed, numbers, table.lookups, norms
 
 
 def gathered(weight: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

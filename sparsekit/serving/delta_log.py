@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..checkpoint.lock import Lock
 from ..checkpoint.snapshot import named_tables, unwrapped
 from ..checkpoint.together import Together
-from ..tables.embedding_table import EmbeddingTable
-from .changed_rows import ChangedRows, Changes, forget_marks
+from ..errors import check_int
+from .changed_rows import ChangedRows, Changes, facts_of, forget_marks
 from .delta_file import Section, header_of, read_delta, write_delta
 from .errors import LogError
 from .export import Choice, Exported, chosen, of_layer, write_tables
@@ -108,11 +108,8 @@ class DeltaLog:
         for name, value in (("every_steps", every_steps), ("every_seconds", every_seconds)):
             if value is not None and not value > 0:
                 raise ValueError(f"{folder}: {name} must be positive, got {value}")
-        self.every_steps, self.every_seconds, self.compact_at = (
-            every_steps,
-            every_seconds,
-            compact_at,
-        )
+        self.every_steps, self.every_seconds = every_steps, every_seconds
+        self.compact_at = compact_at
         self._rows, self._miss = rows, miss
         layers = named_tables(module)
         if not layers:
@@ -120,8 +117,7 @@ class DeltaLog:
         names = [e.name for e in chosen([of_layer(*each) for each in layers.items()], tables)]
         self._layers = {name: layers[name] for name in names}
         self._changed = {name: ChangedRows(layer) for name, layer in self._layers.items()}
-        self._steps = 0 if step is None else step
-        self._dense_version = dense_version
+        self._note_numbers(0 if step is None else step, dense_version)
         self._since_steps = 0
         self._compaction: threading.Thread | None = None
         self.compaction_error: Exception | None = None
@@ -147,25 +143,22 @@ class DeltaLog:
             True if a version has been written.
 
         Raises:
-            ValueError: a vector cannot be stored; the message names table and key.
+            TypeError, ValueError: a number is wrong, or a vector cannot be stored; the message
+                names table and key.
             OSError: the disk is full, for example; the error names the file.
         """
-        self._steps = self._steps + 1 if step is None else step
+        self._note_numbers(self._steps + 1 if step is None else step, dense_version)
         self._since_steps += 1
         if self.every_steps is not None:
             due = self._since_steps >= self.every_steps
         else:
             due = time.monotonic() - self._last_time >= self.every_seconds
-        if not due:
-            self._dense_version = self._dense_version if dense_version is None else dense_version
-            return False
-        return self.flush(dense_version)
+        return due and self.flush()
 
     def flush(self, dense_version: int | None = None) -> bool:
         """Write a delta now, unless nothing has changed; see `step`."""
         written_at = time.time_ns()
-        if dense_version is not None:
-            self._dense_version = dense_version
+        self._note_numbers(self._steps, dense_version)
         sections: list[Section] = []
         found: dict[str, Changes] = {}
         news = {"dense"} if self._dense_version != self._written_dense else set()
@@ -254,7 +247,7 @@ class DeltaLog:
 
     def _facts(self) -> list[tuple[Any, ...]]:
         """Return what a base says of tables besides their rows."""
-        return [_facts_of(of_layer(*each), each[1]) for each in self._layers.items()]
+        return [facts_of(of_layer(*each), each[1]) for each in self._layers.items()]
 
     def _write_base(self, version: int, step: int | None) -> None:
         """Write all tables, and start to follow them."""
@@ -286,7 +279,7 @@ class DeltaLog:
         self._widths = [int(record["row_bytes"]) for record in base.records]
         self._keeps = [int(record["num_fallbacks"]) > 0 for record in base.records]
         self._shared = [0 if e.lookups is None else e.lookups.fallbacks for e in found]
-        self._facts_of_base = [_facts_of(e, self._layers[e.name]) for e in found]
+        self._facts_of_base = [facts_of(e, self._layers[e.name]) for e in found]
         for changed in followed.values():
             changed.done(changed.find())
         self._changed = followed
@@ -359,6 +352,13 @@ class DeltaLog:
         self._deltas += 1
         self._delta_bytes += ranks * size
 
+    def _note_numbers(self, step: int, dense_version: int | None) -> None:
+        """Check and keep numbers that the next version has."""
+        self._steps = check_int(f"{self.folder}", "step", step, -(2**63), 2**63 - 1)
+        if dense_version is not None:
+            where = f"{self.folder}", "dense_version"
+            self._dense_version = check_int(*where, dense_version, 0, 2**64 - 1)
+
     def _note_time(self) -> None:
         self._since_steps, self._last_time = 0, time.monotonic()
 
@@ -388,6 +388,7 @@ class DeltaLog:
             self.compaction_error = None
         except Exception as error:
             self.compaction_error = error
+            self._deltas = self._delta_bytes = 0  # the next attempt is after as many again
 
     def _end_compaction(self) -> None:
         """Wait for a compaction, and show its error, if any, as a warning."""
@@ -397,9 +398,3 @@ class DeltaLog:
         self._compaction = None
         if (error := self.compaction_error) is not None:
             warnings.warn(f"{self.folder}: compaction failed: {error}", stacklevel=3)
-
-
-def _facts_of(table: Exported, layer: EmbeddingTable) -> tuple[Any, ...]:
-    numbers = None if table.initializer is None else table.initializer.numbers
-    norms = layer.max_norm, layer.norm_type  # to which the rows of a base are scaled down
-    return table.name, table.dim, table.dtype, table.seed, numbers, table.lookups, norms

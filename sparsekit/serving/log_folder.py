@@ -138,8 +138,11 @@ def compact(folder: str | os.PathLike[str]) -> int:
             )
         if last > base:
             _merge(log, base, last)
-        log.remove_before(last)
-    return last
+        # A trainer may have written a newer base meanwhile, which replaces this one.
+        log = LogFolder.read(path)
+        newest = max(log.bases)
+        log.remove_before(newest)
+    return newest
 
 
 def _merge(log: LogFolder, base: int, last: int) -> None:

@@ -9,7 +9,8 @@ import torch
 import sparsekit
 from sparsekit import optim
 from sparsekit.serving import Snapshot
-from sparsekit.serving.log_folder import compacting
+from sparsekit.serving.log_folder import LogFolder, compact, compacting
+from sparsekit.serving.merge import merge_table
 from sparsekit.tables.written_rows import Write, WrittenRows
 
 from .following import DIM, OPTIMIZERS, assert_serves, keys_of, log_of, made, train
@@ -229,3 +230,53 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
         os.close(write)
         os.close(read)
         os.waitpid(child, 0)
+
+
+def test_a_base_of_the_trainer_replaces_that_of_a_compaction(
+    tmp_path, model_and_optimizer, monkeypatch
+):
+    model, optimizer = model_and_optimizer
+    with log_of(tmp_path, model) as log:
+        train(model, optimizer, 1)
+        log.step()
+
+        def merged(*arguments):
+            model["films"].padding_key = 5  # needs a base
+            log.step()
+            merge_table(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("sparsekit.serving.log_folder.merge_table", merged)
+            assert compact(tmp_path) == log.version
+        assert LogFolder.read(tmp_path).bases == [log.version]
+
+
+def test_compaction_is_not_tried_anew_with_each_delta(tmp_path, model_and_optimizer, monkeypatch):
+    model, optimizer = model_and_optimizer
+    monkeypatch.setattr("sparsekit.serving.delta_log._FEW_BYTES", 20000)
+    tried = []
+
+    def failing(folder):
+        tried.append(folder)
+        raise OSError("full")
+
+    monkeypatch.setattr("sparsekit.serving.delta_log.compact", failing)
+    with log_of(tmp_path, model, compact_at=1e-9) as log:
+        for step in range(20):
+            train(model, optimizer, step)
+            log.step()
+            if log._compaction is not None:
+                with pytest.warns(UserWarning, match="full"):
+                    log._end_compaction()
+        bytes_of_deltas = LogFolder.read(tmp_path).delta_bytes(0)
+    assert 1 <= len(tried) <= bytes_of_deltas // 20000
+
+
+@pytest.mark.parametrize("wrong", [{"dense_version": -1}, {"step": 2**63}, {"step": 1.5}])
+def test_numbers_that_files_cannot_hold_are_named(tmp_path, model_and_optimizer, wrong):
+    model, optimizer = model_and_optimizer
+    with log_of(tmp_path, model) as log:
+        train(model, optimizer, 1)
+        with pytest.raises((TypeError, ValueError), match=f"{tmp_path}: {next(iter(wrong))} must"):
+            log.step(**wrong)
+        assert log.step()
