@@ -75,6 +75,7 @@ class ChangedRows:
         self._weight: torch.Tensor | None = None
         self._marks: WrittenRows | None = None  # of this weight; another log may replace the marks
         self._keys_changed_at = 0
+        self._address = 0  # of the rows; their version does not tell of an assignment to `data`
 
     def find(self) -> Changes:
         """Find what has changed since the last `done`.
@@ -95,6 +96,7 @@ class ChangedRows:
         if (
             marks is None
             or weight is not self._weight
+            or weight.data_ptr() != self._address
             or not self._marks_are_own(weight)
             or not marks.complete(weight)
             or changed_at != self._keys_changed_at
@@ -143,6 +145,7 @@ class ChangedRows:
         else:
             self._marks = None
         self._weight = weight
+        self._address = weight.data_ptr() if self._marks is not None else 0
 
     def close(self) -> None:
         """Stop marking rows."""

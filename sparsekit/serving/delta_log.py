@@ -57,7 +57,8 @@ class DeltaLog:
 
     On the CPU, the rows that lookups and sparsekit's optimizers write to are marked. Other writes
     (torch's optimizers, loading, eviction) cost a comparison of all rows of the table.
-    Only writes to ``weight.data`` are not seen until there is such a comparison.
+    Only writes into ``weight.data`` are not seen until there is such a comparison; call
+    ``torch.autograd.graph.increment_version(weight)`` after them.
 
     Args:
         folder: folder of the log; it is made if it does not exist. One job writes to it at a time.

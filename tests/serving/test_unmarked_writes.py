@@ -280,3 +280,26 @@ def test_numbers_that_files_cannot_hold_are_named(tmp_path, model_and_optimizer,
         with pytest.raises((TypeError, ValueError), match=f"{tmp_path}: {next(iter(wrong))} must"):
             log.step(**wrong)
         assert log.step()
+
+
+def test_data_that_has_been_replaced_reaches_readers(tmp_path, model_and_optimizer):
+    model, _ = model_and_optimizer
+    with log_of(tmp_path, model) as log, Snapshot(tmp_path) as snapshot:
+        weight = model["films"].weight
+        doubled = torch.nn.utils.parameters_to_vector([weight]) * 2
+        torch.nn.utils.vector_to_parameters(doubled, [weight])  # assigns to weight.data
+        assert log.step()
+        snapshot.refresh()
+        assert_serves(snapshot, model)
+
+
+def test_a_version_that_the_user_counts_up_makes_all_rows_be_compared(
+    tmp_path, model_and_optimizer
+):
+    model, _ = model_and_optimizer
+    with log_of(tmp_path, model) as log, Snapshot(tmp_path) as snapshot:
+        model["films"].weight.data[3] = 7.0
+        torch.autograd.graph.increment_version(model["films"].weight)
+        assert log.step()
+        snapshot.refresh()
+        assert_serves(snapshot, model)
