@@ -61,7 +61,7 @@ class Checker {
     const int64_t bags = feature.num_bags;
     const auto wrong = [&](int64_t b, const char* must, int64_t value) {
       return fail(SK_BAD_ARGUMENT,
-                  "%s: sk_lookup: features[%d].offsets[%lld] is %lld, but must be %s %lld",
+                  "%s: sk_lookup: features[%d].offsets[%lld] is %lld, but must be %s%lld",
                   snapshot_.path.c_str(), number, static_cast<long long>(b),
                   static_cast<long long>(offsets[b]), must, static_cast<long long>(value));
     };
@@ -69,9 +69,9 @@ class Checker {
     bool falls = false;
     for (int64_t b = 0; b < bags; ++b) falls |= offsets[b + 1] < offsets[b];
     for (int64_t b = 0; falls; ++b) {
-      if (offsets[b + 1] < offsets[b]) return wrong(b + 1, "at least", offsets[b]);
+      if (offsets[b + 1] < offsets[b]) return wrong(b + 1, "at least ", offsets[b]);
     }
-    if (offsets[bags] != feature.num_keys) return wrong(bags, "num_keys,", feature.num_keys);
+    if (offsets[bags] != feature.num_keys) return wrong(bags, "num_keys, ", feature.num_keys);
     return SK_OK;
   }
 

@@ -91,6 +91,14 @@ def why(error: OSError, path: str) -> str:
     return f"{error.strerror or error}{hint}"
 
 
+def told(error: Exception, path: str) -> str:
+    """Describe an error about a path; those of the system begin with the file, others name it."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    file = str(error.filename or path)
+    return f"{file}: {why(error, file)}"
+
+
 @contextlib.contextmanager
 def writing(option: str, file: str | None) -> Iterator[None]:
     """Convert an OSError raised in this context to a UsageError about writing the file."""

@@ -15,7 +15,7 @@ from ..serving.format import MISSES, ROW_FORMATS
 from ..train.progress import Progress
 from . import serve_bench, serve_demo
 from .checkpoints import checkpoint_at
-from .common import UsageError, check_folder, writing
+from .common import UsageError, check_folder, told, writing
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -43,14 +43,16 @@ def _add_export(parts: argparse._SubParsersAction[Parser]) -> None:
     export.add_argument("file", metavar="FILE", help="snapshot to write; an older one is replaced")
     export.add_argument(
         "--rows", action="append", type=_choice_of(ROW_FORMATS), metavar="[TABLE=]FORMAT",
-        help=f"format of rows, of all tables or of one: {', '.join(ROW_FORMATS)}; else as in the "
-        f"checkpoint, float64 as float32",
+        help=f"format of rows, of all tables or of one: {', '.join(ROW_FORMATS)}; default: as in "
+        f"the checkpoint, float64 as float32",
     )  # fmt: skip
     export.add_argument(
         "--miss", action="append", type=_choice_of(MISSES), metavar="[TABLE=]MISS",
-        help=f"what a key without a row gives: {', '.join(MISSES)}; else as in the layer",
+        help=f"what a key without a row gives: {', '.join(MISSES)}; default: as in the layer",
     )  # fmt: skip
-    export.add_argument("--tables", nargs="+", metavar="TABLE", help="tables to write; else all")
+    export.add_argument(
+        "--tables", nargs="+", metavar="TABLE", help="tables to write; default: all"
+    )
 
 
 def _choice_of(words: Sequence[str]) -> Callable[[str], tuple[str, str]]:
@@ -151,6 +153,6 @@ def _compact(args: argparse.Namespace) -> int:
     try:
         version = compact(args.path)
     except (OSError, LogError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(told(error, args.path)) from error
     print(f"{args.path}: the base has version {version}")
     return 0

@@ -15,7 +15,16 @@ from .._replacing import replacing
 from ..serving import SnapshotError
 from ..serving.timing import Load, Times, time_lookups
 from ..train.plots import pyplot
-from .common import UsageError, check_apart, check_folder, check_other_file, count, number, writing
+from .common import (
+    UsageError,
+    check_apart,
+    check_folder,
+    check_other_file,
+    count,
+    number,
+    told,
+    writing,
+)
 
 _FRACTIONS = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 _STYLES = {"p50": "-", "p99": "--", "p99.9": ":"}
@@ -27,18 +36,19 @@ def add(parts: argparse._SubParsersAction[Parser]) -> None:
         "bench",
         help="time lookups in a snapshot",
         description="Time lookups of random keys in all tables of a snapshot: microseconds per "
-        "call, warm and cold, by threads and samples per call. A sample has a bag in each table.",
+        "call, warm and cold, by threads and samples per call. A sample has a bag in each table. "
+        "Quantiles that need more calls are left out.",
     )
     bench.set_defaults(run=_bench)
     bench.add_argument("path", metavar="FILE", help="a snapshot")
     cores = len(os.sched_getaffinity(0))
     bench.add_argument(
         "--threads", nargs="+", type=number(int, 1, 1024), default=sorted({1, cores}), metavar="N",
-        help="threads that call at the same time (default: 1, and as many as there are cores)",
+        help="threads that call at the same time",
     )  # fmt: skip
     bench.add_argument(
         "--batch", nargs="+", type=count, default=[1, 16, 256], metavar="N",
-        help="samples per call (default: 1 16 256)",
+        help="samples per call",
     )  # fmt: skip
     bench.add_argument("--keys", type=count, default=1, metavar="N", help="keys per bag")
     bench.add_argument(
@@ -47,7 +57,7 @@ def add(parts: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     bench.add_argument(
         "--calls", type=count, default=10_000, metavar="N",
-        help="calls of each thread; a tenth of the warm ones comes first and is not counted",
+        help="calls of each thread; the first tenth of the warm ones is not counted",
     )  # fmt: skip
     bench.add_argument(
         "--copy", action="store_true", help="copy the file into memory; see docs/serving.md"
@@ -57,6 +67,8 @@ def add(parts: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if os.path.isdir(args.path):
+        raise UsageError(f"{args.path}: is a folder; of a delta log, name one of its base-*.sks")
     for option in ("json", "plot"):
         check_folder(getattr(args, option), f"--{option}")
         check_other_file(f"--{option}", getattr(args, option), args.path)
@@ -67,7 +79,7 @@ def _bench(args: argparse.Namespace) -> int:
         try:
             times = time_lookups(args.path, load, copy=args.copy and not cold)
         except (OSError, SnapshotError, ValueError) as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(told(error, args.path)) from error
         measured.append(times)
         if len(measured) == 1:
             print(_heading(args, times.tables))

@@ -133,7 +133,7 @@ def _without(
 
 def _place(before: np.ndarray, film: int) -> str:
     place = np.flatnonzero(before == film)
-    return f"was {place[0] + 1}" if len(place) else "was rated"
+    return f"was number {place[0] + 1}" if len(place) else "was rated"
 
 
 def _show(titles: dict[int, str], films: np.ndarray, notes: Sequence[str]) -> None:

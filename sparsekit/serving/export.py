@@ -162,8 +162,11 @@ def tables_of_module(module: torch.nn.Module) -> list[Exported]:
 
     Raises:
         RuntimeError: a table is divided among ranks, or on the meta device.
+        TypeError: it is no module.
         ValueError: there is no table.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     layers = named_tables(unwrapped(module))
     if not layers:
         raise ValueError("export_module: the module has no layer of sparsekit")

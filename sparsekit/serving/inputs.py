@@ -111,7 +111,7 @@ def _floats(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray | None:
         raise TypeError(f"{name}: weights must be floating point, got {array.dtype}")
     if array.shape not in (shape, (int(np.prod(shape)),)):
         raise ValueError(
-            f"{name}: weights must have one weight for each key, which have the shape {shape}; "
+            f"{name}: weights must have one weight for each key, flat or in the shape {shape}; "
             f"got shape {array.shape}"
         )
     return np.ascontiguousarray(array, np.float32).reshape(-1)

@@ -122,11 +122,12 @@ def compact(folder: str | os.PathLike[str]) -> int:
         OSError: the disk is full, for example.
     """
     path = Path(folder)
+    # Look for the base first, so that nothing is written to a folder that is not a log.
+    _check_base(path, LogFolder.read(path))
     with compacting(path):
         remove_abandoned(path)
         log = LogFolder.read(path)
-        if not log.bases:
-            raise LogError(f"{path}: there is no base, base-*.sks")
+        _check_base(path, log)
         base = last = max(log.bases)
         while log.is_complete(last + 1):
             last += 1
@@ -143,6 +144,11 @@ def compact(folder: str | os.PathLike[str]) -> int:
         newest = max(log.bases)
         log.remove_before(newest)
     return newest
+
+
+def _check_base(path: Path, log: LogFolder) -> None:
+    if not log.bases:
+        raise LogError(f"{path}: there is no base, base-*.sks, so this is no delta log")
 
 
 def _merge(log: LogFolder, base: int, last: int) -> None:

@@ -309,7 +309,16 @@ class Snapshot(_Reader):
 
         Returns:
             The thread, whose ``close`` ends it.
+
+        Raises:
+            ValueError: the snapshot was opened by its file, which nothing follows, or `every` is
+                not positive.
         """
+        if os.path.isfile(self.path):
+            raise ValueError(
+                f"{self.path}: is a file, which does not change; open the folder of its delta log "
+                f"to follow a trainer"
+            )
         if self.follower is not None:
             self.follower.close()
         self.follower = Follower(self, every)
@@ -349,6 +358,11 @@ class Snapshot(_Reader):
         Raises:
             TypeError, ValueError: an argument is wrong, or there is no such table.
         """
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"{self.path}: lookup_many takes a list of Request(table, keys, ...), "
+                f"got {type(request).__name__} in it"
+            )
         return ReadRequest(self.path, *self.table_number(request.table), request)
 
     def _describe(self) -> _library.Info:

@@ -66,7 +66,10 @@ WEIGHTS = np.ones(10, np.float32)
         ({"out": None}, "features[1].out is null"),
         ({"out_stride": 5}, "features[1].out_stride is 5, but dim is 6"),
         ({"out_stride": -6}, "features[1].out_stride is -6"),
-        ({"offsets": LATE.ctypes.data, "num_bags": 1}, "features[1].offsets[0] is 1"),
+        (
+            {"offsets": LATE.ctypes.data, "num_bags": 1},
+            "features[1].offsets[0] is 1, but must be 0",
+        ),
         (
             {"offsets": SHORT.ctypes.data, "num_bags": 1},
             "features[1].offsets[1] is 9, but must be num_keys, 10",
@@ -216,6 +219,13 @@ def test_both_descriptions_of_a_feature_agree():
     features = (_library.Feature * 2)()
     _library.FEATURE.pack_into(features, _library.FEATURE.size, *fields.values())
     assert {name: getattr(features[1], name) for name in fields} == fields
+
+
+def test_what_is_no_request(snapshot):
+    with pytest.raises(
+        TypeError, match=r"model\.sks: lookup_many takes a list of Request.*got str"
+    ):
+        snapshot.lookup_many({"a": KEYS})
 
 
 def test_no_requests(snapshot):

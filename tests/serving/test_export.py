@@ -294,6 +294,8 @@ def test_initial_vectors_that_a_file_cannot_have(tmp_path):
 
 
 def test_modules_that_cannot_be_exported(tmp_path):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
+        export_module({}, tmp_path / "model.sks")
     with pytest.raises(ValueError, match="the module has no layer of sparsekit"):
         export_module(torch.nn.Linear(1, 1), tmp_path / "a.sks")
     layer = sparsekit.Embedding(9, 3, name="meta", device="meta")

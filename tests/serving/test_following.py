@@ -204,6 +204,8 @@ def test_a_file_has_no_folder_to_follow(tmp_path):
     log = Log(tmp_path / "log")
     with Snapshot(log.base(0)) as snapshot, pytest.raises(ValueError, match="opened by its file"):
         snapshot.refresh()
+    with Snapshot(log.base(0)) as snapshot, pytest.raises(ValueError, match="open the folder"):
+        snapshot.follow()
 
 
 def test_rows_that_change_often_use_little_memory(tmp_path):
@@ -383,5 +385,8 @@ def test_a_command_compacts(tmp_path, capsys):
     assert f"{log.delta(2)}: damaged" in capsys.readouterr().err
     assert main(["serve", "compact", str(tmp_path)]) == 2
     assert "there is no base" in capsys.readouterr().err
+    assert not (tmp_path / ".compacting").exists()
+    assert main(["serve", "compact", str(tmp_path / "lg")]) == 2
+    assert f"{tmp_path / 'lg'}: No such file" in capsys.readouterr().err
     with Snapshot(log.path) as snapshot:
         log.assert_serves(snapshot, 1)

@@ -80,6 +80,13 @@ def test_a_table_without_rows_is_refused(tmp_path):
     assert cli.main(["serve", "bench", str(tmp_path / "empty.sks")]) == 2
 
 
+def test_what_is_no_file_is_refused(tmp_path, capsys):
+    assert cli.main(["serve", "bench", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a folder" in capsys.readouterr().err
+    assert cli.main(["serve", "bench", str(tmp_path / "none.sks")]) == 2
+    assert f"sparsekit: {tmp_path / 'none.sks'}: No such file" in capsys.readouterr().err
+
+
 def test_a_quantile_needs_enough_calls(path, tmp_path, capsys):
     command = ["serve", "bench", str(path), "--threads", "1", "--batch", "2", "--calls", "150"]
     assert cli.main([*command, "--json", str(tmp_path / "t.json")]) == 0
