@@ -74,7 +74,7 @@ def train(
             step(torch.randint(len(data), (BATCH,), generator=generator))
             steps += 1
             log.step(steps)
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         log.close()
 
 
