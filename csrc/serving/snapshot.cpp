@@ -18,7 +18,11 @@ int open_folder(const std::string& folder, const sk_open_options& options,
     LogFolder log;
     if (int status = log.read(folder)) return status;
     if (!log.has_base) {
-      return fail(SK_IO_ERROR, "%s: no base-*.sks in this folder", folder.c_str());
+      return fail(
+          SK_IO_ERROR,
+          "%s: no base-*.sks in this folder, so it is not a delta log; a checkpoint must be "
+          "exported first",
+          folder.c_str());
     }
     const uint64_t version = log.newest_base;
     const std::string path = log.in_folder(base_name(version));

@@ -336,28 +336,4 @@ int open_file(const std::string& path, const sk_open_options& options,
   return SK_OK;
 }
 
-int newest_base(const std::string& folder, std::string* path, uint64_t* version) {
-  DIR* files = opendir(folder.c_str());
-  if (files == nullptr) return fail_of_system(folder.c_str(), "list it");
-  std::string newest;
-  while (const dirent* entry = readdir(files)) {
-    // Names have 20 digits, so that the order of names is that of versions.
-    const std::string name = entry->d_name;
-    const bool is_base = name.size() == 29 && name.rfind("base-", 0) == 0 &&
-                         name.find_first_not_of("0123456789", 5) == 25 &&
-                         name.compare(25, 4, ".sks") == 0;
-    if (is_base) newest = std::max(newest, name);
-  }
-  closedir(files);
-  if (newest.empty()) {
-    return fail(SK_IO_ERROR,
-                "%s: no base-*.sks in this folder, so it is no delta log; a checkpoint has to be "
-                "exported first",
-                folder.c_str());
-  }
-  *path = folder + "/" + newest;
-  *version = std::strtoull(newest.c_str() + 5, nullptr, 10);
-  return SK_OK;
-}
-
 }  // namespace sparsekit::serving

@@ -197,9 +197,7 @@ class DeltaLog:
             LogError, OSError: see `sparsekit.serving.compact`.
         """
         self._end_compaction()
-        self._together.on_first(
-            "compact a delta log", lambda: self._note_base(compact(self.folder))
-        )
+        self._together.on_first("compact a log", lambda: self._note_base(compact(self.folder)))
 
     def close(self) -> None:
         """Let another job write to the folder. What has changed since `flush` is not written."""
