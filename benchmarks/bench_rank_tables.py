@@ -82,7 +82,7 @@ def _steps(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
-    """Time two ranks that share the tables, in turns with a third rank that gets both batches."""
+    """Time two ranks that share the tables, alternating with a rank that gets both batches."""
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ranks, over, name = ([0, 1], alone, ONE_RANK) if rank == 2 else ([rank], pair, TWO_RANKS)
     tables = Tables(shape, ranks, over)

@@ -3,7 +3,7 @@
 The peer is TorchRec's DistributedModelParallel over an EmbeddingBagCollection of two tables, one on
 each rank (its CPU mode refuses row-wise sharding). TorchRec gets row numbers, and uses fused
 row-wise Adagrad. sparsekit looks up raw keys in hash tables, and uses LazyAdam. Both get the same
-batches and start with the same vectors. Ranks time all sides in turns, from barrier to barrier.
+batches and start with the same vectors. Ranks time all sides alternately, from barrier to barrier.
 """
 
 from collections.abc import Iterator

@@ -49,7 +49,7 @@ class Comparison:
     """Comparison of a case with one roof or one peer.
 
     Samples are milliseconds per call, in the order of measurement. On the CPU, our calls and the
-    peer's calls are timed in turns, so samples with the same index were taken at about the same
+    peer's calls are timed alternately, so samples with the same index were taken at about the same
     time. A roof may have a single sample. `line` is the name of the case's target in `targets.py`,
     if any. With the clock "collectives", samples are collectives per step instead of times.
     """

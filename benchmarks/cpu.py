@@ -1,8 +1,8 @@
 """Times calls on the CPU, measures the roofs, and compares sides.
 
-A side is sparsekit or a peer. All sides of a case are timed in turns, A B C A B C, since the speed
-of a machine drifts. A timed call includes the allocation and release of its outputs. Each call uses
-the next of several inputs, which together exceed the cache; "in cache" cases have one input.
+A side is sparsekit or a peer. All sides of a case are timed alternately, A B C A B C, because a
+machine's speed drifts. A timed call includes the allocation and release of its outputs. Each call
+uses the next of several inputs, which together exceed the cache; "in cache" cases have one input.
 
 R1 is the speed of a copy, in bytes read and written. R2 is the number of random 64-byte lines read
 per second from an array as large as the table. Each is the best of several implementations, with
@@ -98,7 +98,7 @@ class Cpu:
         num_bytes: int | None = None,
         curve: Curve | None = None,
     ) -> Iterator[Comparison]:
-        """Time our calls and all peers' calls in turns, and yield a comparison with each peer.
+        """Time our calls and all peers' calls alternately, and yield a comparison with each peer.
 
         Args:
             case: description, including sizes; unique within the suite.
@@ -189,7 +189,7 @@ class Cpu:
         threads: int,
         curve: Curve | None = None,
     ) -> Iterator[Comparison]:
-        """Time our calls in turns with the fastest side of `gather_sides`, which measures R2.
+        """Alternate our calls with the fastest side of `gather_sides`, which measures R2.
 
         Args:
             case: as for `compare`.

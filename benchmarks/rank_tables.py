@@ -127,7 +127,7 @@ class Tables:
         return step
 
     def training(self, in_backward: bool) -> Step:
-        """Return a training step of a new group with LazyAdam."""
+        """Return a training step for a new group, using LazyAdam."""
         group = self.group()
         optimizer = optim.LazyAdam(group.parameters(), lr=0.01)
         if in_backward:

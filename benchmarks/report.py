@@ -80,7 +80,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     """Return a line about the change in each case, and the names of slower cases and benchmarks.
 
     The measure is the quotient of our time and the peer's time, since the speed of machines drifts
-    and both were timed in turns. If there are several peers, the median of their changes is used.
+    and both were timed alternately. If there are several peers, the median change is used.
     If both runs used the same processor, our time alone must also have changed by half of the
     threshold; otherwise a peer that happened to run faster would make us look slower.
 
@@ -103,7 +103,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     groups: dict[str, list[tuple[float, float]]] = {}
     for case in (case for case in old if case in new):
         pairs = [(old[case][x], new[case][x]) for x in old[case] if x in new[case]]
-        # Ignore roofs that were not timed in turns with ours, unless there is nothing else.
+        # Ignore roofs that were not timed alternately with ours, unless there is nothing else.
         pairs = [x for x in pairs if all(map(_in_turns, x))] or pairs
         if not pairs:
             continue

@@ -51,7 +51,7 @@ def model_and_optimizers() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]
 
 
 def measure(rows: int) -> float:
-    """Time the trainer and the loop in turns; print and return the ratio of their times."""
+    """Time the trainer and the loop alternately; print and return the ratio of their times."""
     data = batches(rows)
     model, optimizers = model_and_optimizers()
     trainer = Trainer(model, losses, optimizers, stream=io.StringIO())

@@ -39,7 +39,7 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// Maximum number of characters in a non-ASCII string that is still encoded on the stack.
+// Non-ASCII strings of up to this many characters are encoded on the stack.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {

@@ -1,4 +1,4 @@
-// Reads the files of deltas.
+// Reads delta files.
 #pragma once
 
 #include <cstdint>

@@ -40,8 +40,8 @@ struct Batch {
 // Makes a side that equals the file and can be changed. Returns an sk_status.
 int begin_side(std::shared_ptr<Base> base, Side* side);
 
-// Applies a version, given the parts of all ranks, to a side that no lookup reads. SK_NO_MEMORY
-// changes nothing; after SK_DAMAGED, which means that an index is damaged, the side is unusable.
+// Applies a version, given the parts of all ranks, to a side that no lookup reads. On
+// SK_NO_MEMORY, nothing has changed. On SK_DAMAGED (an index is damaged), the side is unusable.
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch);
 
 // Makes a batch's changes to the other side, which no lookup reads. Errors: as apply_version().

@@ -1,4 +1,4 @@
-"""The route by bag: every rank gets all keys, and adds up the vectors of those that it owns.
+"""The by-bag route: every rank gets all keys, and adds up the vectors of those that it owns.
 
 The algorithm is that of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
 every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank

@@ -1,4 +1,4 @@
-"""The route by key: each rank gets the vectors of its distinct keys and pools them itself.
+"""The by-key route: each rank gets the vectors of its distinct keys and pools them itself.
 
 A rank sends its distinct keys to their owners. Each owner sends back the vectors in the order of
 the keys, and the rank pools them straight from the receive buffer. Backward sends the gradients of
@@ -104,7 +104,7 @@ class ByKey:
         )
 
     def bytes_of_bags(self) -> int:
-        """Return the size in bytes of the sums that the route by bag would send."""
+        """Return the size in bytes of the sums that the by-bag route would send."""
         others = self.exchange.world_size - 1
         return sum(client.bytes_of_bags() * others for client in self._clients)
 

@@ -1,4 +1,4 @@
-"""The client's side of the route by key: sends keys, and pools the vectors received."""
+"""The client's side of the by-key route: sends keys, and pools the vectors received."""
 
 from __future__ import annotations
 

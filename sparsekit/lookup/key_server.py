@@ -1,4 +1,4 @@
-"""The owner's side of the route by key: sends vectors, and receives their gradients."""
+"""The owner's side of the by-key route: sends vectors, and receives their gradients."""
 
 from __future__ import annotations
 

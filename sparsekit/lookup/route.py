@@ -223,7 +223,7 @@ def _take_known(plan: LookupPlan, agreed: Agreement) -> list[Known]:
 
 
 def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
-    """Return (1, bytes to send to each rank) if this rank prefers the route by bag, else (0, 0).
+    """Return (1, bytes to send to each rank) if this rank prefers the by-bag route, else (0, 0).
 
     Forward and backward send the same number of vectors, so only the forward is counted.
     """

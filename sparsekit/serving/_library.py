@@ -144,7 +144,7 @@ def load() -> ctypes.CDLL:
     """Load the library. Calls to its functions release the interpreter's lock.
 
     Raises:
-        ImportError: the library does not exist, does not load, or has another version.
+        ImportError: the library does not exist, cannot be loaded, or is the wrong version.
     """
     try:
         library = ctypes.CDLL(str(LIBRARY))

@@ -1,4 +1,4 @@
-"""Writes and reads the files of deltas; docs/serving_format.md describes them."""
+"""Writes and reads delta files; docs/serving_format.md describes the format."""
 
 from __future__ import annotations
 

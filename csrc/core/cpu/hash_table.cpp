@@ -278,8 +278,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
     std::fill(keys + begin, keys + end, int64_t{0});
   });
-  // Sum of the `spilled` counts of all buckets, minus the number of buckets that keys have passed.
-  // In an undamaged table the difference is 0.
+  // Sum of the `spilled` counts of all buckets, minus the number of full buckets that each key was
+  // moved past on insertion, summed over keys. In an undamaged table the difference is 0.
   std::atomic<int64_t> surplus{0};
   std::atomic<bool> sound{true};
   parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {

@@ -126,7 +126,7 @@ struct EnterBlock {
   uint32_t words[kEnterTile];  // for the first of equal keys: their count, later their slot
 };
 
-// Returns a grid for kernels that call enter_tile() for each tile of n keys.
+// Returns a grid for kernels that call enter_tile() for each tile of the n keys.
 inline simt::Grid enter_grid(int64_t n) {
   simt::Grid grid = simt::strided_grid_for((n + kEnterSteps - 1) / kEnterSteps, kSumThreads);
   grid.shared_bytes = sizeof(EnterBlock);

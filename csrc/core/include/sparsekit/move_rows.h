@@ -19,8 +19,8 @@ struct MovedTensor {
 namespace cpu {
 
 // Copies each row r in [left, n) to row new_rows[r], unless that is -1, and then writes the initial
-// value to row r. Returns -1, or the first r whose new row is outside [-1, left); then nothing has
-// been changed. No two rows may have the same new row.
+// value to row r. Returns -1 on success; otherwise changes nothing, and returns the first r whose
+// new row is outside [-1, left). No two rows may have the same new row.
 int64_t move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t* new_rows,
                   int64_t left, int64_t n, const ParallelFor& parallel_for);
 
