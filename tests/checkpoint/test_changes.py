@@ -484,13 +484,13 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
 def test_changes_far_behind_the_first_rows_into_another_dtype(tmp_path, monkeypatch):
     """A save skips pieces of unchanged keys before the first change; a load casts all rows."""
     monkeypatch.setattr(snapshot, "_KEYS", 2)
-    keys_of_rows, looked = snapshot._keys_of_rows, []
+    keys_of_rows, looked = snapshot.keys_of_rows, []
 
     def look(table, buckets, begin, end):
         looked.append(begin)
         return keys_of_rows(table, buckets, begin, end)
 
-    monkeypatch.setattr(snapshot, "_keys_of_rows", look)
+    monkeypatch.setattr(snapshot, "keys_of_rows", look)
     model = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids")})
     keep = Checkpoints(tmp_path, complete_every=2)
     model["ids"].assign(torch.arange(8), torch.zeros(8, 2))
