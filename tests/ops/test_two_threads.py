@@ -200,6 +200,9 @@ for attempt in range(4):
 
 
 NAMES = ["INSERTERS", "PART", "CLEARER", "FINDER", "FORK"]
+# AddressSanitizer's allocator does not take its locks before a fork, so a child could wait for ever
+# for a lock that another thread held.
+UNDER_ASAN = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 # Fork for each case before anything is computed: importing torch takes longer than the cases.
 IN_FORKS = """
@@ -219,7 +222,8 @@ for name, program in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
 @pytest.fixture(scope="module")
 def done():
     path = [str(Path(sparsekit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    programs = [part for name in NAMES for part in (name, PROGRAM + globals()[name])]
+    names = [name for name in NAMES if not (name == "FORK" and UNDER_ASAN)]
+    programs = [part for name in names for part in (name, PROGRAM + globals()[name])]
     return subprocess.run(
         [sys.executable, "-c", IN_FORKS, *programs],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
@@ -230,4 +234,6 @@ def done():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_threads(done, name):
+    if name == "FORK" and UNDER_ASAN:
+        pytest.skip("AddressSanitizer deadlocks after a fork beside a thread that allocates")
     assert f"{name} 0" in done.stdout.splitlines(), f"{done.stdout}: {done.stderr}"
