@@ -13,6 +13,5 @@ int sk_follow(sk_snapshot* snapshot, sk_progress* progress) {
 int sk_apply(sk_snapshot* snapshot, const char* const* paths, int32_t num_paths,
              sk_progress* progress) {
   if (snapshot == nullptr) return fail(SK_BAD_ARGUMENT, "sk_apply: snapshot is null");
-  if (paths == nullptr) return fail(SK_BAD_ARGUMENT, "sk_apply: paths is null");
   return snapshot->live.apply(paths, num_paths, progress);
 }

@@ -60,8 +60,10 @@ void Live::name_tables(Base* base) const {
 int Live::follow(sk_progress* progress) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (folder_.empty()) {
-    return fail(SK_BAD_ARGUMENT,
-                "sk_follow: the snapshot was opened by its file; open the folder of the delta log");
+    const int status = fail(
+        SK_BAD_ARGUMENT, "sk_follow: %s was opened by its file; open the folder of the delta log",
+        sides_[pins_.active()].base->file->path.c_str());
+    return finish(status, {}, progress);
   }
   sk_progress done{};
   int status = SK_OK;
@@ -83,6 +85,11 @@ int Live::follow(sk_progress* progress) {
     status = no_memory(folder_);
   }
   if (next == Next::kAgain) status = SK_OK;
+  return finish(status, done, progress);
+}
+
+// Ends a call of follow() or apply(), whose status it returns.
+int Live::finish(int status, sk_progress done, sk_progress* progress) {
   parts_.clear();
   drop_unused();
   done.version = newest().version;
@@ -225,7 +232,12 @@ int Live::read_version(const LogFolder& log, uint64_t version, const Side& side,
 
 int Live::apply(const char* const* paths, int32_t num_paths, sk_progress* progress) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (num_paths <= 0) return fail(SK_BAD_ARGUMENT, "sk_apply: num_paths is %d", num_paths);
+  if (paths == nullptr) {
+    return finish(fail(SK_BAD_ARGUMENT, "sk_apply: paths is null"), {}, progress);
+  }
+  if (num_paths <= 0) {
+    return finish(fail(SK_BAD_ARGUMENT, "sk_apply: num_paths is %d", num_paths), {}, progress);
+  }
   sk_progress done{};
   const auto take_over = [&]() -> int {
     const Side& active = sides_[pins_.active()];
@@ -271,13 +283,7 @@ int Live::apply(const char* const* paths, int32_t num_paths, sk_progress* progre
   } catch (const std::bad_alloc&) {
     status = no_memory("sk_apply");
   }
-  parts_.clear();
-  drop_unused();
-  done.version = newest().version;
-  if (progress != nullptr) {
-    if (const int bad = write_struct(done, "sk_progress", progress)) return bad;
-  }
-  return status;
+  return finish(status, done, progress);
 }
 
 // Waits briefly for lookups that read the inactive side; a program may keep it pinned for long.

@@ -30,6 +30,7 @@ class Live {
   enum class Next { kDone, kAgain, kListAgain };
 
   const Version& newest() const { return versions_[pins_.active()]; }
+  int finish(int status, sk_progress done, sk_progress* progress);
   int step(sk_progress* done, Next* next);
   int rebase(const LogFolder& log, sk_progress* done, Next* next);
   int advance(const LogFolder& log, sk_progress* done, Next* next);

@@ -208,24 +208,23 @@ class Lookup {
   }
 
   // Finds the rows of a part's keys, and prefetches them. The row of a key that has none is null.
-  int find_rows(Part* of) {
-    Part& part = *of;
-    const sk_feature& feature = *part.feature;
+  int find_rows(Part* part) {
+    const sk_feature& feature = *part->feature;
     const TableView& table = tables_[feature.table];
-    const int64_t* keys = keys_ + part.first_key;
-    const int64_t* homes = homes_ + part.first_key;
-    const uint8_t** rows = rows_ + part.first_key;
+    const int64_t* keys = keys_ + part->first_key;
+    const int64_t* homes = homes_ + part->first_key;
+    const uint8_t** rows = rows_ + part->first_key;
     const RowIndex index{table.buckets, table.num_buckets, table.rows, table.row_limit,
                          table.row_bytes};
-    int64_t missed = kernels_.find(index, keys, homes, part.num_keys, rows);
-    part.all_found = missed == 0;
+    int64_t missed = kernels_.find(index, keys, homes, part->num_keys, rows);
+    part->all_found = missed == 0;
     if (feature.found != nullptr) {
-      for (int64_t e = 0; e < part.num_keys; ++e) {
-        feature.found[places_[part.first_key + e]] = rows[e] != nullptr;
+      for (int64_t e = 0; e < part->num_keys; ++e) {
+        feature.found[places_[part->first_key + e]] = rows[e] != nullptr;
       }
     }
     if (missed == 0 || table.miss == SK_MISS_INITIAL || table.miss == SK_MISS_ZEROS) return SK_OK;
-    for (int64_t e = 0; e < part.num_keys; ++e) {
+    for (int64_t e = 0; e < part->num_keys; ++e) {
       if (rows[e] != nullptr) continue;
       if (table.miss == SK_MISS_ERROR) {
         return fail(SK_UNKNOWN_KEY, "%s: table \"%s\" has no key %lld", snapshot_.path.c_str(),
@@ -235,7 +234,7 @@ class Lookup {
       const int64_t home = home_bucket(other, table.index_seed, table.num_buckets);
       missed -= 1 - kernels_.find(index, &other, &home, 1, rows + e);
     }
-    part.all_found = missed == 0;
+    part->all_found = missed == 0;
     return SK_OK;
   }
 

@@ -92,7 +92,7 @@ int check_record(const char* path, const TableRecord& record, const char* name,
   };
   const uint64_t begin = kPage + header.directory_bytes, end = header.file_bytes;
   if (record.row_format > SK_INT4) return wrong("row_format", record.row_format);
-  const int64_t row_bytes = bytes_of_row(record.row_format, record.dim);
+  const int64_t row_bytes = sk_row_bytes(static_cast<int32_t>(record.row_format), record.dim);
   if (row_bytes == 0) return wrong("dim", record.dim);
   if (record.row_bytes != row_bytes) return wrong("row_bytes", record.row_bytes);
   if (record.num_rows > kMostRows) return wrong("num_rows", record.num_rows);
@@ -224,22 +224,6 @@ int map_index(const SnapshotFile& file, FileTable* table) {
 }
 
 }  // namespace
-
-int64_t bytes_of_row(uint32_t row_format, int64_t dim) {
-  if (dim < 1 || dim > kMostDim) return 0;
-  switch (row_format) {
-    case SK_FLOAT32:
-      return 4 * dim;
-    case SK_FLOAT16:
-    case SK_BFLOAT16:
-      return 2 * dim;
-    case SK_INT8:
-      return dim + 4;
-    case SK_INT4:
-      return (dim + 1) / 2 + 4;
-  }
-  return 0;
-}
 
 int private_index(const SnapshotFile& file, size_t table, Memory* index) {
   const FileTable& of = file.tables[table];

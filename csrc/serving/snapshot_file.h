@@ -68,7 +68,4 @@ int private_index(const SnapshotFile& file, size_t table, Memory* index);
 // Describes the tables to lookups. The file must outlive the result.
 Version version_of(const SnapshotFile& file);
 
-// Returns the bytes of a row, or 0 for an unknown format or a dim outside [1, kMostDim].
-int64_t bytes_of_row(uint32_t row_format, int64_t dim);
-
 }  // namespace sparsekit::serving

@@ -1,5 +1,6 @@
 """Readers follow a log: every version is whole, and errors leave the last good one."""
 
+import ctypes
 import gc
 import random
 import shutil
@@ -13,10 +14,12 @@ import pytest
 from patience import patience
 
 from sparsekit.cli import main
-from sparsekit.serving import BusyError, Snapshot, SnapshotError
+from sparsekit.serving import BusyError, Snapshot, SnapshotError, _library
 from sparsekit.serving.log_folder import compact
 
 from .logs import LOG_ID, Log
+
+BAD_ARGUMENT = 1  # SK_BAD_ARGUMENT
 
 
 def memory():
@@ -206,6 +209,22 @@ def test_a_file_has_no_folder_to_follow(tmp_path):
         snapshot.refresh()
     with Snapshot(log.base(0)) as snapshot, pytest.raises(ValueError, match="open the folder"):
         snapshot.follow()
+
+
+def test_progress_is_filled_in_on_errors_too(tmp_path):
+    log = Log(tmp_path / "log", seed=3)
+    log.add()
+    with Snapshot(log.path) as snapshot:
+        snapshot.refresh()
+        progress = _library.Progress()
+        library = _library.load()
+        assert library.sk_apply(snapshot.handle, None, 0, ctypes.byref(progress)) == BAD_ARGUMENT
+        assert progress.version == snapshot.version > 0
+    with Snapshot(log.base(0)) as snapshot:
+        progress = _library.Progress(version=99)
+        assert library.sk_follow(snapshot.handle, ctypes.byref(progress)) == BAD_ARGUMENT
+        assert progress.version == snapshot.version == 0
+        assert str(log.base(0)) in library.sk_message().decode()
 
 
 def test_rows_that_change_often_use_little_memory(tmp_path):
