@@ -50,8 +50,9 @@ def larger_of(batch: TableBatch, rows: Sequence[int]) -> list[torch.Tensor]:
     if known is None or known.changes != changes_of_growth.count:
         known = batch.growth = _growing(batch)
     if any(map(operator.gt, rows, known.reaches)):  # possible after an interrupted lookup
+        tables = batch.tables
         for t, count in zip(batch.hashed, rows, strict=True):
-            cast(HashTable, batch.tables[t].table).extend_reach(count)
+            cast(HashTable, tables[t].table).extend_reach(count)
         known = batch.growth = _growing(batch)
     return known.larger
 
@@ -73,8 +74,10 @@ def grow_ahead(batch: TableBatch, entries: Sequence[int]) -> bool:
         batch: the tables of the lookup.
         entries: for each table, an upper bound on the number of its keys.
     """
+    if not batch.growing:
+        return False
     tables = batch.tables
-    if not batch.growing or reports.is_capturing(tables[0].weight.device):
+    if reports.is_capturing(tables[0].weight.device):
         return False
     grown = [
         cast(HashTable, tables[t].table).make_room_for(entries[t])

@@ -124,15 +124,16 @@ def drop_rows(
         found: the lookup's results: index, rows, counts and bags.
         features: the lookup's features, in the form that ops take.
     """
-    budgets = [cast(int, life_of(batch.tables[t]).max_rows) for t in tables]
+    of_batch = batch.tables
+    budgets = [cast(int, life_of(of_batch[t]).max_rows) for t in tables]
     over = [t for t, budget in zip(tables, budgets, strict=True) if in_use[t] > budget]
     if not over:
         return
     _, rows, counts, bags = found
-    entries, numbers = entries_of_tables(bags, features, len(batch.tables)), counts.tolist()
+    entries, numbers = entries_of_tables(bags, features, len(of_batch)), counts.tolist()
     for t in over:
         own = rows[entries[t].start :][: numbers[t]]
-        sweep = Sweep(batch.tables[t], None, "")
+        sweep = Sweep(of_batch[t], None, "")
         new_rows = sweep.keep_to_budget(0, own, inserted.get(t, 0))
         if new_rows is not None:
             own.copy_(new_rows.index_select(0, own))

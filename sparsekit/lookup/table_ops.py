@@ -284,22 +284,24 @@ class TableOps:
             The tables left to `drop_rows`, which costs less because it knows the new rows.
         """
         batch, sources = self._batch, self._descriptors
+        of_batch = batch.tables
         waits = sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device)
         over: list[int] = []
         if waits and self._may_exceed:
-            over = [t for t in swept if may_exceed(batch.tables[t])]
+            over = [t for t in swept if may_exceed(of_batch[t])]
             if len(over) == len(swept):
                 return over
             swept = sorted({*swept} - {*over})
         entries = entries_by_table(sources.limits, sources.keys, len(batch.names))
-        tables, asked = [batch.tables[t] for t in swept], [entries[t] for t in swept]
+        tables, asked = [of_batch[t] for t in swept], [entries[t] for t in swept]
         most = list(map(rows_at_most, tables))
         make_room_here(tables, most, asked, self._keys_of, absent=partial(self._absent, swept))
         return over
 
     def _absent(self, swept: Sequence[int]) -> list[int]:
         """Return, for each of these tables, how many keys have no row, counting repeats."""
-        tables = [self._batch.tables[t] for t in swept]
+        of_batch = self._batch.tables
+        tables = [of_batch[t] for t in swept]
         try:
             rows = rows_now(self._batch, swept, self._passed, self._descriptors)
         except Exception as refusal:

@@ -100,12 +100,14 @@ class EmbeddingGroup(torch.nn.Module):
             features = {name: whole(name, layer) for name, layer in layers.items()}
         self.features = settled(features, layers)
         self._asked: list[EmbeddingLayer] = []
+        # The `_tables` that `_check_slots` has last found to have one slot each.
+        self._single: Sequence[EmbeddingTable] | None = None
         self._layers_asked = [name_in_state(feature.layer) for feature in self.features.values()]
         check_choice(GROUP, "output", output, OUTPUTS)
         self.output = output
         if output != "dict":
             check_joined(output, self.features, layers)
-            self._check_slots(f"output={output!r}")
+            self._check_slots(self._tables(), f"output={output!r}")
         if output == "keyed":
             keyed_tensor_class()
         reads = [not feature.insert for feature in self.features.values()]
@@ -188,7 +190,7 @@ class EmbeddingGroup(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A prefetched batch stays with this group; a copy of the group starts without one.
-        return {**self.__dict__, "_begun": None, "_asked": []}
+        return {**self.__dict__, "_begun": None, "_asked": [], "_single": None}
 
     def _tables(self) -> list[EmbeddingLayer]:
         """Return each feature's layer; the list object is reused until a layer changes."""
@@ -208,7 +210,7 @@ class EmbeddingGroup(torch.nn.Module):
         join = self.output != "dict"
         try:
             if is_keyed_jagged(inputs):
-                self._check_slots("a KeyedJaggedTensor")
+                self._check_slots(tables, "a KeyedJaggedTensor")
                 plan = self._plan_cache.plan_for(tables)
                 keyed = ask_keyed(plan, self.features, inputs, weights, join)
                 return self._with_scores(keyed, inputs, scores)
@@ -219,17 +221,18 @@ class EmbeddingGroup(torch.nn.Module):
         except BaseException as error:
             return refused(tables, error)
 
-    def _check_slots(self, what: str) -> None:
+    def _check_slots(self, layers: Sequence[EmbeddingTable], what: str) -> None:
         """Raise ValueError if a layer has several slots and the group has no features."""
-        if self.has_features:
+        if self.has_features or layers is self._single:
             return
-        for name, layer in self.layers.items():
+        for name, layer in zip(self.features, layers, strict=True):
             slots = getattr(layer, "slot_num", 1)
             if slots != 1:
                 raise ValueError(
                     f"EmbeddingGroup: {what} needs features, since layer {name!r} has "
                     f"slot_num={slots}"
                 )
+        self._single = layers
 
     def _with_scores(
         self,

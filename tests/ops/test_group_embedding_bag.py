@@ -122,6 +122,18 @@ def test_copies_keep_the_sign_of_zero(device):
     assert same_bits(out.cpu(), expected)
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_a_sum_is_never_a_negative_zero(device, combiner):
+    group = Group(torch.float32, [4], [5], [False], [1], device)
+    offsets = torch.tensor([0, 1, 1, 3])  # bags of one key, none and two
+    group.sources.append(Source(torch.tensor([1, 2, 3]), offsets, torch.empty(0)))
+    group.ask(0, 0, 0, 3, combiner)
+    group.weights[0].fill_(-0.0)
+    (out,) = outs = group.outs()
+    pool(group, outs, group.find())
+    assert same_bits(out.cpu(), torch.zeros(12))
+
+
 def test_one_output_for_all(device):
     """Features may share an output: as columns of a matrix, or as slots of a layer."""
     group = Group(torch.float32, [3, 2], [50] * 2, [True] * 2, [1] * 2, device)

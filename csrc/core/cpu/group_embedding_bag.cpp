@@ -101,7 +101,14 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
     const Acc<T> total = divisor(weights, first, last, combiner);
     const auto put = [=](int64_t j, auto sum) { put_at(pooled + j, sum); };
     const auto put_divided = [=](int64_t j, auto sum) { put_at(pooled + j, divided(sum, total)); };
-    if (weights != nullptr) {
+    if (weights == nullptr && last - first == 1) {
+      ahead(first);
+      const T* vector = row_at(first);
+      // Add zero, as a sum does, since that turns -0 into 0.
+      for (int64_t j = 0; j < dim; ++j) {
+        pooled[j] = vector == nullptr ? T{} : store<T>(Acc<T>{} + load(vector[j]));
+      }
+    } else if (weights != nullptr) {
       sum_rows<T>(first, last, dim, row_at, weight_of, ahead, put_divided);
     } else if (total == 1) {  // skip the division, which can take longer than the sum
       sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put);
@@ -111,6 +118,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   };
   T* pooled = bags.out + begin * stride;
   int64_t first = bounds[begin] - first_entry;
+  for (int64_t i = first - distance; i < first; ++i) ahead(i);
   for (int64_t b = begin; b < end; ++b, pooled += stride) {
     const int64_t last = bounds[b + 1] - first_entry;
     pool(first, last, pooled, row);
@@ -286,8 +294,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
   const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
   int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
-    // The first rows of each unit are not prefetched, so make only as many units per feature as it
-    // takes to balance the threads.
+    // A unit waits for its first rows, so make only as many units per feature as it takes to
+    // balance the threads.
     const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
     return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };

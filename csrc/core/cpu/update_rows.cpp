@@ -86,7 +86,7 @@ void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int
       prefetch_row(state(k, row), k < kElementStates<Rule> ? dim : 1);
     }
   };
-  constexpr int64_t kAhead = 8;
+  constexpr int64_t kAhead = 16;
   for (int64_t i = begin; i < std::min(begin + kAhead, end); ++i) ask_for(i);
   for (int64_t i = begin; i < end; ++i) {
     if (i + kAhead < end) ask_for(i + kAhead);
