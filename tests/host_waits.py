@@ -150,7 +150,7 @@ class _Ops(TorchDispatchMode):
         if "index" in name and any(tensor.dtype == torch.bool for tensor in inputs[1:]):
             self._waits["a boolean mask"] += 1
         for i, tensor in enumerate(_tensors(result)):
-            if simt.RESULT_ON_HOST.get(name) != i:
+            if i not in simt.RESULTS_ON_HOST.get(name, ()):
                 self._device.add(tensor)
         return result
 

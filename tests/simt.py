@@ -20,8 +20,8 @@ LIBRARY = Path(
 )
 
 
-# The position of an op's result that is in host memory on every device.
-RESULT_ON_HOST = {"group_embedding_bag_backward": 2}
+# The positions of an op's results that are in host memory on every device.
+RESULTS_ON_HOST = {"group_embedding_bag_backward": (2,), "group_drop_lowest_": (0, 1)}
 
 
 class SimtMode(TorchDispatchMode):

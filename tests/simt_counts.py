@@ -15,7 +15,7 @@ have met a bad row (`sparsekit.checked`).
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -78,8 +78,8 @@ class Count:
 class Counts(dict[tuple[str, str], Count]):
     """Dict of (op, launch name) to Count; the name "" is for work outside the op's launches."""
 
-    on_host: torch.Tensor | None = None
-    """The last result that an op has returned in host memory, which can be read without a wait."""
+    on_host: Sequence[torch.Tensor] = ()
+    """The results in host memory of the last op that had any; reading them is no wait."""
 
     def sum(self, op: str | None = None, name: str | None = None) -> Count:
         """Add up all entries, or only the entries of an op or of a launch name."""
@@ -228,8 +228,8 @@ class _Dispatch(simt.SimtMode):
             # Skip autograd, and keep this mode on for the torch ops that the kernel calls.
             with self:
                 result = op.redispatch(_CPU, *args, **(kwargs or {}))
-                if name in simt.RESULT_ON_HOST:
-                    self._counts.on_host = result[simt.RESULT_ON_HOST[name]]
+                if name in simt.RESULTS_ON_HOST:
+                    self._counts.on_host = [result[i] for i in simt.RESULTS_ON_HOST[name]]
                 return result
         finally:
             self._op = None
@@ -268,7 +268,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the method, and count a wait if it reads a tensor's values."""
         reads = func in (torch.Tensor.tolist, torch.Tensor.numpy)
-        if reads and args[0] is not self._counts.on_host:
+        if reads and not any(args[0] is one for one in self._counts.on_host):
             self._counts.add(f"Tensor.{func.__name__}", "", Count(calls=1, waits=1))
         return func(*args, **(kwargs or {}))
 

@@ -86,6 +86,14 @@ def use_everything():
             for kind in (1, 2):
                 lowest = scores, table.buckets, in_use, kind, 7, 60, pinned, in_use // 3
                 show(f"{name} lowest {kind}", *ops.lowest_rows(*lowest))
+                dropped = ops.group_drop_lowest_(
+                    [table.buckets], [table.hash_seed], [table.size], [scores.clone()],
+                    [torch.tensor(0)], [pinned.int()],
+                    torch.tensor([[kind, 7, 60, in_use // 9, 1, 1, 1]])
+                )
+                show(f"{name} dropped {kind}", *dropped, table.buckets, table.keys())
+                in_use = len(table)
+                scores, pinned = scores[:in_use], integers(0, in_use, 300)
             more = integers(-(2**31), 2**31, 5000)
             try:
                 table.find_or_insert(more)

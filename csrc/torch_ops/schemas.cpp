@@ -81,6 +81,9 @@ constexpr const char* kSchemas[] = {
     " Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps, Tensor(d!)[] steps,"
     " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
     " bool count_steps=False, bool deterministic=True, Tensor? lr=None) -> ()",
+    "group_drop_lowest_(Tensor(a!)[] buckets, Tensor[] hash_seeds, Tensor(b!)[] sizes,"
+    " Tensor(c!)[] tensors, Tensor[] initial, Tensor(d!)[] lists, Tensor tables)"
+    " -> (Tensor dropped, Tensor lost)",
     "group_touch_(Tensor(a!)[] scores, Tensor index, Tensor rows, Tensor counts, Tensor bags,"
     " Tensor features, Tensor policies, Tensor(b!)[] clocks, Tensor? occurrences=None,"
     " int[] ticks=[]) -> ()",

@@ -9,7 +9,7 @@ use, and ranks exchange more only if the bound is above the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -102,41 +102,6 @@ def may_exceed(table: EmbeddingTable) -> bool:
     """
     life = life_of(table)
     return not (life.sweeps_always or life.makes_room_first or life.on_evict is not None)
-
-
-def drop_rows(
-    batch: TableBatch,
-    tables: Sequence[int],
-    in_use: Mapping[int, int],
-    inserted: Mapping[int, int],
-    found: Sequence[Any],
-    features: torch.Tensor,
-) -> None:
-    """Drop rows from tables that a lookup has pushed over their budgets.
-
-    The rows that the lookup found stay, but are renumbered.
-
-    Args:
-        batch: the tables of the lookup.
-        tables: indices of tables that `may_exceed` their budgets.
-        in_use: number of rows in use, by table.
-        inserted: number of keys that the lookup inserted, by table; 0 for tables not listed.
-        found: the lookup's results: index, rows, counts and bags.
-        features: the lookup's features, in the form that ops take.
-    """
-    of_batch = batch.tables
-    budgets = [cast(int, life_of(of_batch[t]).max_rows) for t in tables]
-    over = [t for t, budget in zip(tables, budgets, strict=True) if in_use[t] > budget]
-    if not over:
-        return
-    _, rows, counts, bags = found
-    entries, numbers = entries_of_tables(bags, features, len(of_batch)), counts.tolist()
-    for t in over:
-        own = rows[entries[t].start :][: numbers[t]]
-        sweep = Sweep(of_batch[t], None, "")
-        new_rows = sweep.keep_to_budget(0, own, inserted.get(t, 0))
-        if new_rows is not None:
-            own.copy_(new_rows.index_select(0, own))
 
 
 def rows_now(

@@ -66,10 +66,16 @@ class Scored:
         return [scores for scores, _ in pairs], [clock for _, clock in pairs]
 
 
+def tables_at(batch: Any, indices: Sequence[int]) -> list[EmbeddingTable]:
+    """Return the tables of a `TableBatch` with these indices."""
+    tables = batch.tables  # once, since it makes a list
+    return [tables[t] for t in indices]
+
+
 def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
     """Return the tables in `LookupPlan.batches` whose scores come from the user."""
     each = [batch for batch in batches if batch.scored is not None]
-    return [batch.tables[t] for batch in each for t in batch.scored.by_user]
+    return [table for batch in each for table in tables_at(batch, batch.scored.by_user)]
 
 
 def scored_of(

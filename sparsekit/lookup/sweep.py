@@ -124,13 +124,12 @@ class Sweep:
         Returns:
             The new number of each row, as returned by `remove_rows`; None if nothing was dropped.
         """
-        budget = cast(int, self._life.max_rows)
         in_use, of_all = self._sums(len(self._index) - inserted, new + inserted)
-        if in_use + of_all <= budget:
+        count = self._life.rows_to_drop(in_use, of_all)
+        if not count:
             self.agreeing = False
             return None
-        left = max(0, min(round(self._life.low_watermark * budget), budget - of_all))
-        return self.drop_lowest(in_use - left, rows, new)
+        return self.drop_lowest(count, rows, new)
 
     def drop_lowest(
         self, count: int, rows: torch.Tensor | None = None, new: int = 0

@@ -18,14 +18,16 @@ from ..tables.reports import Report, entries_by_table
 from ..tables.weight import key_changes, update_of_all
 from ..tables.written_rows import count_new_rows
 from .descriptors import Descriptors, describe
+from .drop_rows import drop_rows
 from .explain import explain_refusal
 from .grow import grow_ahead, grow_for, grow_on, larger_of
 from .late_rows import catch_up_free_rows, prepare_rows
-from .make_room import drop_rows, make_room_here, may_exceed, rows_at_most, rows_now
+from .make_room import make_room_here, may_exceed, rows_at_most, rows_now
 from .plan import LookupPlan, TableBatch
 from .reading import asked_of, insertions
 from .record import CallRecord, LookupRecord, LookupResult
 from .request import Request
+from .scored import tables_at
 from .sweep import Asked, life_of
 from .touch import hold_rows, touch
 from .user_scores import UserScores, inserting, scores_of_keys
@@ -259,7 +261,7 @@ class TableOps:
         """Get the user's scores for the keys unless they are already known; change nothing else."""
         scored = self._batch.scored
         if scored is not None and scored.by_user and self._user_scores is None:
-            tables = [self._batch.tables[t] for t in scored.by_user]
+            tables = tables_at(self._batch, scored.by_user)
             requests = inserting(self._requests, self._batch.reads)
             self._user_scores = scores_of_keys(tables, self._keys_of, requests)
 
@@ -284,24 +286,22 @@ class TableOps:
             The tables left to `drop_rows`, which costs less because it knows the new rows.
         """
         batch, sources = self._batch, self._descriptors
-        of_batch = batch.tables
         waits = sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device)
         over: list[int] = []
         if waits and self._may_exceed:
-            over = [t for t in swept if may_exceed(of_batch[t])]
+            over = [t for t, x in zip(swept, tables_at(batch, swept), strict=True) if may_exceed(x)]
             if len(over) == len(swept):
                 return over
             swept = sorted({*swept} - {*over})
         entries = entries_by_table(sources.limits, sources.keys, len(batch.names))
-        tables, asked = [of_batch[t] for t in swept], [entries[t] for t in swept]
+        tables, asked = tables_at(batch, swept), [entries[t] for t in swept]
         most = list(map(rows_at_most, tables))
         make_room_here(tables, most, asked, self._keys_of, absent=partial(self._absent, swept))
         return over
 
     def _absent(self, swept: Sequence[int]) -> list[int]:
         """Return, for each of these tables, how many keys have no row, counting repeats."""
-        of_batch = self._batch.tables
-        tables = [of_batch[t] for t in swept]
+        tables = tables_at(self._batch, swept)
         try:
             rows = rows_now(self._batch, swept, self._passed, self._descriptors)
         except Exception as refusal:

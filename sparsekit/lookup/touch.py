@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -76,26 +76,34 @@ def hold_rows(
 ) -> tuple[InFlight, ...]:
     """Register a lookup with the weights of its tables, so that its rows can be renumbered."""
     held = []
+    index, rows, counts, bags = found
+    entries = cache(partial(entries_of_tables, bags, features, len(weights)))
     for t, _ in batch.scored.lives if batch.scored is not None else ():
         weight = weights[t]
         if isinstance(weight, EmbeddingWeight):
-            rows = partial(_rows_in, t, len(weights), features, *found)
-            held.append(InFlight(batch.names[t], rows, (found[0], found[1])))
+            own = partial(_rows_in, t, entries, index, rows, counts)
+            held.append(InFlight(batch.names[t], own, (index, rows)))
             weight.is_looked_up_by(held[-1])
     return tuple(held)
 
 
 def _rows_in(
     t: int,
-    tables: int,
-    features: torch.Tensor,
+    entries: Callable[[], Sequence[slice]],
     index: torch.Tensor,
     rows: torch.Tensor | None,
     counts: torch.Tensor | None,
-    bags: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the rows that a lookup found in table t of its `tables` tables, as in `InFlight`."""
-    own = entries_of_tables(bags, features, tables)[t]
+    """Return the rows that a lookup found in table t, as in `InFlight`.
+
+    Args:
+        t: index of the table.
+        entries: returns the entries of each table.
+        index: result of the lookup.
+        rows: result of the lookup.
+        counts: result of the lookup.
+    """
+    own = entries()[t]
     if rows is None or counts is None:
         return index[own]
     return rows[own.start : own.start + int(counts[t])]

@@ -11,6 +11,7 @@ from .compact_rows import compact_rows
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
 from .group_bucketize import group_bucketize, group_exchange_rows
+from .group_drop_lowest import group_drop_lowest_
 from .group_embedding_bag import group_embedding_bag_
 from .group_find import group_find, group_find_or_insert_
 from .group_touch import group_touch_
@@ -37,6 +38,7 @@ __all__ = [
     "embedding_bag",
     "gather_rows",
     "group_bucketize",
+    "group_drop_lowest_",
     "group_embedding_bag_",
     "group_embedding_bag_backward",
     "group_embedding_bag_backward_at_",

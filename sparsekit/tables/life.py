@@ -153,6 +153,18 @@ class RowLife:
         """Return whether it matters how many times a key occurs."""
         return self.score.kind == LFU.kind or self.counts is not None
 
+    def rows_to_drop(self, in_use: int, new: int) -> int:
+        """Return how many rows a table must drop to make room for new keys; 0 if they fit.
+
+        Args:
+            in_use: number of rows in use over all ranks, without those of the new keys.
+            new: number of new keys over all ranks.
+        """
+        budget = cast(int, self.max_rows)
+        if in_use + new <= budget:
+            return 0
+        return in_use - max(0, min(round(self.low_watermark * budget), budget - new))
+
     def row_counts(self, rows: int, on_cpu: bool) -> RowCounts:
         """Return the counts for a rank with this number of rows in use."""
         return RowCounts(

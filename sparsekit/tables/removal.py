@@ -65,7 +65,7 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     of_rows += [(tensor, 0.0) for tensor in (table.scores, grad) if tensor is not None]
     dense = [(tensor.detach(), initial) for tensor, initial in of_rows if not tensor.is_sparse]
     tensors = [tensor for tensor, _ in dense]
-    initials = [_element(initial, tensor.dtype) for tensor, initial in dense]
+    initials = [element(initial, tensor.dtype) for tensor, initial in dense]
     calls: list[partial[Any]] = [
         partial(_renumber, buckets, hash_seed, new_rows),
         partial(_move, tensors, new_rows, left, initials),
@@ -87,7 +87,8 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _element(value: float, dtype: torch.dtype) -> torch.Tensor:
+def element(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of one element on the CPU; equal arguments give the same object."""
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 

@@ -163,6 +163,20 @@ def group_step(made, case, own_steps=False, **keywords):
 # A case of each rule with each number of states that it may have.
 RULES_AND_STATES = {(rule, states): case for case, (rule, _, states) in RULES.items()}
 
+
+def drop_lowest(policy):
+    """Return arguments of group_drop_lowest_ with two tables, of which one drops two rows."""
+    tables = table(5, 6, 7, 8), table(9)
+    scores = int64(3, 1, 2, 9), int64(4)
+    return (
+        *([getattr(x, name) for x in tables] for name in ("buckets", "hash_seed", "size")),
+        [scores[0], randn(4, 3), scores[1]],
+        [int64(0)[0], torch.ones(()), int64(0)[0]],
+        [int64(1, 3).int(), int64(0, 2, -1).int()],
+        torch.tensor([[policy, 7, 9, 2, 2, 2, 1], [policy, 7, 9, 0, 1, 0, 0]]),
+    )
+
+
 # Calls of each op. They are made on demand, since some ops change their arguments.
 CASES = {
     "hash_table_clear_": lambda: [(table(1, 2).buckets,)],
@@ -277,6 +291,7 @@ CASES = {
         group_step(group(), "row-wise adagrad"),
         (*group_step(group(), "lazy adam"), True, torch.tensor(0.1)),
     ],
+    "group_drop_lowest_": lambda: [drop_lowest(policy) for policy in (1, 2)],
     "group_touch_": lambda: [group_touch(group()), group_touch(group(), int64(1, 2, 0, 4, 5))],
     "init_rows_": lambda: [
         *(
@@ -367,7 +382,7 @@ def test_results_are_where_the_keys_and_rows_are(name):
         each = zip(moves, arguments, strict=False)
         results = op(*(tree_map_only(torch.Tensor, move, argument) for move, argument in each))
     for i, result in enumerate(tree_leaves(results)):
-        expected = "cpu" if simt.RESULT_ON_HOST.get(name) == i else "cuda"
+        expected = "cpu" if i in simt.RESULTS_ON_HOST.get(name, ()) else "cuda"
         assert result is None or result.device.type == expected
 
 

@@ -449,3 +449,36 @@ def group_touch_(
                 word = min(before + count, most) << 32 | now
             scores[t][row] = (word + 2**63) % 2**64 - 2**63
         first_entry = entries.stop
+
+
+def group_drop_lowest_(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    sizes: Tensors,
+    tensors: Tensors,
+    initial: Tensors,
+    lists: Tensors,
+    tables: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop the lowest rows of one table after another; keys stay in their buckets."""
+    dropped, lost = [], []
+    of_tensors, of_lists = iter(zip(tensors, initial, strict=True)), iter(lists)
+    for t, (*policy, count, num_tensors, num_lists, num_pinned) in enumerate(tables.tolist()):
+        size = int(sizes[t])
+        own = [next(of_tensors) for _ in range(num_tensors)]
+        numbers = [next(of_lists) for _ in range(num_lists)]
+        pinned = torch.cat([torch.empty(0, dtype=torch.int64), *numbers[:num_pinned]])
+        gone, _, _ = reference.lowest_rows(own[0][0], buckets[t], size, *policy, pinned, count)
+        new_rows = reference.compact_rows(gone, size)
+        rows = buckets[t].view(torch.int32)[:, 10:15]
+        for numbered in (rows, *numbers):
+            inside = (numbered >= 0) & (numbered < size)
+            lost.append(bool((new_rows[numbered[inside].long()] < 0).any()))
+            numbered[inside] = new_rows[numbered[inside].long()]
+        lost.pop(-1 - num_lists)  # that of the buckets
+        left = size - len(gone)
+        moved, values = zip(*own, strict=True)
+        reference.move_rows_(moved, new_rows, left, values)
+        sizes[t].fill_(left)
+        dropped.append(len(gone))
+    return torch.tensor(dropped), torch.tensor(lost, dtype=torch.int64)

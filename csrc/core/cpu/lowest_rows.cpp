@@ -27,6 +27,7 @@ struct Work {
   uint64_t* pinned;  // [words] a bit for each row
   int32_t* stays;    // [size] the distinct pinned rows
   uint64_t* wanted;  // [words] a bit for each row that may be in the results
+  uint64_t* read;    // [size / 64 + 1] a bit for each row whose key is needed
   int32_t* before;   // [words] number of wanted rows in earlier words
   int64_t* keys;     // [size] keys of the wanted rows, in order of row
   int32_t* tied;     // [size] numbers of the wanted rows with the highest order
@@ -39,6 +40,7 @@ struct Work {
         pinned(arena.take<uint64_t>(words)),
         stays(arena.take<int32_t>(size)),
         wanted(arena.take<uint64_t>(words)),
+        read(arena.take<uint64_t>(size / kRowsOfWord + 1)),
         before(arena.take<int32_t>(words)),
         keys(arena.take<int64_t>(size)),
         tied(arena.take<int32_t>(size)),
@@ -165,21 +167,42 @@ int64_t number_wanted(const ScoredRows& table, const Work& work, int64_t limit,
   return before;
 }
 
-void read_keys(const ScoredRows& table, const Work& work, int64_t num_wanted,
+// Reads the keys of the wanted rows and, if asked for, those of the last rows.
+void read_keys(const ScoredRows& table, const Work& work, int64_t num_wanted, int64_t* last_keys,
                const ParallelFor& parallel_for) {
   std::fill_n(work.keys, num_wanted, int64_t{0});
+  uint64_t* const read = work.read;
+  read[table.size / kRowsOfWord] = 0;
+  std::copy_n(work.wanted, work.words, read);
+  const int64_t last = last_keys == nullptr ? table.size : table.size - table.count;
+  if (last_keys != nullptr) std::fill_n(last_keys, table.count, int64_t{0});
+  for (int64_t row = last; row < table.size; ++row) {
+    read[row / kRowsOfWord] |= uint64_t{1} << (row % kRowsOfWord);
+  }
+  const auto size = static_cast<uint32_t>(table.size);
+  // Empty slots, with row -1, and rows that only a damaged table has count as row `size`, which is
+  // not read. Most buckets have no row to be read, so one branch a bucket is well predicted.
+  const auto bit_of = [=](int32_t row) {
+    const uint32_t r = std::min(static_cast<uint32_t>(row), size);
+    return read[r / kRowsOfWord] >> (r % kRowsOfWord) & 1;
+  };
   parallel_for(0, table.num_buckets, kBuckets, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
+      const Bucket& bucket = table.buckets[b];
+      uint64_t any = 0;
+      for (const int32_t row : bucket.rows) any |= bit_of(row);
+      if (any == 0) continue;
       for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-        const int64_t row = table.buckets[b].rows[slot];
-        // A branch for empty slots could not be predicted.
-        const bool in_use = static_cast<uint64_t>(row) < static_cast<uint64_t>(table.size);
-        if (!(has(work.wanted, in_use ? row : 0) & in_use)) continue;
+        const int64_t row = bucket.rows[slot];
+        if (bit_of(bucket.rows[slot]) == 0) continue;
+        // Stores are relaxed, since in a damaged table two slots may have the same row.
+        const int64_t key = bucket.keys[slot];
+        if (row >= last) __atomic_store_n(last_keys + (row - last), key, __ATOMIC_RELAXED);
+        if (!has(work.wanted, row)) continue;
         const int64_t w = row / kRowsOfWord;
         const uint64_t below = work.wanted[w] & ((uint64_t{1} << (row % kRowsOfWord)) - 1);
-        // Relaxed, since in a damaged table two slots may have the same row.
-        __atomic_store_n(work.keys + work.before[w] + __builtin_popcountll(below),
-                         table.buckets[b].keys[slot], __ATOMIC_RELAXED);
+        __atomic_store_n(work.keys + work.before[w] + __builtin_popcountll(below), key,
+                         __ATOMIC_RELAXED);
       }
     }
   });
@@ -201,7 +224,7 @@ int64_t lowest_rows(const ScoredRows& table, const LowestRows& found, void* work
   const Range orders = order_rows(table, work, parallel_for);
   const Limit limit = find_limit(table, work, orders, num_pinned, parallel_for);
   const int64_t num_wanted = number_wanted(table, work, limit.order, parallel_for);
-  read_keys(table, work, num_wanted, parallel_for);
+  read_keys(table, work, num_wanted, found.last_keys, parallel_for);
 
   const auto each_wanted = [&](const auto& use) {
     int64_t number = 0;

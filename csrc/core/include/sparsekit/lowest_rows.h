@@ -36,6 +36,8 @@ struct LowestRows {
   int64_t* rows;
   int64_t* orders;
   int64_t* keys;
+  // On the CPU: [count] keys of the rows from size - count on; null if they are not needed.
+  int64_t* last_keys = nullptr;
 };
 
 namespace cpu {

@@ -18,16 +18,17 @@ struct MovedTensor {
 
 namespace cpu {
 
-// Copies each row r in [left, n) to row new_rows[r], unless that is -1, and then writes the initial
-// value to row r. Returns -1 on success; otherwise changes nothing, and returns the first r whose
-// new row is outside [-1, left). No two rows may have the same new row.
+// Copies each row r in [left, n) to row new_rows[r - left], unless that is -1, and then writes the
+// initial value to row r. Returns -1 on success; otherwise changes nothing, and returns the first r
+// whose new row is outside [-1, left). No two rows may have the same new row.
 int64_t move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t* new_rows,
                   int64_t left, int64_t n, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// Like the CPU version, but leaves a row as it is if its new row is outside [-1, left), and sets
-// *bad_row to the first such row. `tensors` is in host memory.
+// Like the CPU version, but new_rows [n] has the rows before `left`, too. Leaves a row as it is if
+// its new row is outside [-1, left), and sets *bad_row to the first such row. `tensors` is in host
+// memory.
 namespace cuda {
 
 void move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t* new_rows,

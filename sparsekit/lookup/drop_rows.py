@@ -1,0 +1,140 @@
+"""Drops rows from tables that a lookup has pushed over their budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..tables import saved_state as saved
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.hash_table import HashTable
+from ..tables.in_flight import InFlight
+from ..tables.removal import element, in_flight, states_of
+from ..tables.weight import own_writes
+from .plan import TableBatch
+from .record import entries_of_tables
+from .sweep import Sweep, life_of
+
+_drop_lowest = saved.builtin_of(torch.ops.sparsekit.group_drop_lowest_)
+
+
+class Dropping(NamedTuple):
+    """A table that must drop rows, in the form that `group_drop_lowest_` takes.
+
+    Attributes:
+        table: the table.
+        to_drop: number of rows to drop.
+        own: rows that must stay, int32 ``[n]``, renumbered in place.
+        tensors: the tensors with a row for each row, the scores first.
+        initial: the initial value of each.
+        lookups: lookups whose backward has run; it may run again.
+    """
+
+    table: EmbeddingTable
+    to_drop: int
+    own: torch.Tensor
+    tensors: list[torch.Tensor]
+    initial: list[torch.Tensor]
+    lookups: list[InFlight]
+
+    @staticmethod
+    def of(table: EmbeddingTable, to_drop: int, own: torch.Tensor) -> Dropping | None:
+        """Return the arguments for a table; None if only a `Sweep` can drop its rows.
+
+        That is so while a backward is pending or the weight has a gradient, and if an optimizer has
+        a sparse state.
+        """
+        weight = table.weight
+        lookups = list(in_flight(weight))
+        if weight.grad is not None or not all(lookup.done for lookup in lookups):
+            return None
+        of_rows = [(cast(torch.Tensor, table.scores), 0.0), (weight, 0.0)]
+        of_rows += [(tensor, initial) for _, tensor, initial in states_of(weight)]
+        if any(tensor.is_sparse for tensor, _ in of_rows):
+            return None
+        tensors = [tensor.detach() for tensor, _ in of_rows]
+        initials = [element(initial, tensor.dtype) for tensor, initial in of_rows]
+        return Dropping(table, to_drop, own, tensors, initials, lookups)
+
+    def numbers(self) -> list[int]:
+        """Return the table's row of the argument ``tables``."""
+        life, lists = life_of(self.table), 1 + len(self.lookups)
+        now = life.now(cast(torch.Tensor, self.table.clock)) + (not life.set_by_user)
+        policy = life.score.compared_as, life.score.halve_every
+        return [*policy, now, self.to_drop, len(self.tensors), lists, 1]
+
+
+def drop_rows(
+    batch: TableBatch,
+    tables: Sequence[int],
+    in_use: Mapping[int, int],
+    inserted: Mapping[int, int],
+    found: Sequence[Any],
+    features: torch.Tensor,
+) -> None:
+    """Drop rows from tables that a lookup has pushed over their budgets.
+
+    The rows that the lookup found stay, but are renumbered.
+
+    Args:
+        batch: the tables of the lookup.
+        tables: indices of tables that `may_exceed` their budgets.
+        in_use: number of rows in use, by table.
+        inserted: number of keys that the lookup inserted, by table; 0 for tables not listed.
+        found: the lookup's results: index, rows, counts and bags.
+        features: the lookup's features, in the form that ops take.
+    """
+    of_batch = batch.tables
+    new = {t: inserted.get(t, 0) for t in tables}
+    counts = {t: life_of(of_batch[t]).rows_to_drop(in_use[t] - new[t], new[t]) for t in tables}
+    over = [t for t in tables if counts[t]]
+    if not over:
+        return
+    _, rows, distinct, bags = found
+    entries, numbers = entries_of_tables(bags, features, len(of_batch)), distinct.tolist()
+    own = {t: rows[entries[t].start :][: numbers[t]] for t in over}
+    together = {t: Dropping.of(of_batch[t], counts[t], own[t]) for t in over}
+    done = _drop_together([each for each in together.values() if each is not None])
+    for t in over:
+        if of_batch[t] in done:
+            continue
+        new_rows = Sweep(of_batch[t], None, "").keep_to_budget(0, own[t], new[t])
+        if new_rows is not None:
+            own[t].copy_(new_rows.index_select(0, own[t]))
+
+
+def _drop_together(each: Sequence[Dropping]) -> set[EmbeddingTable]:
+    """Drop the rows of several tables in one call; return the tables that the op has served."""
+    if not each:
+        return set()
+    tables = [one.table for one in each]
+    indices = [cast(HashTable, table.table) for table in tables]
+    tensors = [tensor for one in each for tensor in one.tensors]
+    lookups = [lookup for one in each for lookup in one.lookups]
+    lists = [rows for one in each for rows in (one.own, *(x.rows().data for x in one.lookups))]
+    flags = [(lookup.moved, lookup.stale, lookup.lost) for lookup in lookups]
+    for lookup in lookups:  # first: an interrupt must not hide that rows have moved
+        lookup.moved = lookup.stale = lookup.lost = True
+    with own_writes([table.weight for table in tables]):
+        increment_version(tensors)
+        dropped, lost = _drop_lowest(
+            *map(list, zip(*(index.tensors() for index in indices), strict=True)),
+            *(tensors, [value for one in each for value in one.initial], lists),
+            torch.tensor([one.numbers() for one in each], device="cpu"),
+        )
+    served = dropped.tolist()
+    first = 0
+    for one, count in zip(each, served, strict=True):
+        first += 1  # the rows of the lookup itself
+        for lookup in one.lookups:
+            moved, stale, was_lost = flags.pop(0)
+            if count > 0:
+                lookup.lost = was_lost or bool(lost[first])
+            else:
+                lookup.moved, lookup.stale, lookup.lost = moved, stale, was_lost
+            first += 1
+        life_of(one.table).evicted += max(0, count)
+    return {table for table, count in zip(tables, served, strict=True) if count >= 0}
