@@ -11,14 +11,14 @@ try:
 except ModuleNotFoundError as _error:
     if _error.name != "torch":
         raise
-    # `sparsekit.serving` works without torch. The other names ask for torch when they are used.
+    # `sparsekit.serving` works without torch. Using any other name raises an error.
     from ._without_torch import leave_out_what_needs_torch
 
     leave_out_what_needs_torch(__name__)
 else:
     from ._load import checked, instruction_set, load
 
-    load()  # what follows needs it
+    load()  # needed by the imports below
 
     from . import distributed, hashing, nn, ops, optim
     from .distributed import init

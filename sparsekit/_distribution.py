@@ -16,7 +16,7 @@ def refuse_mixture() -> None:
     """Check that pip has not installed the unrelated package ``sparsekit`` into our folder.
 
     Raises:
-        ImportError: pip has done so: the folder mixes the files of two packages.
+        ImportError: pip has done so, and the folder now mixes files from two packages.
     """
     # Only a package installed into our folder lists this file; editable installations do not.
     ours = f"{_PACKAGE.name}/__init__.py,"

@@ -61,7 +61,7 @@ class Reports:
             self._sent.append((self._lookups, HostCopy(words), read))
 
     def poll(self) -> None:
-        """Begin a lookup: read reports that have arrived, and wait for those MOST_LOOKUPS old.
+        """Begin a lookup: read reports that have arrived; wait for any that are MOST_LOOKUPS old.
 
         Raises:
             IndexError, RuntimeError, ValueError, TableFullError: an error from an earlier lookup.

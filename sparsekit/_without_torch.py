@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _WithoutTorch(ModuleType):
-    """A package whose public names, other than its version, say that torch is missing."""
+    """A package whose public names, except its version, raise an error: torch is missing."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("__all__", ()):
@@ -18,5 +18,5 @@ class _WithoutTorch(ModuleType):
 
 
 def leave_out_what_needs_torch(package: str) -> None:
-    """Let the public names of a package raise ImportError when they are used."""
+    """Make a package's public names raise ImportError when they are used."""
     sys.modules[package].__class__ = _WithoutTorch

@@ -12,7 +12,7 @@ std::string base_name(uint64_t version);
 std::string delta_name(uint64_t version, uint32_t rank, uint32_t num_ranks);
 
 struct LogFolder {
-  // The parts of a version that are there.
+  // The parts of a version that exist.
   struct Parts {
     uint32_t num_ranks;
     std::vector<uint32_t> ranks;  // ascending
@@ -25,12 +25,12 @@ struct LogFolder {
   uint64_t newest_base = 0;
   std::map<uint64_t, Parts> deltas;
 
-  // Reads the folder; returns an sk_status. Files added or removed meanwhile may be listed or not.
+  // Reads the folder; returns an sk_status. Files added or removed at the same time may be missing.
   int read(const std::string& folder);
 
   bool is_complete(uint64_t version) const;
 
-  // Returns true if a later version is complete, so that this one should be there, too.
+  // Returns true if a later version is complete, so this one should be, too.
   bool has_complete_after(uint64_t version) const;
 
   // Returns the name of a file that is missing from this version.

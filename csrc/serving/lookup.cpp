@@ -1,9 +1,9 @@
 // Looks up bags of keys: finds their rows, and pools them.
 //
-// Nearly all time goes into waiting for memory: for a key's bucket, then for its row. Up to kChunk
-// keys, from all features and bags of a call, therefore go through three steps together. The first
-// step prefetches buckets, the second one reads them and prefetches rows, and the third one reads
-// the rows.
+// Nearly all the time is spent waiting for memory: for a key's bucket, then for its row. Up to
+// kChunk keys, from all features and bags in a call, are therefore processed together in three
+// steps. The first step prefetches buckets, the second reads them and prefetches rows, and the
+// third reads the rows.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,11 +18,11 @@
 namespace sparsekit::serving {
 namespace {
 
-// Most keys, and most bags, in a chunk. A longer bag is split into chunks, at ends of runs.
+// Maximum number of keys, and of bags, in a chunk. A longer bag is split into chunks at run ends.
 constexpr int64_t kChunk = 2 * kSumRun;
-// Most features with bags in the same chunk.
+// Maximum number of features with bags in the same chunk.
 constexpr int64_t kMostParts = 64;
-// Columns that are computed together when some keys have rows and others initial vectors.
+// Number of columns computed together when some keys have rows and others use initial vectors.
 constexpr int64_t kColumns = 64;
 
 // ---- vectors of keys without a row ----
@@ -91,7 +91,7 @@ class Lookup {
   int finish() { return look_up(); }
 
  private:
-  // A feature's bags in the chunk: `bag`, bag + 1, ... of the feature, whose keys end at
+  // A feature's bags in the chunk. The keys of its bags `bag`, bag + 1, ... end at
   // ends_[first_bag], ends_[first_bag + 1], ... in the chunk.
   struct Part {
     const sk_feature* feature;
@@ -119,7 +119,7 @@ class Lookup {
         const int64_t bag_end = offsets == nullptr ? b + 1 : offsets[b + 1];
         ends_[num_bags_++] = static_cast<int32_t>(bag_end + shift);
       }
-      // Loops, since calling memmove takes longer for the few keys of a small bag.
+      // Use loops: for the few keys in a small bag, calling memmove takes longer.
       for (int64_t i = first; i < last; ++i) keys_[i + shift] = feature.keys[i];
       if (feature.weights != nullptr) {
         for (int64_t i = first; i < last; ++i) weights_[i + shift] = feature.weights[i];
@@ -207,7 +207,7 @@ class Lookup {
                 static_cast<long long>(table.num_fallbacks));
   }
 
-  // Finds the rows of a part's keys, and prefetches them. The row of a key that has none is null.
+  // Finds the rows of a part's keys, and prefetches them; null stands for a key without a row.
   int find_rows(Part* part) {
     const sk_feature& feature = *part->feature;
     const TableView& table = tables_[feature.table];
@@ -352,7 +352,7 @@ class Lookup {
     }
   }
 
-  // As total_weight() in csrc/core/cpu/bags.h, for one run.
+  // Like total_weight() in csrc/core/cpu/bags.h, but for one run.
   static float total_weight(const float* weights, int64_t n, int32_t combiner) {
     float sum = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -372,7 +372,7 @@ class Lookup {
     }
   }
 
-  // Divides a bag's sum, as divided() in csrc/core/cpu/bags.h does.
+  // Divides a bag's sum, like divided() in csrc/core/cpu/bags.h.
   static void divide(const sk_feature& feature, int64_t dim, const LongBag& bag, float* out) {
     if (feature.combiner != SK_MEAN && feature.combiner != SK_SQRTN) return;
     const float total = feature.weights == nullptr ? static_cast<float>(bag.num_keys) : bag.weight;

@@ -1,9 +1,9 @@
-// Keeps the message of the last error in each thread.
+// Keeps each thread's last error message.
 #pragma once
 
 namespace sparsekit::serving {
 
-// Sets the message that sk_message() returns in this thread, as printf does, and returns `status`.
+// Formats the message, like printf, that sk_message() returns in this thread; returns `status`.
 [[gnu::format(printf, 2, 3)]] int fail(int status, const char* format, ...);
 
 // Returns SK_IO_ERROR with the message "PATH: cannot WHAT: ERROR", where ERROR describes errno.

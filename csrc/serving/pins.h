@@ -6,9 +6,9 @@
 
 namespace sparsekit::serving {
 
-// Counts, without a lock, the lookups that read each of two sides. The writer changes only the
-// inactive side, once no lookup reads it any more (`idle`), and then makes it the active one. A
-// reader that has pinned a side can rely on it: the writer does not touch it before unpin().
+// Counts, without a lock, the lookups that are reading each of two sides. The writer changes only
+// the inactive side, once no lookup is reading it any more (`idle`), and then makes it active.
+// While a reader has a side pinned, the writer does not change it until unpin().
 class Pins {
  public:
   // Each thread counts in one of several cache lines, so that threads rarely contend for a line.
@@ -24,8 +24,8 @@ class Pins {
     for (;;) {
       const uint32_t side = active_.load();
       count(side, stripe).fetch_add(1);
-      // If the writer has published the other side in the meantime, it may already have seen this
-      // side without readers. All operations are sequentially consistent, so that either the writer
+      // If the writer has published the other side in the meantime, it may already have seen that
+      // this side has no readers. All operations are sequentially consistent, so either the writer
       // sees the count, or this thread sees the new side.
       if (active_.load() == side) return {side, stripe};
       count(side, stripe).fetch_sub(1);
@@ -37,15 +37,15 @@ class Pins {
   uint32_t active() const { return active_.load(); }
   uint32_t inactive() const { return 1 - active_.load(); }
 
-  // Returns true if no lookup reads this side. While the side stays inactive, none will begin to: a
-  // pin that comes too late sees that, and goes to the other side.
+  // Returns true if no lookup is reading this side. While the side stays inactive, none will begin
+  // to: a pin() that is too late notices, and pins the other side instead.
   bool idle(uint32_t side) const {
     int64_t sum = 0;
     for (const Count& each : counts_[side]) sum += each.value.load();
     return sum == 0;
   }
 
-  // Lets lookups that begin from now on read this side.
+  // Makes lookups that begin from now on read this side.
   void publish(uint32_t side) { active_.store(side); }
 
  private:

@@ -30,15 +30,15 @@ struct PoolBags {
   bool go_on;                  // whether to add to, or compare with, what `out` has
 };
 
-// All instruction sets give the same bits.
+// All instruction sets give bit-identical results.
 struct PoolKernels {
   // Sets rows[i] to the row of keys[i], whose home bucket is homes[i], and prefetches it; sets it
   // to null if the key has no row. Returns how many are null.
   int64_t (*find)(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,
                   const uint8_t** rows);
-  // Pools bags into `out`. Bag b has the rows from the end of the previous bag (for bag 0, from
-  // `begin`) to ends[b]. Rows are added in order, in runs of kSumRun. If several elements are
-  // equal, the maximum is the first of them; the first NaN, if any, beats all numbers.
+  // Pools bags into `out`. Bag b consists of the rows from the end of bag b - 1 (for bag 0, from
+  // `begin`) to ends[b]. Rows are added in order, in runs of kSumRun. Among equal elements, the
+  // maximum is the first one; the first NaN, if any, beats all numbers.
   void (*pool)(const PoolBags& bags, int64_t begin, const int32_t* ends, int64_t num_bags,
                float* out);
   // Decodes the columns [begin, end) of a row. `begin` must be a multiple of 4.
@@ -47,8 +47,8 @@ struct PoolKernels {
   // Writes the score of rows[i], as top_k() defines it, to scores[i], for i in [0, n).
   void (*score)(int32_t row_format, const uint8_t* const* rows, int64_t n, const float* query,
                 int64_t dim, float* scores);
-  // Given n <= kMostAtOnce int8 or int4 rows, writes the places of those whose scores may be
-  // `least` or more, and returns how many they are.
+  // Given n <= kMostAtOnce int8 or int4 rows, writes the positions of those whose scores may be
+  // `least` or more, and returns the number of positions.
   int64_t (*select)(int32_t row_format, const uint8_t* const* rows, int64_t n,
                     const QuantizedQuery& query, double least, int32_t* selected);
 };
@@ -69,7 +69,7 @@ extern const PoolKernels kernels;
 }  // namespace generic
 
 // Chooses the kernels for this machine. The environment variable SPARSEKIT_SERVING_ISA (generic,
-// avx2 or avx512) can choose lesser ones, for tests. Returns an sk_status.
+// avx2 or avx512) can lower the choice, for tests. Returns an sk_status.
 int choose_kernels(const PoolKernels** kernels);
 
 }  // namespace sparsekit::serving

@@ -49,7 +49,7 @@ inline Floats<kLanes> to_floats(Ints<kLanes> numbers) {
   }
 }
 
-// ---- widening 4, 8 and 16-bit integers to 32; for vector types GCC 12 generates poor code ----
+// ---- widening 4, 8 and 16-bit integers to 32; GCC 12 does it poorly for vector types ----
 
 #ifdef __SSE2__
 template <int kBytes>
@@ -132,7 +132,7 @@ inline Ints<kLanes> widen16(const uint8_t* bytes) {
   }
 }
 
-// Converts a float16, exactly. NaNs become quiet, as the processor's conversion makes them.
+// Converts a float16, exactly. NaNs become quiet, as in the processor's own conversion.
 inline float from_half(uint16_t half) {
 #ifdef __F16C__
   return _cvtsh_ss(half);
@@ -149,7 +149,7 @@ inline float from_half(uint16_t half) {
 #endif
 }
 
-// ---- formats: load(row, column) reads neighbouring numbers of a row, as they are stored ----
+// ---- formats: load(row, column) reads adjacent numbers in a row, as they are stored ----
 
 struct Float32 {
   static constexpr int kBits = 32;
@@ -242,7 +242,7 @@ struct Row {
 
 // ---- loops over rows, for a block of kVectors * kLanes columns ----
 
-// The rows of a run, with their weights if there are any.
+// The rows in a run, and their weights, if any.
 struct Run {
   const uint8_t* const* rows;
   const float* weights;
@@ -333,7 +333,7 @@ inline void max_run(const Run& run, float* out, bool with_out) {
   }
 }
 
-// Divides as divided() in csrc/core/cpu/bags.h does.
+// Divides like divided() in csrc/core/cpu/bags.h.
 inline void divide(float* out, int64_t dim, float by) {
   if (by == 1) return;
   for (int64_t column = 0; column < dim;) {
@@ -345,7 +345,7 @@ inline void divide(float* out, int64_t dim, float by) {
   }
 }
 
-// As total_weight() in csrc/core/cpu/bags.h, for one run.
+// Like total_weight() in csrc/core/cpu/bags.h, but for one run.
 inline float total_weight(const float* weights, int64_t n, int32_t combiner) {
   float sum = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -443,7 +443,7 @@ void pool(const PoolBags& bags, int64_t begin, const int32_t* ends, int64_t num_
 
 // ---- search ----
 
-// As Bucket in sparsekit/hash_table.h.
+// Same as Bucket in sparsekit/hash_table.h.
 struct Line {
   int64_t keys[5];
   int32_t rows[5];
@@ -484,7 +484,7 @@ inline int64_t row_of(const RowIndex& index, int64_t key, int64_t bucket) {
   return -1;
 }
 
-// Bytes of a row to prefetch. The processor itself prefetches what follows.
+// Maximum bytes of a row to prefetch. The processor itself prefetches the bytes after these.
 constexpr int64_t kAskedBytes = 512;
 
 int64_t find(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,

@@ -5,7 +5,7 @@
 
 namespace sparsekit::serving {
 
-// Most rows that a kernel of top_k takes in one call.
+// Maximum number of rows per call to a top_k kernel.
 constexpr int64_t kMostAtOnce = 256;
 
 // A query as integers, for fast products with int8 and int4 rows:

@@ -10,7 +10,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// How many keys ahead buckets are prefetched.
+// Prefetch distance for buckets, in keys.
 constexpr int64_t kAhead = 16;
 
 // Calls use(key, i) for each key; stops and returns false if a call returns false.
@@ -37,7 +37,7 @@ int no_room_in_index(const Side& side, size_t table, int64_t more) {
               side.version.tables[table].name, more);
 }
 
-// Updates a table in the version that lookups read, after a change of its index.
+// Updates a table in the version that lookups read, after its index has changed.
 void show_table(Side* side, size_t table) {
   TableView& view = side->version.tables[table];
   const LiveIndex& index = side->indexes[table];
@@ -89,8 +89,8 @@ int prepare(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
                     view.name, upserts[t], view.row_bytes);
     }
     if (!side->indexes[t].reserve(upserts[t])) return no_room_in_index(*side, t, upserts[t]);
-    // The index may be another one now. If there is no room in the next table, lookups get what
-    // earlier versions of the batch have made of this side.
+    // reserve() may have replaced the index. Show it now: if the next table has no room, lookups
+    // get this side as earlier versions in the batch left it.
     show_table(side, t);
   }
   return SK_OK;
@@ -164,7 +164,8 @@ int copy_side(const Side& from, Side* side) {
 
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
   if (const int status = prepare(parts, side, batch)) return status;
-  // Tombstones first: a key that moves between ranks is erased by one part and written by another.
+  // Apply tombstones first: a key that moves between ranks is erased by one part and written by
+  // another.
   for (const bool tombstones : {true, false}) {
     for (const DeltaFile& part : parts) {
       for (const Section& section : part.sections) {

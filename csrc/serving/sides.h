@@ -40,18 +40,19 @@ struct Batch {
 // Makes a side that equals the file and can be changed. Returns an sk_status.
 int begin_side(std::shared_ptr<Base> base, Side* side);
 
-// Applies a version, given the parts of all ranks, to a side that no lookup reads. On
+// Applies a version, given the parts of all ranks, to a side that no lookup is reading. On
 // SK_NO_MEMORY, nothing has changed. On SK_DAMAGED (an index is damaged), the side is unusable.
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch);
 
-// Makes a batch's changes to the other side, which no lookup reads. Errors: as apply_version().
+// Makes a batch's changes to the other side, which no lookup is reading. Returns the same errors as
+// apply_version().
 int replay(const Batch& batch, const Version& to, Side* side);
 
-// Makes `side` equal to another one, which lookups may read. Returns an sk_status.
+// Makes `side` equal to another side, which lookups may be reading. Returns an sk_status.
 int copy_side(const Side& from, Side* side);
 
-// Frees rows of a batch: those that its changes replaced, once both sides have them; or those that
-// it took, if neither side will have its changes.
+// Frees a batch's rows: those that its changes replaced, once both sides have the changes; or those
+// that it took, if neither side will ever have the changes.
 void give_back_left(const Batch& batch, Base* base);
 void give_back_taken(const Batch& batch, Base* base);
 

@@ -19,7 +19,7 @@ uint64_t round_up(uint64_t bytes, uint64_t to) {
   return (bytes + to - 1) / to * to;
 }
 
-// Returns true if n items of `size` bytes lie within [begin, end) from `offset` on.
+// Returns true if n items of `size` bytes, starting at `offset`, fit within [begin, end).
 bool fits(uint64_t offset, uint64_t n, uint64_t size, uint64_t begin, uint64_t end) {
   return offset >= begin && offset <= end && n <= (end - offset) / size;
 }
@@ -72,7 +72,7 @@ bool is_name(const uint8_t* text, uint64_t bytes) {
     for (int j = 1; j < length; ++j) {
       if ((text[i + j] & 0xC0) != 0x80) return false;
     }
-    // Overlong forms, surrogates, and numbers beyond Unicode.
+    // Reject overlong forms, surrogates, and numbers beyond Unicode.
     const uint8_t second = length > 1 ? text[i + 1] : 0;
     if ((lead == 0xE0 && second < 0xA0) || (lead == 0xED && second > 0x9F) ||
         (lead == 0xF0 && second < 0x90) || (lead == 0xF4 && second > 0x8F)) {
@@ -238,8 +238,8 @@ int private_index(const SnapshotFile& file, size_t table, Memory* index) {
                        static_cast<off_t>(of.record.index_offset)),
                   bytes);
   if (!*index) return fail_of_system(file.path.c_str(), "map its index");
-  // Reading the pages does not copy them, as mlock() would. Older kernels cannot do either, which
-  // costs only time.
+  // Populate the pages by reading: unlike mlock(), this does not copy them. Older kernels support
+  // neither call below, which only makes lookups slower.
 #ifdef MADV_POPULATE_READ
   if (file.options.prefault || file.options.lock) madvise(index->data(), bytes, MADV_POPULATE_READ);
 #endif
@@ -292,7 +292,7 @@ int open_file(const std::string& path, const sk_open_options& options,
   auto file = std::make_unique<SnapshotFile>();
   file->path = path;
   file->options = options;
-  // O_NONBLOCK: if the path is a pipe, do not wait for a writer.
+  // O_NONBLOCK avoids waiting for a writer if the path is a pipe.
   file->file = OpenFile(open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status;
   const int descriptor = file->file.descriptor();

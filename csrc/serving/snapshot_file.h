@@ -21,9 +21,9 @@ struct FileTable {
   TableRecord record;
   std::string name;
   Memory index;  // of the file, read-only
-  // The rows of the file, read-only, followed by reserved addresses, without memory (PROT_NONE),
-  // for rows that deltas bring. These have the numbers [spare_begin, spare_end), and begin behind
-  // the file's pages.
+  // The file's rows, read-only, followed by reserved addresses, without memory (PROT_NONE), for
+  // rows from deltas. The latter have the numbers [spare_begin, spare_end), and start after the
+  // file's pages.
   Memory rows;
   int64_t spare_begin = 0;
   int64_t spare_end = 0;
@@ -56,12 +56,12 @@ struct SnapshotFile {
   std::vector<FileTable> tables;
 };
 
-// Opens a file and checks its header and directory, or, with options.verify, all of it. A hostile
-// file cannot cause an allocation larger than itself. Returns an sk_status.
+// Opens a file and checks its header and directory or, with options.verify, the whole file. A
+// hostile file cannot cause an allocation larger than itself. Returns an sk_status.
 int open_file(const std::string& path, const sk_open_options& options,
               std::unique_ptr<SnapshotFile>* opened);
 
-// Maps a writable copy of a table's index in the file. Writes change neither the file nor other
+// Maps a writable copy of a table's index from the file. Writes change neither the file nor other
 // mappings.
 int private_index(const SnapshotFile& file, size_t table, Memory* index);
 

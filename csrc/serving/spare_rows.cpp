@@ -9,7 +9,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// Least number of bytes to back by memory at a time.
+// Minimum number of bytes to back with memory at a time.
 constexpr int64_t kPiece = 2 << 20;
 
 }  // namespace
@@ -27,13 +27,13 @@ SpareRows::Room SpareRows::reserve(int64_t n) {
   const int64_t needed = next_ + std::max<int64_t>(0, n - static_cast<int64_t>(free_.size()));
   if (needed > most_) return Room::kFull;
   if (needed <= limit_) return Room::kYes;
-  // Grow by at least an eighth, so that large tables seldom ask the system.
+  // Grow by at least an eighth, so that large tables rarely ask the system for memory.
   const int64_t step = std::max({needed - limit_, (limit_ - first_) / 8, kPiece / row_bytes_});
   const int64_t limit = std::min(most_, limit_ + step);
   batch_of_.resize(limit - first_);
   free_.reserve(limit - first_);  // so that give_back() cannot fail
-  // The page with the first byte may have memory already; asking again does no harm. At first, also
-  // back the row that begins in the last page of the file: only a damaged index refers to it, but
+  // The page with the first byte may have memory already; asking again is harmless. The first time,
+  // also back the row that begins in the file's last page: only a damaged index refers to it, but
   // lookups read all rows below the limit.
   const int64_t row = limit_ > first_ ? limit_ : std::max<int64_t>(0, first_ - 1);
   const auto begins = reinterpret_cast<uintptr_t>(rows_ + row * row_bytes_);
@@ -60,7 +60,7 @@ int32_t SpareRows::take(uint32_t batch) {
 
 void SpareRows::give_back(const std::vector<int32_t>& rows) {
   for (const int32_t row : rows) {
-    // A damaged index may have a row twice; give it back only once.
+    // A damaged index may contain a row twice; give it back only once.
     if (!owns(row) || batch_of_[row - first_] == 0) continue;
     batch_of_[row - first_] = 0;
     free_.push_back(row);

@@ -1,4 +1,4 @@
-// Rows of a table that lie in memory behind those of its file.
+// A table's rows in memory beyond those in its file.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,13 @@
 
 namespace sparsekit::serving {
 
-// Hands out rows that no side refers to. Both sides of a snapshot share them. The addresses behind
-// the file's rows are reserved, and are backed by memory as rows are needed.
+// Hands out rows that no side refers to. Both sides of a snapshot share them. The addresses after
+// the file's rows are reserved, and are backed with memory as rows are needed.
 class SpareRows {
  public:
   SpareRows() = default;
-  // Row r lies at rows + r * row_bytes. The rows from `first` on, up to `most`, are behind the
-  // file's pages. `lock`: keep them in memory (mlock).
+  // Row r begins at rows + r * row_bytes. Rows [first, most) come after the file's pages. `lock`
+  // keeps them in memory (mlock).
   SpareRows(uint8_t* rows, int64_t row_bytes, int64_t first, int64_t most, bool lock);
 
   enum class Room { kYes, kFull, kNoMemory };
@@ -27,12 +27,12 @@ class SpareRows {
     return owns(row) && batch_of_[row - first_] == batch;
   }
 
-  // Takes back rows that no side refers to any more; rows of the file are ignored.
+  // Takes back rows that no side refers to any more; rows from the file are ignored.
   void give_back(const std::vector<int32_t>& rows);
 
   uint8_t* at(int32_t row) const { return rows_ + row * row_bytes_; }
 
-  // Returns the end of the rows that are backed by memory; 0 until reserve() has made some.
+  // Returns the end of the rows that are backed with memory; 0 until reserve() has made some.
   int64_t limit() const { return limit_ > first_ ? limit_ : 0; }
   int64_t in_use() const { return next_ - first_ - static_cast<int64_t>(free_.size()); }
 

@@ -209,7 +209,7 @@ int32_t top_k(const PoolKernels& kernels, const TableView& table, const float* q
   if (bounded) quantized = quantize(table.row_format, query, table.dim, &integers);
   const RowSet candidates = rows_with_key(table);
   Contenders contenders(k);
-  // Read rows in the order of memory: the order of the index takes four times as long.
+  // Read rows in memory order; reading them in index order takes four times as long.
   candidates.for_each([&](int32_t* rows, int64_t n) {
     const uint8_t* vectors[kMostAtOnce];
     for (int64_t i = 0; i < n; ++i) vectors[i] = table.rows + int64_t{rows[i]} * table.row_bytes;

@@ -1,4 +1,4 @@
-// Compares all checksums of a snapshot, and checks what checksums cannot show.
+// Verifies all checksums in a snapshot, and checks what checksums cannot detect.
 #pragma once
 
 #include "serving/snapshot_file.h"

@@ -9,7 +9,7 @@
 
 namespace sparsekit::serving {
 
-// The keys of rows that unknown keys share are the lowest ones, beginning with this one.
+// The rows that unknown keys share have the lowest keys, beginning with this one.
 constexpr int64_t kFirstFallback = INT64_MIN;
 
 // Values of sk_row_format, sk_miss and sk_combiner are used in the files, too.
@@ -18,7 +18,7 @@ struct TableView {
   int64_t num_buckets;
   int64_t index_seed;
   // Row r begins at rows + r * row_bytes. A row >= row_limit, which only a damaged index has,
-  // counts as absent. Rows that deltas have brought lie right behind those of the file.
+  // counts as absent. Rows from deltas directly follow those from the file.
   const uint8_t* rows;
   int64_t row_limit;
   int64_t num_keys;

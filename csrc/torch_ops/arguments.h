@@ -154,7 +154,7 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
 // but keeps numbers computed from sizes (in bytes, elements or threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
-// Limit on the numbers of entries, of tables and of features; their indices have 32 bits.
+// Limit on the number of entries, tables or features, because their indices have 32 bits.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
 // Pass these for arguments that may have several dtypes or dimensions; the op itself then checks

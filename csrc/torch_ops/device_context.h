@@ -30,8 +30,8 @@
 
 namespace sparsekit::ops {
 
-// Lists the kinds of invalid values that only the device finds. Error messages mention the op and
-// the argument given here.
+// Lists the kinds of invalid values that only the device can detect. Error messages name the op and
+// the argument listed here.
 #define SPARSEKIT_DEVICE_ERRORS(X)                         \
   X(kNewRow, "hash_table_renumber_", "new_rows")           \
   X(kGatherRow, "gather_rows", "rows")                     \
@@ -104,7 +104,7 @@ constexpr bool kOnDevice = true;
 // smallest bad position. Reading the words means waiting for the device, so a call reads them only
 // with checks on (SPARSEKIT_CHECKED=1 or sparsekit.checked(True)). With checks off, lookups copy
 // the words to the host without waiting (sparsekit/tables/reports.py), and a call that waits for
-// another reason throws the error.
+// the device for another reason throws the error.
 class DeviceContext {
  public:
   explicit DeviceContext(const Tensor& on);

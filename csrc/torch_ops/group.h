@@ -60,7 +60,7 @@ struct Placement {
   int64_t tensor, begin, stride;
 };
 
-// Returns the initializer of each table without its seed, which stays in memory on the engine's
+// Returns each table's initializer without the seed, which stays in memory on the engine's
 // device.
 inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
                                                 const Views& seeds, size_t num_tables) {
@@ -133,7 +133,7 @@ class GroupFeatures {
 class GroupInput : public GroupFeatures {
  public:
   std::vector<Source> sources;
-  // Number of entries, and number of bags in all sources.
+  // Total numbers of entries and of bags in the sources.
   int64_t entries = 0;
   int64_t source_bags = 0;
 

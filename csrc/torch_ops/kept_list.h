@@ -40,8 +40,8 @@ class KeptList {
     if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return nullptr;
     if (!item.is_contiguous() || item.numel() != kWords) return nullptr;
     const int64_t* words = int64_data(item);
-    // A copy of the words is at another address. It does not keep the tensors alive, so it does not
-    // represent the list.
+    // A copy of the words has a different address. It does not keep the tensors alive, so it does
+    // not represent the list.
     if (!std::equal(kMark, kMark + kMarkWords, words) || words[kMarkWords] != address(words)) {
       return nullptr;
     }

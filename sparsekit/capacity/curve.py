@@ -52,7 +52,7 @@ class Curve(NamedTuple):
         lookups: number of lookups.
         keys: number of keys, counting repeats in a lookup once.
         distinct: estimated number of distinct keys.
-        most_at_once: most distinct keys in one lookup; a table must have rows for all of them at
+        most_at_once: maximum number of distinct keys in a lookup; a table must hold all of them at
             once.
         rate: fraction of the keys used for the estimates; 1 if they are exact.
         points: predictions, by policy, in ascending order of rows. For a policy without a ttl, the

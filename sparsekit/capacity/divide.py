@@ -40,7 +40,7 @@ class Allotment(NamedTuple):
 def bytes_per_row(
     dim: int, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 ) -> float:
-    """Return the bytes per row: vector, optimizer states, score and index; see `memory_report`.
+    """Return the bytes per row for vector, optimizer states, score and index; see `memory_report`.
 
     Memory for counting keys that wait for admission is not included.
 
@@ -72,7 +72,7 @@ def divide(
 ) -> dict[str, Allotment]:
     """Divide memory among tables to maximize the total number of predicted hits.
 
-    Every table first gets rows for its largest lookup. The remaining memory goes where each byte
+    Every table first gets rows for its largest lookup. The remaining memory is spent where each byte
     brings the most hits, along the concave hull of each table's predictions. This is optimal where
     the predictions are concave: Fox, "Discrete Optimization via Marginal Analysis", Management
     Science 13, 1966. Between two predictions, hit rates are interpolated.
@@ -106,7 +106,7 @@ def divide(
         cost = row_bytes[name]
         more = size_of(after, cost, ranks)[1] - size_of(rows[name], cost, ranks)[1]
         if more > free:
-            # Find how many rows fit into this table's bytes, with equally many on every rank.
+            # Find how many rows fit into this table's bytes, with the same number on every rank.
             most = size_of(rows[name], cost, ranks)[1] + free
             fit = int(int(most / cost / ranks) * ranks * DEFAULT_BUDGET)
             rows[name] = max(rows[name], fit)

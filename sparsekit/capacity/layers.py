@@ -16,16 +16,16 @@ from .curve import CapacityCurve, Curve
 class LayerCurves:
     """Records the training lookups of a model's tables, with one curve per table.
 
-    Any layer with a hash table works, including tables that grow. Each lookup also takes the time
-    of `CapacityCurve.add`; if the keys are on a CUDA device, `add` waits for that device.
+    Any layer with a hash table works, including tables that grow. Each lookup is slowed by a call
+    to `CapacityCurve.add`, which waits for the device if the keys are on a CUDA device.
 
     Args:
         model: a model that contains sparsekit layers, on a single rank.
         options: keyword arguments for `CapacityCurve`.
 
     Raises:
-        TypeError, ValueError: an option is wrong, the model has no tables, or one of its tables is
-            already being watched.
+        TypeError, ValueError: an option is invalid, the model has no tables, or one of its tables
+            is already being watched.
         NotImplementedError: there are several ranks, so each sees only the keys in its own samples.
 
     Example:

@@ -1,4 +1,4 @@
-"""Measures the hit rates of real tables, to compare predictions with."""
+"""Measures the hit rates of real tables, to compare with predictions."""
 
 from __future__ import annotations
 

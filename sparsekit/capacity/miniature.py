@@ -41,7 +41,7 @@ class Miniature:
         self.misses = 0.0
         self._halve_every = policy.halve_every
         self._low_watermark = low_watermark
-        self._period = 0  # number of halvings of counts so far
+        self._period = 0  # how often counts have been halved so far
         # For each key: its occurrences when it last lost its row, and the number to subtract from
         # its occurrences to get its LFU count.
         self._since = np.zeros(most, np.int64)
@@ -118,7 +118,7 @@ class Miniature:
         return end
 
     def _find(self, lookups: Lookups, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which keys have no row before their lookup, and which of them get one."""
+        """Return which keys have no row before their lookup, and which of those are given one."""
         here = slice(begin, end)
         come = lookups.before[here] - self._since[lookups.slots[here]]
         absent = come < self.policy.admission

@@ -20,7 +20,7 @@ _PLACES = 1 << 22
 
 
 class Lookups(NamedTuple):
-    """Sampled keys of consecutive lookups, with one entry per distinct key per lookup.
+    """Sampled keys from consecutive lookups, with one entry per distinct key per lookup.
 
     Attributes:
         slots: index of the entry's key among the sampled keys, int64 ``[n]``.

@@ -37,7 +37,7 @@ class Summed:
         self.bytes = self._begun = 0
         self._crc = 0
         self._task: Task | None = None
-        # Two buffers: one is written to the file while the other one is filled.
+        # Use two buffers: one is written to the file while the other is filled.
         self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def __enter__(self) -> Summed:

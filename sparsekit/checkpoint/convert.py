@@ -73,8 +73,8 @@ def import_tables(
 ) -> Path:
     """Write another library's tables to a checkpoint that any number of ranks can load.
 
-    The checkpoint has neither dense tensors nor optimizers. Load it without ``optimizer``, and with
-    ``strict=False`` into a model that has dense tensors.
+    The checkpoint has neither dense tensors nor optimizers. Load it without ``optimizer``; if the
+    model has dense tensors, also pass ``strict=False``.
 
     Args:
         sources: see `sources_of`.

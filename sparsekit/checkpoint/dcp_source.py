@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Names in a saved DcpState: of the entry with the format's version, and the prefix for the entries
-# that describe each rank's part. All other entries are named like files in a checkpoint.
+# Names in a saved DcpState: the entry that holds the format's version, and the prefix of the
+# entries that describe each rank's part. All other entries are named like files in a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 
@@ -204,7 +204,7 @@ class ToSave(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Raise: torch.distributed.checkpoint calls this before it loads into the tensor."""
+        """Refuse: torch.distributed.checkpoint calls this before it loads into the tensor."""
         raise CheckpointError(NEEDS_LOAD_FROM)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -230,7 +230,7 @@ class ToLoad(torch.Tensor):
         return marked
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        """Raise: torch.distributed.checkpoint calls this to plan a save."""
+        """Refuse: torch.distributed.checkpoint calls this to plan a save."""
         raise CheckpointError(
             f"{name}: a DcpState with load_from={self.load_from!r} has nothing to save before it "
             f"has loaded; make one without"

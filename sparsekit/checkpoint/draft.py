@@ -1,4 +1,4 @@
-"""Drafts: checkpoints are written to hidden folders, which are then renamed in one step."""
+"""Writes checkpoints to hidden folders, called drafts, that are then renamed in one step."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def _remove_if_abandoned(draft: Path) -> None:
         lock = Lock(draft / _WRITER, make=False)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            draft.rmdir()  # a writer that has only just made it makes another
+            draft.rmdir()  # a writer that has only just created it creates another
         names = {path.name for path in entries(draft)}
         if names and _WRITER not in names:  # replaced checkpoint or half-removed draft
             discard(draft)

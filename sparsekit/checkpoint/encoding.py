@@ -32,9 +32,8 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
             ``ranks[0]["state"]["name"]``.
 
     Raises:
-        CheckpointError: a part is neither a tensor, number, string or None nor a list, tuple or
-            dict of these; or it is nested deeper than `check_nesting` allows. The message gives the
-            part's path.
+        CheckpointError: a part is not a tensor, number, string, None, list, tuple or dict; or it is
+            nested deeper than `check_nesting` allows. The message gives the part's path.
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")

@@ -62,7 +62,7 @@ def forget(
 
     Raises:
         CheckpointError: a file is damaged, there is no checkpoint, the chain of another checkpoint
-            next to `path` cannot be read, a save is in progress there, another job saves to the
+            next to `path` cannot be read, a save is in progress there, another job is saving to the
             folder, or a file cannot be written.
         TypeError: keys are not integers.
         ValueError: there is no such table, or it has no hash table.
@@ -87,7 +87,8 @@ def forget(
     removed = 0
     for related in _related(chains):
         files = _Files(related, names, wanted)
-        # Newest first: a checkpoint that lists removed keys works with or without them in its base.
+        # Start with the newest: a checkpoint that lists keys as removed works with or without them
+        # in its base.
         removed += sum(map(files.rewrite, sorted(related, key=len, reverse=True)))
     _verify([chain(links[-1][0]) for links in chains])
     return removed

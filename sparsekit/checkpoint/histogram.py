@@ -21,7 +21,7 @@ _WIDE = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """Distribution of a number that each row of a table has.
+    """Distribution of a number over the rows of a table.
 
     Attributes:
         quantiles: the quantiles for the fractions 0, 0.01, 0.1, 0.5, 0.9, 0.99 and 1, by fraction.

@@ -26,10 +26,10 @@ class Shard:
         rank: the rank that wrote the part.
         file: name of the file in the folder. It contains ``keys`` int64 [rows], ``vectors`` [rows,
             dim], ``scores`` int64 [rows] if the table has scores, and each state. If keys have been
-            removed or moved to other rows since the base, also ``removed`` int64 [removed], and
-            perhaps ``rows`` int32 [rows], the row of each key. If the table counts keys that it has
-            not admitted, also ``counts``: int64 [counts, 3], each entry a key, its count and the
-            clock when the count last grew; or, for a sketch, int32 [4, counts].
+            removed or moved to other rows since the base, it also has ``removed`` int64 [removed],
+            and perhaps ``rows`` int32 [rows], the row of each key. If the table counts keys that it
+            has not admitted, it also has ``counts``: int64 [counts, 3], each entry a key, its count
+            and the clock when the count last grew; or, for a sketch, int32 [4, counts].
         rows: number of rows in this file.
         size: number of rows in the rank's table when it was saved. The file of an incremental
             checkpoint may have fewer rows.
@@ -70,13 +70,13 @@ class Lookups:
     """How lookups in evaluation read a table.
 
     Attributes:
-        miss: what a key without a row has: ``"initial"``, its initial vector; ``"zeros"``;
+        miss: what a key without a row gets: ``"initial"``, its initial vector; ``"zeros"``;
             ``"fallback"``, a row that such keys share; or ``"error"``, without a hash table.
-        fallbacks: number of rows that keys share; their keys are the smallest int64 numbers.
+        fallbacks: number of rows that such keys share; these rows have the smallest int64 keys.
         combiner: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"``; ``"none"`` for vectors that are
             not pooled, or if slots have several combiners.
         padding_key: key that is left out; None if there is none.
-        limits_norms: whether lookups scale rows down to a largest norm.
+        limits_norms: whether lookups scale rows down to a maximum norm.
     """
 
     miss: str

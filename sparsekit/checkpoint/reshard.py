@@ -173,10 +173,10 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
     """Yield pieces of a table: file, index of the first row, keys, and indices of live keys.
 
-    A key is live if no newer checkpoint contains it or has removed it. The newest checkpoint comes
-    first. The keys of incremental checkpoints are kept in memory; those of the complete one are
-    not. Use the result in a ``with`` statement: otherwise, after an error in the caller, the file
-    stays open as long as the traceback exists.
+    A key is live unless a newer checkpoint contains it or has removed it. Pieces from the newest
+    checkpoint come first. The keys of incremental checkpoints are kept in memory; the complete
+    checkpoint's keys are not. Use the result in a ``with`` statement: otherwise, after an error in
+    the caller, the file stays open as long as the traceback exists.
     """
     return contextlib.closing(_live_pieces(parts))
 

@@ -228,7 +228,7 @@ def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
     }
     scores = first.pop("scores")
     scores = None if scores is None else Scores(**scores)
-    lookups = first.pop("lookups", None)  # an older version may have saved by DcpState
+    lookups = first.pop("lookups", None)  # an older version may have saved it via DcpState
     lookups = None if lookups is None else Lookups(**lookups)
     return Table(states=states, shards=shards, scores=scores, lookups=lookups, **first)
 

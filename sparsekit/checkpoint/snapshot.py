@@ -301,12 +301,12 @@ def parameter_names(
 def shard_of(
     name: str, layer: EmbeddingTable, optimizer: int | None, kept: Mapping[str, Any]
 ) -> TableShard:
-    """Describe a rank's part of a table, which is up to date.
+    """Describe a rank's part of a table, whose rows must be up to date.
 
     Args:
         name: name of the table.
         layer: the layer.
-        optimizer: place of its optimizer in the manifest; None if it has none.
+        optimizer: index of its optimizer in the manifest; None if it has none.
         kept: what the optimizer keeps for its weight, by name.
 
     Raises:

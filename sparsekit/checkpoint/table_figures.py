@@ -47,7 +47,7 @@ _INITIALIZERS: dict[str, type[Initializer]] = {
 
 @dataclass
 class Some:
-    """Some rows of a table: their number, and a few of their keys.
+    """Describes some of a table's rows: their number, and a few of their keys.
 
     Attributes:
         rows: number of rows.

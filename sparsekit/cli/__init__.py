@@ -9,7 +9,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments of the command line; None means ``sys.argv[1:]``.
+        argv: command-line arguments; None means ``sys.argv[1:]``.
 
     Returns:
         The exit code: 0 for success; 1 if training has diverged or a rank has failed; 2 for an

@@ -142,7 +142,7 @@ def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) 
 
 
 def checkpoint_at(path: str) -> Path:
-    """Return the checkpoint that a path leads to.
+    """Return the checkpoint at a path.
 
     Raises:
         UsageError: there is none.

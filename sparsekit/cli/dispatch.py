@@ -57,7 +57,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def make_parser() -> Parser:
-    """Make the parser of the command line, with all commands."""
+    """Build the command-line parser, including all commands."""
     parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

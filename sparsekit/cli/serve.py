@@ -70,7 +70,7 @@ def _choice_of(words: Sequence[str]) -> Callable[[str], tuple[str, str]]:
 def _by_table(
     given: Sequence[tuple[str, str]] | None, names: Sequence[str]
 ) -> Mapping[str, str] | None:
-    """Return the words by table; one given for a table's name replaces the one given for all."""
+    """Return the words by table; a word given for one table overrides the one for all tables."""
     if given is None:
         return None
     of_all = {name: word for table, word in given if not table for name in names}

@@ -1,4 +1,4 @@
-"""``sparsekit serve demo``: recommends films from a model that goes on learning."""
+"""``sparsekit serve demo``: recommends films from a model that keeps learning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .common import UsageError, number, set_threads
 # How many films are shown, and how many the user rates.
 SHOWN, RATED = 5, 5
 STARS = 5.0
-# Training steps until new ratings have an effect.
+# Number of training steps until new ratings have an effect.
 STEPS = 100
 
 

@@ -189,7 +189,7 @@ def make_trainer(
     optimizers: Sequence[torch.optim.Optimizer],
     **others: Any,
 ) -> Trainer:
-    """Make a `Trainer` that logs and saves as ``args`` specifies; pass it all other arguments."""
+    """Make a `Trainer` that logs and saves as ``args`` specifies; it gets all other arguments."""
     others = {"stream": sys.stdout, "logs": ranks.logs(args), **others}
     return Trainer(model, losses, optimizers, seed=args.seed, **checkpoints.options(args), **others)
 

@@ -104,7 +104,7 @@ class Columns:
         return [*([] if self.label is None else [self.label]), *self.dense, *self.sparse]
 
     def check_there(self, reader: str, source: str, there: Sequence[str]) -> None:
-        """Raise ValueError unless ``there``, a file's column names, has each name exactly once."""
+        """Raise ValueError unless ``there``, a file's columns, has each of `names` exactly once."""
         for name in self.names():
             if there.count(name) != 1:
                 if not any(there):

@@ -27,8 +27,9 @@ _BYTES_TOGETHER = 8 << 20
 class ParquetReader(Reader):
     """Stream Parquet files in batches, holding one row group or a few small ones in memory.
 
-    A categorical column has integers, strings or binary values, or lists of these; each list is a
-    bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may have only nulls.
+    A categorical column contains integers, strings, binary values, or lists of any of these; each
+    list is a bag. A null becomes `Keys.missing`; nulls in a list are dropped. A column may be null
+    throughout.
     With ``kind="int"``, integers become keys without a copy if they are int64, have no nulls and
     are not shuffled.
 
@@ -46,8 +47,8 @@ class ParquetReader(Reader):
         dense: Names of columns of numbers, booleans, decimals or dates.
         label: Name of the label column, which must not contain nulls.
         missing: The number that replaces a null or NaN in a dense column.
-        on_error: ``"raise"``, or ``"skip"`` to skip rows that have no label or an infinite number;
-            `skipped` counts these rows.
+        on_error: ``"raise"``, or ``"skip"`` to skip rows that lack a label or contain an infinite
+            number; `skipped` counts these rows.
         shuffle: Whether to shuffle the row groups, and the rows within each group, in every epoch.
         seed, rank, world_size: As for `CsvReader`.
 

@@ -36,7 +36,7 @@ class ParquetFiles:
     """
 
     def __init__(self) -> None:
-        # By path: the file's identity and its footer. The most recently used entry is last.
+        # Each file's identity and footer, by path. The most recently used entry is last.
         self._kept: dict[Path, tuple[tuple[int, ...], Any]] = {}
         self._shapes: dict[Path, Shape] = {}
 

@@ -18,7 +18,7 @@ __all__ = ["Prefetcher"]
 
 # A batch, the reader's state after it, and the error, if reading the batch raised one.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
-# Seconds to wait, when an iteration is left early, for the batch that is being read. A thread
+# When an iteration is left early: how many seconds to wait for the batch being read. A thread
 # cannot be stopped while it waits for a source, such as a network, so after this time it is left
 # behind.
 _GRACE_S = 2.0

@@ -289,7 +289,7 @@ class _TextChunk(Chunk):
 
 
 def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:
-    """Raise ValueError if two of the delimiter, the quote and the separators are equal."""
+    """Raise ValueError if a mark is invalid, or the delimiter equals the quote or a separator."""
     marks = {"delimiter": delimiter, **({} if quote is None else {"quote": quote})}
     for argument, mark in marks.items():
         if len(mark.encode()) != 1 or mark in "\r\n\0":

@@ -77,8 +77,8 @@ class Ratings:
         """Sort by user, then by time; equal timestamps keep their order.
 
         Returns:
-            ``(order, users, counts, from_end)``, all int64. ``order [n]`` has the positions of the
-            ratings in sorted order. ``users [u]`` has the distinct users in ascending order, and
+            ``(order, users, counts, from_end)``, all int64. ``order [n]`` contains the positions of
+            the ratings in sorted order, ``users [u]`` the distinct users in ascending order, and
             ``counts [u]`` the number of ratings by each. ``from_end [n]`` follows the sorted order,
             with 1 for a user's latest rating, 2 for the one before, and so on.
         """

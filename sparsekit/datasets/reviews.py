@@ -84,7 +84,7 @@ class Reviews:
 def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
     """Split ratings into a training and a test part; return the int64 positions of each.
 
-    The test part has the latest reviews of every user, as in `Ratings.split_by_time`. If a user has
+    The test part contains each user's latest reviews, as in `Ratings.split_by_time`. If a user has
     reviewed an item several times, only the latest review is used, so no pair of user and item is
     in both parts.
 
@@ -219,7 +219,7 @@ class Corpus:
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
     """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    A rating adds the film's words to the user's document. It adds to the film's document the words
+    A rating adds the film's words to the user's document. To the film's document, it adds the words
     of the film that the user rated just before, or just after if this rating is the user's first.
     The film's own words, already at the start of its document, would be the same for all ratings.
     """
@@ -239,7 +239,7 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     """Read reviews from a file of JSON lines in Amazon's format.
 
     Each line is an object with the strings ``reviewerID`` and ``asin``, the rating ``overall``, and
-    optionally ``reviewText`` and ``unixReviewTime``. In the files of 2023, the names are
+    optionally ``reviewText`` and ``unixReviewTime``. In the 2023 edition, the names are
     ``user_id``, ``asin``, ``rating``, ``text`` and ``timestamp``. A review without text has no
     words. A review without a time gets the time of the previous review. Users and items are
     numbered from 0, in the order of their names. The file may be compressed by gzip, bzip2 or xz,

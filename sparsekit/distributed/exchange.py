@@ -2,11 +2,11 @@
 
 A lookup begins with a handshake. Each rank sends every other rank a block of fixed size that states
 its next operation, whether it has an error, and how many rows of each table will follow. If ranks
-disagree, they find out immediately. An error on one rank is raised on all ranks, so no rank waits
-in vain. After the handshake, all ranks know the sizes of the messages that follow. Each part of a
-message begins with a head, which identifies the part and says whether there is an error. Receive
-buffers have room even for an unexpected part. A rank does not send the part for itself, but reads
-it from its own send buffer.
+disagree, they find out immediately. An error on one rank is raised on all ranks, so no rank is
+left waiting. After the handshake, all ranks know the sizes of the messages that follow. Each part
+of a message begins with a head, which identifies the part and says whether there is an error.
+Receive buffers have room even for an unexpected part. A rank does not send the part for itself, but
+reads it from its own send buffer.
 """
 
 import contextlib
@@ -336,8 +336,8 @@ class Exchange:
         self.transport.close()
         with contextlib.suppress(ValueError):  # raised if all groups have been destroyed already
             dist.destroy_process_group(group)
-        # Drop the other references to the group: its threads and connections end when the last
-        # reference goes.
+        # Drop the other references to the group: its threads and connections end once the last
+        # reference is dropped.
         self._teller = None
         del self.transport
 

@@ -92,7 +92,7 @@ class NcclTransport(Transport):
         finished = self._event.query if self._event is not None else lambda: True
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
-        # Close at the latest when the interpreter exits, since CUDA may be unavailable afterwards.
+        # Close no later than at interpreter exit, since CUDA may be unavailable afterwards.
         self._close = weakref.finalize(self, _close, self._watch)
         try:
             self._warm_up()
@@ -103,9 +103,9 @@ class NcclTransport(Transport):
     def _warm_up(self) -> None:
         """Exchange one byte with every rank.
 
-        NCCL connects two ranks, and allocates memory for the connection, at their first message. At
-        this point all ranks are sure to take part, whereas during a step one of them may be waiting
-        for something else.
+        NCCL connects two ranks, and allocates memory for the connection, at their first message.
+        During this call all ranks are sure to take part, whereas during a step one of them may be
+        waiting for something else.
         """
         count = [1] * self.world_size
         with self._on_device(), self._beside():
