@@ -11,7 +11,7 @@ from ._nearest import did_you_mean
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Appends default values to the help, except None, and except False for switches."""
+    """Appends default values to the help, except None and, for switches, False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or action.default is False

@@ -14,7 +14,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write to; at the end, move the file written there to `path`.
 
     After an error, the old file is unchanged and the new file is removed. The temporary path is
-    unique: if two jobs write the same file, the file from the job that finishes last remains.
+    unique: if two jobs write the same file, the result is from the job that finishes last.
     If `path` is a link, its target is replaced. If `path` is not a regular file, such as /dev/null
     or a pipe, it is yielded unchanged.
 

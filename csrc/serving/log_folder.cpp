@@ -15,7 +15,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// Reads `digits` decimal digits. Returns false if one is not a digit or the number is too large.
+// Reads `digits` decimal digits. Returns false if any is not a digit or the number is too large.
 bool parse(const char** at, int digits, uint64_t* number) {
   *number = 0;
   for (int i = 0; i < digits; ++i, ++*at) {

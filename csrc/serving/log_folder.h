@@ -25,7 +25,8 @@ struct LogFolder {
   uint64_t newest_base = 0;
   std::map<uint64_t, Parts> deltas;
 
-  // Reads the folder; returns an sk_status. Files added or removed at the same time may be missing.
+  // Reads the folder; returns an sk_status. Files added or removed in the meantime may or may not
+  // be listed.
   int read(const std::string& folder);
 
   bool is_complete(uint64_t version) const;

@@ -3,7 +3,7 @@
 
 namespace sparsekit::serving {
 
-// Formats the message, like printf, that sk_message() returns in this thread; returns `status`.
+// Formats, like printf, the message that sk_message() returns in this thread. Returns `status`.
 [[gnu::format(printf, 2, 3)]] int fail(int status, const char* format, ...);
 
 // Returns SK_IO_ERROR with the message "PATH: cannot WHAT: ERROR", where ERROR describes errno.

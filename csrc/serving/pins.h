@@ -8,7 +8,7 @@ namespace sparsekit::serving {
 
 // Counts, without a lock, the lookups that are reading each of two sides. The writer changes only
 // the inactive side, once no lookup is reading it any more (`idle`), and then makes it active.
-// While a reader has a side pinned, the writer does not change it until unpin().
+// The writer never changes a side between a reader's pin() and unpin().
 class Pins {
  public:
   // Each thread counts in one of several cache lines, so that threads rarely contend for a line.

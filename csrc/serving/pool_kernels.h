@@ -69,7 +69,7 @@ extern const PoolKernels kernels;
 }  // namespace generic
 
 // Chooses the kernels for this machine. The environment variable SPARSEKIT_SERVING_ISA (generic,
-// avx2 or avx512) can lower the choice, for tests. Returns an sk_status.
+// avx2 or avx512) can limit the choice, for tests. Returns an sk_status.
 int choose_kernels(const PoolKernels** kernels);
 
 }  // namespace sparsekit::serving

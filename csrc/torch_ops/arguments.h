@@ -150,15 +150,15 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return item.position < 0 ? text : text << '[' << item.position << ']';
 }
 
-// Limit on the number of elements of each argument and result. It is more than any memory holds,
-// but keeps numbers computed from sizes (in bytes, elements or threads) far from overflow.
+// Limit on the number of elements of each argument and result. It exceeds what any memory can
+// hold, but keeps numbers computed from sizes (in bytes, elements or threads) far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
 // Limit on the number of entries, tables or features, because their indices have 32 bits.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
-// Pass these for arguments that may have several dtypes or dimensions; the op itself then checks
-// them.
+// Pass these for arguments that may have any of several dtypes or numbers of dimensions; the op
+// itself then checks them.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
@@ -412,8 +412,8 @@ class Arguments {
   }
 
   // Checks the numbers of entries and targets of an op that sorts. On a device, sort keys have 32
-  // bits. On the CPU, the limit is more than any memory holds, and keeps workspace sizes far from
-  // overflow.
+  // bits. On the CPU, the limit exceeds what any memory can hold, and keeps workspace sizes far
+  // from overflow.
   void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
     constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
     check(targets >= 0 && targets < kEnd, name, " must be in [0, ", kOnDevice ? "2^32 - 1" : "2^48",

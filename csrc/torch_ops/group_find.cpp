@@ -60,7 +60,7 @@ cuda::GroupCall device_call(const GroupTables& group, const NewRows* new_rows) {
   return call;
 }
 
-// Checks the argument `report`, which the host reads later, without a wait. It begins with the
+// Checks the argument `report`, which the host reads later, without waiting. It begins with the
 // device's error words. The CPU engine has no error words and ignores this argument.
 void check_report(Arguments& given, const std::optional<Tensor>& report, int64_t num_words) {
   if (!report.has_value()) return;

@@ -200,7 +200,7 @@ class CapacityCurve:
         return min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
 
     def _make_room(self, keys: torch.Tensor, reserve: bool = False) -> None:
-        """Make room in the sample for chosen keys; `reserve` also inserts those still chosen."""
+        """Make room in the sample for chosen keys; if `reserve`, insert those still chosen."""
         unique, _, _ = ops.unique(keys)
         kept = self._sample.make_room(unique)
         if kept is not None:

@@ -72,10 +72,10 @@ def divide(
 ) -> dict[str, Allotment]:
     """Divide memory among tables to maximize the total number of predicted hits.
 
-    Every table first gets rows for its largest lookup. The remaining memory is spent where each byte
-    brings the most hits, along the concave hull of each table's predictions. This is optimal where
-    the predictions are concave: Fox, "Discrete Optimization via Marginal Analysis", Management
-    Science 13, 1966. Between two predictions, hit rates are interpolated.
+    Every table first gets rows for its largest lookup. The rest is spent where each byte brings the
+    most hits, along the concave hull of each table's predictions. This is optimal where the
+    predictions are concave: Fox, "Discrete Optimization via Marginal Analysis", Management Science
+    13, 1966. Between two predictions, hit rates are interpolated.
 
     Args:
         budget: bytes for all tables on all ranks.
@@ -139,7 +139,7 @@ def _between(points: list[tuple[int, float]], rows: int) -> float:
 
 
 def _sizes(curve: Curve, least: int) -> list[tuple[int, float]]:
-    """Return the sizes above `least` with predictions, ascending, and each one's best hit rate."""
+    """Return the predicted sizes above `least`, ascending, each with its best hit rate."""
     sizes = {rows for policy, rows, _ in curve.points if policy.ttl is None and rows > least}
     return [(rows, _best(curve, rows)[1]) for rows in sorted(sizes)]
 

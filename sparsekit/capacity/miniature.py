@@ -41,7 +41,7 @@ class Miniature:
         self.misses = 0.0
         self._halve_every = policy.halve_every
         self._low_watermark = low_watermark
-        self._period = 0  # how often counts have been halved so far
+        self._period = 0  # how many times counts have been halved
         # For each key: its occurrences when it last lost its row, and the number to subtract from
         # its occurrences to get its LFU count.
         self._since = np.zeros(most, np.int64)

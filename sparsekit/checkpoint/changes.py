@@ -36,7 +36,7 @@ class Fingerprints:
         """Compute the fingerprints of rows ``[0, rows)``, and find the rows that have changed.
 
         Args:
-            tensors: on any device, each with at least this many rows.
+            tensors: on any device, each with at least ``rows`` rows.
             rows: number of rows in use.
             of_other_keys: rows that now have different keys, and so count as changed: int64,
                 ascending.

@@ -257,7 +257,7 @@ def _remove_if_abandoned(draft: Path) -> None:
         lock = Lock(draft / _WRITER, make=False)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            draft.rmdir()  # a writer that has only just created it creates another
+            draft.rmdir()  # a writer that has just created it will create another
         names = {path.name for path in entries(draft)}
         if names and _WRITER not in names:  # replaced checkpoint or half-removed draft
             discard(draft)

@@ -92,7 +92,7 @@ def why(error: OSError, path: str) -> str:
 
 
 def told(error: Exception, path: str) -> str:
-    """Describe an error about a path; add the path to system errors, as the others contain it."""
+    """Describe an error about a path; begin with the file unless the error's text names it."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     file = str(error.filename or path)

@@ -35,7 +35,7 @@ class Prefetcher:
     seconds, the thread is left behind, and the next iteration first waits for it.
 
     Args:
-        batches: A `Reader`, a DataLoader or another iterable, which can be iterated repeatedly.
+        batches: A `Reader`, a DataLoader or any other iterable that can be iterated repeatedly.
         depth: Maximum number of batches to read ahead.
         device: Device for batches that have a method ``to(device, non_blocking)``, such as tensors
             and `Batch`. Copies to a CUDA device go through pinned memory and do not block.

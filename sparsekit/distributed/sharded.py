@@ -35,7 +35,7 @@ def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         module: any module, with or without sparsekit layers.
 
     Returns:
-        Parameters and buffers of the tables by their names in the module. Pass the tensors to
+        The tables' parameters and buffers, by their names in the module. Pass the tensors to
         torch's ``fully_shard``. DistributedDataParallel accepts the names, but skips tables even
         without them.
 
