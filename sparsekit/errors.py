@@ -48,7 +48,7 @@ class CheckpointError(RuntimeError):
 
 
 class ResumeError(ValueError):
-    """Raised when a trainer would resume a run with different data or settings."""
+    """Raised instead of resuming a run with different data or settings."""
 
 
 class DivergedError(ArithmeticError):

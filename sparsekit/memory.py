@@ -35,7 +35,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class MappedMemory(mmap.mmap):
-    """Memory for tensors, or a file mapped as memory; it is zero until written to."""
+    """Anonymous memory, or a mapped file, for tensors; zero until written to."""
 
     def __new__(cls, file: int, size: int) -> MappedMemory:
         """Map a file from its start, or anonymous memory if the descriptor is -1."""
@@ -48,7 +48,7 @@ class MappedMemory(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with zeros; pages that lie entirely within it no longer take memory."""
+        """Fill a tensor with zeros; pages entirely within it then take no memory."""
         if not tensor.is_contiguous() or tensor.nbytes < _LEAST_MAPPED:
             tensor.zero_()
             return
@@ -105,7 +105,7 @@ class PoolBytes(NamedTuple):
 
 
 def pool_bytes() -> PoolBytes:
-    """Return the size of the memory pool; ``idle <= recent_peak + 64 MiB`` always holds."""
+    """Return the sizes of the memory pool; ``idle <= recent_peak + 64 MiB`` always holds."""
     counts = [ctypes.c_size_t() for _ in PoolBytes._fields]
     _library.sparsekit_pool_bytes(*map(ctypes.byref, counts))
     return PoolBytes(*(count.value for count in counts))
@@ -264,7 +264,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def zero_(tensor: torch.Tensor) -> None:
-    """Fill a tensor with zeros; full pages of one from `untouched_zeros` then take no memory."""
+    """Fill a tensor with zeros; if `untouched_zeros` made it, whole pages then take no memory."""
     if device_rooms.is_in_room(tensor):
         tensor[: device_rooms.rows_with_memory(tensor)].zero_()
     elif is_mapped(tensor):

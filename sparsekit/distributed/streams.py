@@ -55,8 +55,8 @@ class OwnStream(NoStream):
         self._device = device
         self._cuda = cuda
         self.stream = cuda.Stream(device)
-        # Streams that use tensors made on this stream. `ahead` waits for them, since work on this
-        # stream may reuse the memory of such a tensor once the tensor is freed.
+        # Streams that use tensors made on this stream. `ahead` waits for those streams, since work
+        # on this stream may reuse a tensor's memory once the tensor is freed.
         self._users: set[Any] = set()
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class OwnStream(NoStream):
         Args:
             launch: starts the collective on the current stream, and returns a function that waits
                 for the other ranks.
-            arguments: arguments of launch, which may read and write any tensors among them.
+            arguments: arguments of `launch`, which may read and write the tensors among them.
 
         Returns:
             A function that waits for the other ranks, and makes the stream that is current at that

@@ -32,7 +32,7 @@ class Transport(ABC):
 
     rank: int
     world_size: int
-    # True if a part must have exactly the size of the receiver's buffer; otherwise it may be
+    # True if each part must be exactly as long as the receiver's buffer; otherwise parts may be
     # shorter.
     exact = False
 
@@ -96,7 +96,7 @@ def room_for(
 
 
 class TorchTransport(Transport):
-    """A transport over torch.distributed: gloo for the CPU; nccl for CUDA, with exact sizes."""
+    """A transport over torch.distributed: gloo on the CPU, nccl on CUDA (exact sizes only)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -138,7 +138,7 @@ class TorchTransport(Transport):
         return [bytes(part.tolist()) for part in received.split(sizes.tolist())]
 
     def results(self, step: Callable[[], Any]) -> list[Any]:
-        """Run a function on all ranks and return all results; raise `Unavailable` if one fails."""
+        """Return all ranks' results of a function; raise `Unavailable` if it fails on any rank."""
         result, reason, lacking = None, "", False
         try:
             result = step()

@@ -55,7 +55,7 @@ class Watch(threading.Thread):
     """A thread that aborts a communicator if a kernel or a call waits too long for other ranks.
 
     The host may be waiting for a kernel that ends only when the communicator is aborted. The thread
-    aborts it after a network error, or if the last launch does not finish in time.
+    aborts the communicator after a network error, or if the last launch does not finish in time.
 
     Args:
         communicator: the communicator to watch.

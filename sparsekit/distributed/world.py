@@ -26,7 +26,7 @@ _open: WeakSet[Exchange] = WeakSet()
 
 @atexit.register
 def _close() -> None:
-    # Close all exchanges before Python ends. A gloo thread releases a tensor a moment after its
+    # Close all exchanges before Python exits. A gloo thread releases a tensor a moment after its
     # collective is done, and needs Python to do so; without Python, it would abort the process.
     for exchange in _open:
         exchange.close()

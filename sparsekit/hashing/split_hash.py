@@ -62,7 +62,7 @@ class SplitHashEncoder:
         feature_lengths: The expected number of distinct values of each feature, by name, in
             ``[1, 2**32]``. If there are more values, collisions become more frequent.
         splits: 4 or 1.
-        salts: Seeds of the hash in ``[0, 2**64)``, by feature; 0 for features not named.
+        salts: Hash seeds, in ``[0, 2**64)``, by feature; 0 for features not named.
         signed: Whether some entries are -1.0, so that collisions cancel on average, as in
             scikit-learn's ``FeatureHasher``. If False, all entries are 1.0. Entry k of a value is
             negative if bit ``63 - k`` of ``(h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64`` is set.

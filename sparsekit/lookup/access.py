@@ -174,7 +174,7 @@ def erase(layer: EmbeddingTable, keys: torch.Tensor) -> int:
 
 
 def _erase_own(layer: EmbeddingTable, keys: torch.Tensor) -> int:
-    """Erase those of the int64 keys ``[n]`` that have rows on this rank; return their number."""
+    """Erase the int64 keys ``[n]`` that have rows on this rank; return how many were erased."""
     table = cast(HashTable, layer.table)
     table.refuse_sharing()
     rows = table.find(keys).unique()

@@ -1,8 +1,8 @@
 """The by-bag route: every rank gets all keys, and adds up the vectors of those that it owns.
 
-The algorithm is that of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
+This is the algorithm of HugeCTR's sparse_operation_kit. Every rank sends its keys to all ranks. For
 every bag, each rank adds up the vectors of the keys that it owns, and sends the sum to the rank
-that the bag came from. That rank adds up the sums from all ranks, and divides the total for a mean.
+that sent the bag. That rank adds up the sums from all ranks and, for a mean, divides the total.
 Apart from the keys themselves, the number of bytes sent does not depend on the number of keys in a
 bag.
 """
@@ -46,7 +46,7 @@ from .user_scores import UserScores, inserting, scores_on_ranks
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Return whether the route supports a request: a sum whose sample weights need no gradient."""
+    """Return whether a request pools without "max", and its sample weights need no gradient."""
     return request.combiner != "none" and not request.pooled_here
 
 

@@ -89,7 +89,7 @@ def _together(
     check: Callable[[], None],
     drop: Callable[[Exchange | None, str], int],
 ) -> int:
-    """Drop rows on all ranks once all have passed the check; return the total number dropped."""
+    """Drop rows on all ranks once every rank has passed the check; return the total dropped."""
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)

@@ -76,7 +76,7 @@ class ByKey:
                 rank would get more distinct keys than max_keys_per_rank.
         """
         reports = reports_of(self.exchange.device)
-        if reports is not None:  # from here on, other ranks wait for this rank
+        if reports is not None:  # from here on, other ranks are waiting for this one
             reports.poll()
         if self._places is not None:
             self._check_places(self._places)

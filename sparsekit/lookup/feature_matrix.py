@@ -18,7 +18,7 @@ def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Par
 
 
 def is_scipy_csr(inputs: Any) -> bool:
-    """Return whether inputs is a scipy CSR matrix or array; scipy need not be installed."""
+    """Return whether `inputs` is a scipy CSR matrix or array; scipy need not be installed."""
     return getattr(inputs, "format", None) == "csr" and hasattr(inputs, "indptr")
 
 

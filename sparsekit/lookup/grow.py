@@ -1,7 +1,7 @@
-"""Lets a lookup's tables grow: gradually ahead of need, or at once if keys do not fit.
+"""Lets a lookup's tables grow: gradually ahead of need, or in one step if keys do not fit.
 
-On a device, the host does not know how many keys are new, so tables grow at once, before a lookup
-whose keys might not fit.
+On a device, the host does not know how many keys are new, so tables grow in one step, before any
+lookup whose keys might not fit.
 """
 
 from __future__ import annotations

@@ -115,12 +115,12 @@ def _form(inputs: Any, layer: str, device: torch.device) -> Callable[[Any, Any, 
 
 
 def is_keyed_jagged(inputs: Any) -> bool:
-    """Return whether inputs looks like torchrec's KeyedJaggedTensor, without importing torchrec."""
+    """Return whether `inputs` looks like a KeyedJaggedTensor, without importing torchrec."""
     return all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets"))
 
 
 def is_jagged(inputs: Any) -> bool:
-    """Return whether inputs is a nested tensor or looks like torchrec's JaggedTensor."""
+    """Return whether `inputs` is a nested tensor or looks like torchrec's JaggedTensor."""
     if isinstance(inputs, torch.Tensor):
         return inputs.is_nested
     return all(callable(getattr(inputs, name, None)) for name in ("values", "offsets"))

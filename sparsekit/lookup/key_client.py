@@ -18,8 +18,8 @@ from .record import entries_of_tables, grads_or_zeros
 from .request import Request
 from .table_ops import new_outs
 
-# Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
-# op refused its arguments.
+# Ops without the checks in their Python wrappers. `Request.check` makes the same checks, or
+# explains why an op refused its arguments.
 _bucketize = torch.ops.sparsekit.group_bucketize.default
 _rows_of = torch.ops.sparsekit.group_exchange_rows.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default

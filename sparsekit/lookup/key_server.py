@@ -151,7 +151,7 @@ class KeyServer:
 
 @lru_cache(maxsize=64)
 def _bags_of_places(places: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return, for each offset, its table's first place, the offset's index there, and the table.
+    """Return, for each offset, its table's first place, its index in that table, and the table.
 
     A table with n places has n + 1 offsets. One final offset marks the end.
     """

@@ -20,8 +20,8 @@ def catch_up_free_rows(
 ) -> None:
     """Apply missed optimizer steps to the free rows that new keys may get.
 
-    An optimizer may move a row that has no key yet. Steps that the row missed must not change the
-    vector of its new key later.
+    An optimizer may move a row that has no key yet. Steps that the row missed must not later change
+    the vector of its new key.
 
     Args:
         late: weights whose rows may have missed steps, by table.

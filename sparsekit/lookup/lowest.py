@@ -13,7 +13,7 @@ from ..tables.key_hash import mixed
 _DIGIT_BITS = 8
 _DIGITS = 1 << _DIGIT_BITS
 
-# A function that takes 256 numbers on each rank, and adds up each of them over all ranks.
+# A function that takes 256 numbers on each rank, and sums them elementwise over all ranks.
 Sum = Callable[..., Sequence[int]]
 
 
@@ -33,7 +33,7 @@ def lowest(
         count: number of rows to take from all ranks together, at least 1; if there are fewer, all
             are taken.
         bits: number of bits in ``order``, the same on all ranks.
-        sum_up: adds up each number over all ranks.
+        sum_up: sums numbers elementwise over all ranks.
 
     Returns:
         Indices into `order`, int64 ``[k]``, in ascending order.

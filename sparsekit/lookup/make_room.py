@@ -47,7 +47,7 @@ class Known(NamedTuple):
 
 
 def inserted_keys(request: Request) -> torch.Tensor:
-    """Return the keys of a request, int64 ``[n]``, without keys that a device drops later."""
+    """Return the keys of a request, int64 ``[n]``, except keys that a device will drop later."""
     own, bags = request.own_bags(), math.prod(request.shape)
     keys, offsets = own.values, own.offsets
     if offsets is not None and own.count > bags:  # see `without_waiting`
@@ -94,7 +94,7 @@ def make_room_here(
 
 
 def may_exceed(table: EmbeddingTable) -> bool:
-    """Return whether a table may exceed its budget until the end of a lookup.
+    """Return whether a table is allowed to exceed its budget until the end of a lookup.
 
     If so, it is swept after keys are inserted, which drops the same rows as sweeping first, but
     does not require finding new keys separately. With a listener this is not allowed, since the
@@ -183,7 +183,7 @@ def make_room_on_ranks(
 
     Args:
         known: for each table, the facts from the handshake; in the same order on all ranks.
-        keys: returns, for a table, all ranks' keys that this rank owns.
+        keys: returns, for a table, the keys from all ranks that this rank owns.
         exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
         by_hand: true for `assign`, which admits all keys.

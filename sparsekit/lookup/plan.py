@@ -41,12 +41,12 @@ class TableBatch:
         row_bytes: for each table, size in bytes of a row on the wire.
         sum_bytes: for each table, size in bytes of a sum of rows on the wire.
         key_ends: for each table, the end of its range of keys; -1 if all keys are valid.
-        dedupe: whether a rank sends each distinct key once.
+        dedupe: whether a rank sends each distinct key only once.
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
         initializers: float64 ``[T, 3]``, the argument ``initializers`` of the ops.
-        hashed, growing: indices of the tables that have a hash table, and of those that grow.
+        hashed, growing: indices of tables with a hash table, and indices of tables that grow.
         reads: for each request, whether it is read-only; empty if none is.
-        first: the tables where requests insert keys before read-only requests look up, or None.
+        first: tables to insert keys into before read-only requests look keys up, or None.
         counted: indices of the tables whose owners must know how often each key is inserted.
         names: name of each table.
         inserting: a description of each table that inserts keys, for `Report`.

@@ -145,7 +145,7 @@ class CallRecord:
     in_flight: tuple[InFlight, ...] = ()
 
     def current(self, found: Sequence[Any]) -> Sequence[Any]:
-        """Return the lookup's results, with its rows' current numbers."""
+        """Return the lookup's results, with current row numbers."""
         moved = next((lookup for lookup in self.in_flight if lookup.moved), None)
         return found if moved is None else [*moved.found, *found[2:]]
 
@@ -272,8 +272,8 @@ def grads_or_zeros(
 ) -> list[torch.Tensor]:
     """Return the gradients of all requests to these tables, with zeros instead of None.
 
-    With several ranks, all gradients may be None on one rank, which still takes part for each
-    table; the zeros then have the dtype and device of `like`.
+    With several ranks, all gradients may be None on one rank. That rank must still take part for
+    each table; the zeros then have the dtype and device of `like`.
     """
     given = [grad for grad in grads if grad is not None]
     if len(given) == len(grads):

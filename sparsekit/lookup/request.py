@@ -291,7 +291,7 @@ def _changes(
 def on_device(table: EmbeddingTable) -> bool:
     """Return whether the host can change a table's bags without waiting for the device.
 
-    The host can if errors are deferred and lookups go by key: the by-bag route sends whole bags.
+    This needs deferred errors and the by-key route, since the by-bag route sends whole bags.
     """
     by_key = table.world_size == 1 or table.strategy == "all_to_all"
     return by_key and errors_are_deferred(table.weight.device)

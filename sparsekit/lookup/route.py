@@ -124,7 +124,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass
 class _Redirected:
-    """A lookup whose keys are redirected only when it finishes: earlier lookups may admit some."""
+    """A lookup that redirects keys only when it finishes, as earlier lookups may admit some."""
 
     plan: LookupPlan
     exchange: Exchange

@@ -42,7 +42,7 @@ def exchange_rows(
         The received rows, and the result of `write`.
 
     Raises:
-        An error from write on any rank is raised on all; `Exchange.send` lists further errors.
+        An error from `write` is raised on all ranks; `Exchange.send` lists further errors.
     """
     memory: list[torch.Tensor] = []
     results: list[Written] = []

@@ -1,4 +1,4 @@
-"""Finds a lookup's tables whose rows have scores, and those that may have to make room."""
+"""Finds which of a lookup's tables have scores, and which may have to make room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Scored:
 
     Attributes:
         lives: index and `RowLife` of each of these tables.
-        touched: the same for the tables whose scores the lookup writes, in training.
+        touched: the same, for the tables whose scores the lookup writes (in training).
         counted: indices of the tables whose scores count how often a key occurs.
         by_user: indices of the tables whose scores come from the user.
         swept: indices of the tables that may have to make room before keys are inserted.
@@ -81,7 +81,7 @@ def tables_by_user(batches: Sequence[Any]) -> list[EmbeddingTable]:
 def scored_of(
     tables: Sequence[EmbeddingTable], inserts: bool, writing: Sequence[EmbeddingTable]
 ) -> Scored | None:
-    """Return those of ``tables`` whose rows have scores; None if there are none.
+    """Return the `Scored` of a call's tables; None if no table has scores.
 
     Args:
         tables: the tables in a call.

@@ -20,7 +20,7 @@ POOLINGS = (*COMBINERS, "max")
 
 
 def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any] | None:
-    """Return the values of an argument given per slot; None if it is one value for all slots.
+    """Return the values of an argument given per slot; None if all slots share one value.
 
     Raises:
         ValueError: the number of values is not slot_num.

@@ -117,8 +117,7 @@ class Sweep:
 
         Args:
             new: number of keys that are about to be inserted.
-            rows: rows that must stay, 1-D; -1 stands for no row. Those of `pinned_rows` stay as
-                well.
+            rows: rows that must stay, 1-D, in addition to `pinned_rows`; -1 stands for no row.
             inserted: number of keys that have already been inserted without making room.
 
         Returns:
@@ -134,7 +133,7 @@ class Sweep:
     def drop_lowest(
         self, count: int, rows: torch.Tensor | None = None, new: int = 0
     ) -> torch.Tensor | None:
-        """Drop the `count` >= 1 rows with the lowest scores over all ranks, other than `rows`.
+        """Drop the `count` lowest-scoring rows over all ranks, except `rows`; count is at least 1.
 
         Nothing is dropped if a rank would still lack room for its `new` keys because too many of
         its rows must stay.
@@ -148,7 +147,7 @@ class Sweep:
             *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
             *(self._now, self._pinned(rows), count),
         )
-        if self._exchange is not None:  # the lowest of all are each among the lowest of a rank
+        if self._exchange is not None:  # the lowest overall are among the lowest on their ranks
             of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sums)]

@@ -32,15 +32,15 @@ from .sweep import Asked, life_of
 from .touch import hold_rows, touch
 from .user_scores import UserScores, inserting, scores_of_keys
 
-# Ops without their Python wrappers' checks: `Request.check` makes these checks, or explains why an
-# op refused its arguments.
+# Ops without the checks in their Python wrappers. `Request.check` makes the same checks, or
+# explains why an op refused its arguments.
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _words_of = torch.ops.sparsekit.words_of.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
-# Shared by lookups without gradients: a record of its own would slow down a small lookup by 5%.
+# Shared by lookups without gradients: creating a record would slow a small lookup by 5%.
 _NO_RECORD = LookupRecord((), [], [], False, 0)
 
 # CPU blocks of at least this size in bytes are reused; see csrc/torch_ops/large_memory.h.
@@ -210,7 +210,7 @@ class TableOps:
         words = None if report is None else report.words
         weights, seeds, *hash_tables = self._passed
         asked = sources.keys, sources.offsets, sources.features
-        # Compare sizes only for tables on the CPU: on a device, the host does not know of new keys.
+        # Compare sizes only for tables on the CPU: on a device, the host cannot see new keys.
         counted = tables.hashed if tables.inserts else tables.growing
         before = self._sizes() if counted and reports is None and device.type == "cpu" else []
         larger = larger_of(tables, before) if tables.growing and before else []
@@ -283,7 +283,7 @@ class TableOps:
         """Drop rows from tables that the keys might overfill, and rows that have expired.
 
         Returns:
-            The tables left to `drop_rows`, which costs less because it knows the new rows.
+            The tables left for `drop_rows`, which costs less because it knows the new rows.
         """
         batch, sources = self._batch, self._descriptors
         waits = sources.keys[0].is_cpu and not errors_are_deferred(sources.keys[0].device)

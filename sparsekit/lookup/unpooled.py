@@ -1,6 +1,6 @@
 """Finishes requests that the multi-table ops cannot pool.
 
-The ops look up single vectors for such a request. These vectors become a jagged output, or are
+For these requests, the ops look up single vectors. The vectors become a jagged output, or are
 pooled by differentiable ops: maxima, and sums whose weights need a gradient.
 """
 

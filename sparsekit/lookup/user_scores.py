@@ -44,7 +44,7 @@ def beside(request: Request, inputs: Any, scores: Any) -> Request:
         scores: an int64 score for each key, flat or in the shape of a dense tensor of keys.
 
     Raises:
-        TypeError, ValueError: the table does not accept such scores, or they are not valid.
+        TypeError, ValueError: the table does not have score='given', or the scores are not valid.
     """
     life = request.table.life
     if life is None or life.score != UserScore(None):
@@ -69,7 +69,7 @@ def beside(request: Request, inputs: Any, scores: Any) -> Request:
 
 
 def inserting(requests: Sequence[Request], reads: Sequence[bool]) -> Sequence[Request]:
-    """Return the requests that may insert keys; `reads` marks those that do not, or is empty."""
+    """Return the requests that may insert keys; `reads` marks the read-only ones, or is empty."""
     if not reads:
         return requests
     return [request for request, read in zip(requests, reads, strict=True) if not read]
@@ -83,8 +83,8 @@ def scores_of_keys(
     Args:
         tables: tables whose scores come from the user.
         keys: returns, for a table, the keys that this rank owns.
-        requests: the requests, with any scores passed along with their keys; None without requests,
-            in which case rows keep their scores.
+        requests: the requests, with any scores passed along with their keys. If None, there are no
+            requests, and rows keep their scores.
 
     Raises:
         RuntimeError: a score function has raised an error.
@@ -111,7 +111,7 @@ def scores_on_ranks(
 
     Args:
         tables: tables whose scores come from the user, the same on all ranks.
-        keys: returns, for a table, all ranks' keys that this rank owns.
+        keys: returns, for a table, the keys from all ranks that this rank owns.
         exchange: the ranks' exchange.
         signature: text that identifies the lookup, the same on all ranks.
         requests: this rank's requests; see `scores_of_keys`.
@@ -206,8 +206,8 @@ def _among(
 
 
 def _distinct(table: EmbeddingTable, asked: Asked) -> torch.Tensor:
-    """Return the distinct keys, without those of fallback rows and those that are only read."""
-    keys, occurrences, *_ = asked  # keys that are only read occur 0 times
+    """Return the distinct keys, except keys of fallback rows and keys that are only read."""
+    keys, occurrences, *_ = asked  # keys that are only read have occurrence count 0
     distinct = ops.unique(keys if occurrences is None else keys[occurrences > 0])[0]
     return distinct if table.fallback is None else distinct[~table.fallback.has(distinct)]
 

@@ -2,8 +2,8 @@
 
 A lookup on the CPU checks bags and drops keys before it calls an op. On a device, the host knows
 neither the offsets nor the number of keys that remain. Keys are therefore moved instead of dropped:
-the keys to drop go last, in an extra bag that is not pooled. Bags that must be refused get an
-invalid first offset, so that the op reports them like other invalid offsets.
+the keys to drop are put last, in an extra bag that is not pooled. Bags that must be refused get an
+invalid first offset, which the op reports like any other invalid offset.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def changed(bags: Bags, changes: Changes) -> Bags:
     """Return the bags with these changes, followed by the extra bag.
 
     Args:
-        bags: values, offsets and weights are on a device; offsets may have invalid values.
+        bags: the bags, with all tensors on a device; offsets may have invalid values.
         changes: the changes.
     """
     n, count = len(bags.values), bags.count
@@ -85,11 +85,10 @@ def changed(bags: Bags, changes: Changes) -> Bags:
 
 
 def key_by_key(keys: int, offsets: torch.Tensor) -> torch.Tensor:
-    """Return offsets that split the result of `changed` into one-key bags, and the extra bag.
+    """Return offsets for the result of `changed`: a bag for each key, then the extra bag.
 
     Args:
-        keys: number of keys. Those in the extra bag are included, and each of them gets an empty
-            bag.
+        keys: number of keys, including the keys in the extra bag, whose own bags are empty.
         offsets: offsets of the changed bags. Invalid ones give invalid offsets.
     """
     places = torch.arange(1, keys + 1, device=offsets.device)
@@ -156,7 +155,7 @@ class _Limits:
         return (each if self._slot_major else each.T).reshape(-1)
 
     def refuse_beyond(self, offsets: torch.Tensor) -> None:
-        """Refuse all bags if these offsets give one of them more keys than its slot allows."""
+        """Refuse all bags if these offsets give any bag more keys than its slot allows."""
         if not self._changes.truncate:
             self.refused |= (offsets.diff() > self.most).any()
 

@@ -83,7 +83,7 @@ class DistributedEmbedding(EmbeddingLayer):
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
             times all ranks' rows.
         low_watermark: fraction of max_rows, in (0, 1], left in use after making room. Lower
-            values are faster, since fewer lookups have to make room, but keys leave sooner.
+            values are faster, since fewer lookups have to make room, but evict keys sooner.
         score: value of a row; rows with the lowest values are evicted first. ``"lru"``: the time of
             its last lookup in training. ``"lfu"`` or `sparsekit.LFU`: how often its key has
             occurred in training, a count that is halved at intervals. A function: the value that it
@@ -104,8 +104,8 @@ class DistributedEmbedding(EmbeddingLayer):
         seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
             from torch's default generator, which `torch.manual_seed` seeds; ranks that draw
             different seeds raise an error at the first lookup.
-        name: name of the layer, for error messages; give a name if layers may be built in a
-            different order.
+        name: name of the layer, for error messages; give a name if the order in which layers are
+            created may vary.
         dtype: dtype of the rows: float32, float64 or bfloat16 (summed in float32). None means
             torch's default.
         device: device of the rows and the table; None means torch's default. A layer on the meta
@@ -130,9 +130,10 @@ class DistributedEmbedding(EmbeddingLayer):
             With this limit the counts of keys travel with the keys, in messages of ``8 *
             max_keys_per_rank`` bytes. No rank then waits for counts before it sends, not even in
             `EmbeddingGroup.prefetch`, and a step has one collective fewer. More keys than the limit
-            are an error on all ranks. Lookups go by key, even with strategy="auto", and all layers
-            in a group must have such a limit. None means no limit. On CUDA every message has room
-            for the maximum number of keys, vectors or gradients, so the host never waits. In
+            are an error on all ranks. With a limit, strategy "auto" means "all_to_all". The limit
+            is ignored with strategy "reduce_scatter"; in a group, it applies only if all layers
+            have one and none uses "reduce_scatter". None means no limit. On CUDA every message has
+            room for the maximum number of keys, vectors or gradients, so the host never waits. In
             return, an error on one rank ends the exchange; restart all ranks from a checkpoint.
         insert: False keeps the vocabulary unchanged in training too. A key without a row then gets
             its vector as in evaluation, but no row and no gradient. Keys with a row are still

@@ -55,7 +55,7 @@ class Feature:
 
 @dataclass(slots=True)
 class BoundFeature:
-    """A feature with its table, with defaults replaced by the layer's settings."""
+    """A feature and its table, with defaults replaced by the layer's settings."""
 
     name: str
     table: EmbeddingTable

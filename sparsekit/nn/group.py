@@ -130,8 +130,8 @@ class EmbeddingGroup(torch.nn.Module):
             sample_weights: weights of each input's keys, by name; inputs without weights may be
                 left out. A KeyedJaggedTensor has its own weights.
             scores: scores of each input's keys, by name, for layers with score="given"; see
-                `DistributedEmbedding.forward`. With a KeyedJaggedTensor, scores belong to its keys
-                under the same name.
+                `DistributedEmbedding.forward`. With a KeyedJaggedTensor, scores for a name belong
+                to the tensor's values with that name.
 
         Returns:
             The form that `output` selects, by default a dict.

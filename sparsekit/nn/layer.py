@@ -44,7 +44,7 @@ class EmbeddingLayer(EmbeddingTable):
         Raises:
             TypeError, ValueError: a wrong dtype or device.
             IndexError: a key out of range, in a layer without the hash table.
-            RuntimeError: the layer is on meta, or ranks disagree.
+            RuntimeError: the layer is on the meta device, or ranks disagree.
         """
         return vectors_of(self, keys)
 
@@ -68,7 +68,7 @@ class EmbeddingLayer(EmbeddingTable):
                 changed.
             TableFullError: there are more new keys than free rows; this rank's part is unchanged,
                 but ranks with enough free rows have changed theirs.
-            RuntimeError: the layer is on meta, or ranks disagree.
+            RuntimeError: the layer is on the meta device, or ranks disagree.
         """
         assign(self, keys, vectors)
 
@@ -79,20 +79,20 @@ class EmbeddingLayer(EmbeddingTable):
         last rows in use move to the rows that become free, with their vectors and states, so rows
         stay dense. Each call passes over the whole table and its states, so pass many keys at once.
         With several ranks this is a collective: each rank may pass its own keys, the same keys as
-        other ranks, or no keys. Absent keys are ignored. Older checkpoints keep what they have.
+        other ranks, or no keys. Absent keys are ignored. Older checkpoints keep the erased keys.
 
         Args:
             keys: int64 or int32 of any shape; repeats allowed.
 
         Returns:
-            The number of keys that have been removed, on all ranks together.
+            The number of keys removed, over all ranks.
 
         Raises:
             TypeError, ValueError: a wrong dtype or device, or a layer without the hash table;
                 nothing has been changed.
             RuntimeError: the weight has a gradient, and its rows would then belong to other keys;
-                the layer is on meta; or ranks disagree. After `erase`, the backward of an earlier
-                forward also raises RuntimeError.
+                the layer is on the meta device; or ranks disagree. After `erase`, the backward of
+                an earlier forward also raises RuntimeError.
         """
         return erase(self, keys)
 
@@ -108,27 +108,27 @@ class EmbeddingLayer(EmbeddingTable):
             keep: largest number of rows, over all ranks, to keep. Give either this or fraction.
 
         Returns:
-            The number of keys that have been removed, on all ranks together.
+            The number of keys removed, over all ranks.
 
         Raises:
             TypeError, ValueError: neither or both arguments are given, one is out of range, or the
                 layer has no scores or no hash table; nothing has been changed.
-            RuntimeError: the layer is on meta; or ranks disagree.
+            RuntimeError: the layer is on the meta device, or ranks disagree.
         """
         return evict(self, fraction, keep)
 
     def on_evict(self, callback: Callable[[Evicted], Any] | None) -> None:
         """Set a function to call with each batch of keys dropped from the table; None removes it.
 
-        The function is called after each sweep that has dropped rows on this rank: because the
-        table was over its budget, because rows were older than ttl, or because of `evict`; not for
-        `erase` and `clear`. It gets copies, so it may keep them, for example to write them to a
-        larger store. It runs within the lookup, before new keys are inserted. If it raises an
-        error, the rows have been dropped already, and the lookup raises the error. A copy of the
-        layer does not have the function.
+        The function is called whenever rows on this rank have been dropped: because the table was
+        over its budget, because the rows had expired, or by `evict`. It is not called for `erase`
+        or `clear`. It gets copies, so it may keep them, for example to write them to a larger
+        store. It runs within the lookup, before new keys are inserted. If it raises an error, the
+        rows have been dropped already, and the lookup raises the error. A copy of the layer does
+        not have the function.
 
         Args:
-            callback: takes a `sparsekit.Evicted`; replaces the function of an earlier call.
+            callback: takes a `sparsekit.Evicted`; replaces the function set by an earlier call.
 
         Raises:
             TypeError: callback cannot be called.
@@ -149,7 +149,7 @@ class EmbeddingLayer(EmbeddingTable):
 
         Raises:
             ValueError: the layer's rows have no scores.
-            RuntimeError: the layer is on meta.
+            RuntimeError: the layer is on the meta device.
         """
         self.refuse_meta()
         life = scored_life(self, "they are not counted")
@@ -161,12 +161,12 @@ class EmbeddingLayer(EmbeddingTable):
         With several ranks this is a collective. `reset_parameters` also draws a new seed.
 
         Returns:
-            The number of keys that have been removed, on all ranks together.
+            The number of keys removed, over all ranks.
 
         Raises:
             ValueError: a layer without the hash table.
-            RuntimeError: the weight has a gradient; the layer is on meta; or ranks disagree. After
-                `clear`, the backward of an earlier forward also raises RuntimeError.
+            RuntimeError: the weight has a gradient; the layer is on the meta device; or ranks
+                disagree. After `clear`, an earlier forward's backward also raises RuntimeError.
         """
         return clear(self)
 
@@ -190,6 +190,6 @@ class EmbeddingLayer(EmbeddingTable):
         Raises:
             TypeError, ValueError: chunk is not an int in [1, 2^31 - 1], min_score is not an int in
                 [0, 2^63), or rows have no scores.
-            RuntimeError: the layer is on meta.
+            RuntimeError: the layer is on the meta device.
         """
         return items(self, chunk, min_score)

@@ -41,7 +41,7 @@ class TableMemory:
             the state's name, such as ``"LazyAdam.exp_avg"``.
         index: size of the hash table. Keys are spread all over it, so all of it is in use.
         scores: size of the rows' scores; 0 without eviction, ttl or admission.
-        waiting: size of the counts for keys that wait for admission, including their index.
+        waiting: size of the counts for keys waiting for admission, including their index.
         resident: how many bytes of the file with vectors and states are in memory; None without
             a file.
     """
@@ -107,8 +107,8 @@ _PARTS = "vectors", "states", "index", "scores", "waiting"
 def memory_report(module: torch.nn.Module) -> MemoryReport:
     """Report the memory of all tables in a module, without gradients and without the dense part.
 
-    Each rank reports its own part. Optimizer states exist from the first step on. On CUDA the call
-    waits for the device to learn the number of rows in use.
+    Each rank reports its own part. Optimizer states exist from the first step on. On CUDA, reading
+    the number of rows in use waits for the device.
 
     Args:
         module: a layer, a group, or a model with layers; without layers, the report has no tables.

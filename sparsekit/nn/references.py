@@ -42,7 +42,7 @@ class Reference:
         return Reference(self.name + name, functools.partial(container.__getitem__, key), write)
 
     def attribute(self, name: str, owner: Any) -> Reference:
-        """Return the reference to an attribute of `owner`, the object here or a part of it."""
+        """Return the reference to an attribute of `owner`, which is at this place or part of it."""
         write = None if self.set is None else functools.partial(setattr, owner, name)
         return Reference(f"{self.name}.{name}", functools.partial(getattr, owner, name), write)
 

@@ -75,9 +75,9 @@ def replace_embeddings(
 
     References to the old layer or its weight in the model's attributes, lists, dicts, tuples and
     closures are changed to the new one, so that a regulariser keeps working. A layer is kept if
-    this is impossible, as for a reference in an optimizer. A warning lists methods that read a
-    layer's ``.weight`` by name, for example for a softmax over all items, if the rows of the new
-    weight are not exactly the old ids.
+    this is impossible, for example if an optimizer holds the reference. A warning lists methods
+    that read a layer's ``.weight`` by name, for example for a softmax over all items, if the rows
+    of the new weight are not exactly the old ids.
 
     Args:
         model: changed in place; if an error is raised, no layer is changed.
@@ -204,7 +204,7 @@ def _why_not_rebound(held: Sequence[Reference]) -> str:
 
 def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) -> DropIn:
     weight = layer.weight.detach()
-    # Round: ranks may sum in different orders, but must get the same numbers.
+    # Round, since ranks may sum in different orders but must get the same numbers.
     std, mean = (float(f"{x:.3g}") for x in torch.std_mean(weight.double(), correction=0))
     keywords = {
         "freeze": not layer.weight.requires_grad,

@@ -1,4 +1,4 @@
-"""Makes torch's tools work with tables, which they would mistake for replicated parameters.
+"""Makes torch's tools work with tables, which otherwise look like replicated parameters.
 
 Some tools have a convention for marking parameters to skip; others have none. torch calls the
 hooks at the end of this file before each step of an optimizer, and whenever a module becomes part
@@ -53,7 +53,7 @@ def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
 
 
 def _average_tables(averaged: AveragedModel) -> None:
-    """Let torch's SWA and EMA average tables that grow."""
+    """Make torch's SWA and EMA work with tables that grow."""
     update = functools.partial(_update_average, averaged)
     averaged.update_parameters = update  # type: ignore[method-assign]
 
@@ -61,7 +61,7 @@ def _average_tables(averaged: AveragedModel) -> None:
 def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
     """Run `AveragedModel.update_parameters` after writing new keys' initial vectors to the average.
 
-    Until a key has a row, its vector is the initial vector, so its average begins with that.
+    Until a key has a row, its vector is the initial vector, so its average must start from it.
     """
     of_average = list(tables_of(averaged.module).values())
     if averaged.use_buffers:
@@ -111,7 +111,7 @@ def _begin_averages(
 
 
 def _average_tables_of_lightning() -> None:
-    """Let Lightning's StochasticWeightAveraging, if imported, average tables that grow."""
+    """Make Lightning's StochasticWeightAveraging, if imported, work with tables that grow."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = sys.modules.get(f"{package}.callbacks.stochastic_weight_avg")
         callback = getattr(module, "StochasticWeightAveraging", None)
@@ -121,7 +121,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an averaged model and a model so that it first copies the model's keys."""
+    """Wrap an averaging function so that it first copies the model's keys to the average."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         _refuse_dense(optimizer)
         return
-    # Do not import the optimizer here, since the import takes long and few programs use it.
+    # Do not import the optimizer here: the import is slow, and few programs use the optimizer.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return

@@ -41,7 +41,7 @@ def group_embedding_bag_backward(
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
         divisor: number to divide the sums by, after rounding them to the dtype of grads.
-        deterministic: no effect so far; sums are always taken in the order of entries.
+        deterministic: has no effect yet; terms are always added in the order of entries.
 
     Returns:
         The rows, int64 ``[sum of counts]``, table by table and in ascending order within each
@@ -51,7 +51,7 @@ def group_embedding_bag_backward(
         indices in `index`. The third result is counts, on the CPU.
 
     Raises:
-        TypeError, ValueError: as `group_embedding_bag_`.
+        TypeError, ValueError: as for `group_embedding_bag_`.
         IndexError: an element of index is not below its table's count, or a row is negative.
     """
     return _backward(
@@ -93,12 +93,12 @@ def group_embedding_bag_backward_at_(
         features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
-        deterministic: no effect so far; sums are always taken in the order of entries.
+        deterministic: has no effect yet; terms are always added in the order of entries.
 
     Raises:
-        TypeError, ValueError: as `group_embedding_bag_backward`; or out has another dtype, is not
-            contiguous, or shares memory with another argument.
-        IndexError: an element of index is not below its table's count, or a gradient would lie
+        TypeError, ValueError: as for `group_embedding_bag_backward`; or out has the wrong dtype, is
+            not contiguous, or shares memory with another argument.
+        IndexError: an element of index is not below its table's count, or a gradient would be
             outside out. On the CPU nothing has been written; on CUDA the other gradients have been.
     """
     _backward_at(
@@ -157,11 +157,11 @@ def group_embedding_bag_update_(
         per_row: as in `update_rows_`.
         rounding_seed: as in `update_rows_`.
         count_steps: as in `update_rows_`.
-        deterministic: no effect so far; sums are always taken in the order of entries.
+        deterministic: has no effect yet; terms are always added in the order of entries.
         lr: as in `update_rows_`.
 
     Raises:
-        TypeError, ValueError: as `group_embedding_bag_backward` and `update_rows_`.
+        TypeError, ValueError: as for `group_embedding_bag_backward` and `update_rows_`.
         IndexError: an element of index is not below its table's count, or a row is not in its
             table. On the CPU nothing has been changed; on CUDA other rows may have been.
     """

@@ -10,7 +10,7 @@ import torch
 
 from ._checks import check_same_device, check_tensor
 
-# Number of dimensions of a tensor that stands in for a list of tensors, which have fewer each.
+# Number of dimensions of a stand-in for a list of tensors; tensors in lists have fewer.
 STAND_IN_DIM = 4
 
 

@@ -44,8 +44,8 @@ def bucketize(
         owners: int16 ``[65536]``, a rank for each virtual shard, on the device of keys.
 
     Returns:
-        ``by_owner`` (dtype of keys) ``[n]``: the keys of rank 0, then those of rank 1 and so on;
-        ``counts`` int64 ``[world_size]``, the number of keys of each rank; and ``permutation``
+        ``by_owner`` (dtype of keys) ``[n]``: the keys that rank 0 owns, then rank 1's, and so on;
+        ``counts`` int64 ``[world_size]``, how many keys each rank owns; and ``permutation``
         int64 ``[n]`` with ``by_owner == keys[permutation]``.
 
     Raises:

@@ -20,7 +20,7 @@ def catch_up_rows_(
     rule: str,
     settings: Sequence[float],
 ) -> None:
-    """Apply to rows the steps that they have missed because they had no gradient.
+    """Apply the steps that rows have missed because they had no gradient.
 
     The result is the same as calling `update_rows_` with a gradient of zeros for each step after a
     row's row_step, up to ``first_step + count - 1``, with one exception: once the last gradient is

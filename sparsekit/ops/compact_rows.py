@@ -10,8 +10,8 @@ _compact = Op("compact_rows", {"gone": Of((torch.int64,), 1)})
 def compact_rows(gone: torch.Tensor, size: int) -> torch.Tensor:
     """Return new row numbers such that the rows that stay come first.
 
-    The last of the remaining rows take over, in order, the numbers of removed rows; all other rows
-    keep theirs. The result can be passed as ``new_rows`` to `move_rows_` and
+    The last of the remaining rows take over the numbers of removed rows, in order; all other rows
+    keep their numbers. The result can be passed as ``new_rows`` to `move_rows_` and
     `hash_table_renumber_`.
 
     Args:

@@ -88,9 +88,9 @@ def group_find_or_insert_(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: as `group_find`; a tensor to change shares memory with another argument; or a
-            table is damaged.
-        IndexError: as `group_find`.
+        ValueError: as for `group_find`; a tensor to change shares memory with another argument; or
+            a table is damaged.
+        IndexError: as for `group_find`.
         RuntimeError: another thread is inserting into one of the tables, or a table is full. A full
             table is left unchanged; keys of tables that are not full have been inserted.
     """

@@ -48,7 +48,7 @@ def group_touch_(
         scores: int64 ``[capacity]`` for each table, changed in place; ``[0]`` for a table without
             scores. Rows outside it are skipped.
         index: int32 with one element per entry, the result ``inverse`` of `group_find_or_insert_`.
-            Entries whose index is not that of a distinct row are not counted.
+            Entries whose index does not identify a distinct row are not counted.
         rows: int32, as `group_find_or_insert_` returns them.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find_or_insert_` returns it.

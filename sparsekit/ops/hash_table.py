@@ -64,7 +64,7 @@ def hash_table_find_or_insert_(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find rows of keys; absent keys get rows size, size + 1, ... in order of first occurrence.
 
-    All or nothing: if the rows would exceed capacity, buckets and size are left unchanged.
+    If the rows would exceed capacity, nothing is inserted: buckets and size are left unchanged.
 
     Args:
         buckets: int64 ``[num_buckets, 8]``, changed in place.
@@ -127,7 +127,7 @@ def hash_table_renumber_(
     """Give keys other rows or remove them, in one pass over the buckets.
 
     The key of row r gets the row ``new_rows[r]``, or is removed if that is -1. The caller sets the
-    table's size. The table is valid if the remaining keys get the rows 0, 1, ..., each once.
+    table's size. The table stays valid if the remaining keys get the rows 0, 1, ..., each once.
 
     Args:
         buckets: int64 ``[num_buckets, 8]``, changed in place.

@@ -77,16 +77,17 @@ def update_rows_(
     The formulas are in `sparsekit.optim`; csrc/core/include/sparsekit/optimizer_rules.h shows how
     they are computed.
 
-    One call can update several tables, of any sizes but one dtype. Then weight, row_step, rows,
-    grad and step are sequences with one tensor per table, or None for all tables; states has all
-    states of the first table, then all states of the second, and so on. The result is the same as
-    with one call per table, except that no table is changed if the call is refused.
+    One call can update several tables, of any sizes but all of one dtype. Then weight, row_step,
+    rows, grad and step are sequences with one tensor per table, or None for all tables; states has
+    all states of the first table, then all states of the second, and so on. The result is the same
+    as with one call per table, except that no table is changed if the call is refused.
 
     Args:
         weight: float32, float64 or bfloat16 ``[num_rows, dim]``, changed in place.
         states: ``[num_rows, dim]`` each, ``[num_rows]`` or ``[num_rows, 1]`` for a state with one
-            number per row; float32 for bfloat16 rows, else as weight. Each row is contiguous, but
-            rows may lie apart, so that all states of a row can be neighbours. Changed in place.
+            number per row; float32 for bfloat16 rows, else the dtype of weight. Each row is
+            contiguous, but there may be gaps between rows, so that all states of a row can be
+            stored side by side. Changed in place.
         row_step: int32 ``[num_rows]`` or None: the step count of each row; see per_row.
         rows: int64 ``[n]``, distinct; None means row i for gradient i.
         grad: ``[n, dim]`` in the dtype of weight.
@@ -98,7 +99,7 @@ def update_rows_(
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
-        count_steps: step has the number of earlier steps, initially 0, and the call increments it.
+        count_steps: step holds the number of earlier steps, initially 0; the call increments it.
             An interruption then cannot leave just one of rows and step updated.
         lr: float32 or float64, one element: replaces the first setting. It is read when the rows
             are updated, so a CUDA graph follows its changes.

@@ -46,8 +46,8 @@ class Adam(CatchUpOptimizer):
         betas: decay of the two moments, each in [0, 1).
         eps: added to the square root of the second moment, >= 0. TensorFlow's own default is 1e-7,
             or 1e-8 in tf.compat.v1.
-        mode: ``"catch_up"`` or ``"sweep"``. In mode catch_up, sparse gradients must be those of
-            embedding layers; call `catch_up` before reading or writing ``weight`` other than
+        mode: ``"catch_up"`` or ``"sweep"``. In mode catch_up, only weights of embedding layers may
+            have sparse gradients; call `catch_up` before reading or writing ``weight`` other than
             through its layer.
         eps_convention: ``"torch"``, the default, as in torch.optim.Adam, or ``"tensorflow"``.
         maximize: as in `LazyAdam`.

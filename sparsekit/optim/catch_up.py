@@ -61,9 +61,9 @@ class CatchUpOptimizer(RowOptimizer):
     """Base of optimizers whose rows catch up later; a subclass gives two numbers for each step.
 
     While rows of an embedding layer's weight are late, the weight keeps a reference to the
-    optimizer. Layers let the rows of a lookup catch up before it, and all rows before they are
-    saved, loaded, copied or moved. Code that reads or writes ``weight`` other than through its
-    layer (a penalty, torch.nn.init, model averaging) must call `catch_up` first. If a sweep is
+    optimizer. Layers let rows catch up before a lookup reads them, and let all rows catch up before
+    they are saved, loaded, copied or moved. Code that reads or writes ``weight`` other than through
+    its layer (a penalty, torch.nn.init, model averaging) must call `catch_up` first. If a sweep is
     interrupted, rows of a parameter outside embedding layers may be late until the next step or
     `catch_up`. On CUDA, lookups in evaluation on several streams at the same time are not
     supported.
@@ -91,7 +91,7 @@ class CatchUpOptimizer(RowOptimizer):
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float | torch.Tensor, float]:
         """Return the two numbers that `catch_up_rows_` needs for a step.
 
-        The first number depends on the learning rate; it is a tensor if the learning rate is one.
+        The first number depends on the learning rate; it is a tensor if that rate is a tensor.
         """
         raise NotImplementedError
 
@@ -185,7 +185,7 @@ class CatchUpOptimizer(RowOptimizer):
     ) -> tuple[_Missed, int]:
         """Let rows catch up, and record the next step; return the missed steps, and their count.
 
-        The step is recorded before the update moves its rows, since all other rows are late then.
+        The step is recorded before its update, since the update makes all other rows late.
         """
         parameter, rows, _ = update
         missed = self._missed.get(parameter)

@@ -26,7 +26,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their total norm is at most max_norm.
 
-    Like torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding
+    Unlike in torch.nn.utils.clip_grad_norm_, gradients may be sparse, and weights of embedding
     layers count as shards: the norm is over the rows of all ranks. Other parameters are assumed
     equal on all ranks, as under DistributedDataParallel. A DTensor, as created by ``fully_shard``,
     contributes the norm of the whole tensor. With several ranks this is a collective: all ranks
@@ -111,7 +111,7 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp each element of the gradients to [-clip_value, clip_value].
 
-    Like torch.nn.utils.clip_grad_value_, but gradients may be sparse. The gradient of a row is
+    Unlike in torch.nn.utils.clip_grad_value_, gradients may be sparse. The gradient of a row is
     summed over all its lookups before it is clamped, so every rank clamps its own rows without
     communication. Gradients are changed in place; a sparse gradient with repeated rows is replaced
     by its coalesced form.

@@ -42,7 +42,7 @@ def check_finite_gradients(
 ) -> None:
     """Raise an error that names the layer and key if a gradient has a NaN or an infinity.
 
-    The check waits for the device. With several ranks it is a collective: all of them must call it,
+    The check waits for the device. With several ranks it is a collective: all ranks must call it,
     and all raise. Gradients are left unchanged; repeated rows in a sparse gradient count as their
     sum.
 

@@ -70,9 +70,9 @@ class FusedCall:
         if kept is None:
             return False
         step = optimizer._step(group, weights[0].device)
-        optimizer._updated |= self.distinct  # first: an interrupted update is not repeated
+        optimizer._updated |= self.distinct  # first, so as not to repeat an interrupted update
         update(*kept.arguments, **step)
-        increment_version(kept.aliases)  # `update` cannot do this to a stand-in
+        increment_version(kept.aliases)  # `update` gets a stand-in, so it cannot do this
         count_own_writes(weights)
         return True
 

@@ -179,22 +179,22 @@ def _rows(tensor: torch.Tensor) -> int:
 def _rows_saved(parameter: torch.Tensor, states: Iterable[str], values: Mapping[str, Any]) -> int:
     """Return the number of rows in a saved state.
 
-    If the saved tensors differ in this number, or the parameter cannot load a different number of
-    rows, return the parameter's number of rows.
+    If the saved tensors have different numbers of rows, or the parameter cannot load a different
+    number of rows, return the parameter's number of rows.
     """
     saved = _single_length(states, values) if isinstance(parameter, EmbeddingWeight) else None
     return _rows(local(parameter)) if saved is None else saved
 
 
 def _single_length(states: Iterable[str], values: Mapping[str, Any]) -> int | None:
-    """Return the saved tensors' number of rows; None if they differ in it, or none exist."""
+    """Return the saved tensors' number of rows; None if there are none or the numbers differ."""
     tensors = [values[name] for name in states if isinstance(values.get(name), torch.Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _of_rows_with_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved state without rows that have no keys; those will start like new rows."""
+    """Return a saved state reduced to rows with keys; the other rows will start like new rows."""
     keys = values.get("keys")
     if not isinstance(keys, torch.Tensor) or keys.dim() != 1:
         return values
