@@ -1,4 +1,4 @@
-"""Error types of sparsekit, and checks of arguments."""
+"""Sparsekit's error types, and argument checks."""
 
 import numbers
 import operator

@@ -189,7 +189,7 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class RaggedBags(NamedTuple):
-    """Bags for one table, in the form that lookups by bag send."""
+    """Bags for one table, as the by-bag route sends them."""
 
     counts: torch.Tensor  # int64 [bags], number of keys in each bag
     keys: torch.Tensor  # keys of all bags, int64 [n]
@@ -197,7 +197,7 @@ class RaggedBags(NamedTuple):
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return a part's size in bytes, given (bags, keys, bytes of weights) for each table."""
+    """Return a part's size in bytes, given numbers of (bags, keys, weight bytes) for each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, weights]
@@ -220,7 +220,7 @@ def write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
 
 
 def read_bags_of(come: Parts, rank: int, weight_dtypes: Sequence[torch.dtype]) -> list[RaggedBags]:
-    """Return each table's bags, as a rank wrote them with `write_bags`.
+    """Return each table's bags from a rank that wrote them with `write_bags`.
 
     Args:
         come: the parts received from all ranks.

@@ -1,4 +1,4 @@
-"""Feature hashing: encodes categorical features as columns of a wide, sparse matrix."""
+"""Encodes categorical features as columns of a wide, sparse matrix, by feature hashing."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class ByKey:
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
-        """Return the layout of parts that contain the counts of keys, followed by the keys."""
+        """Return the layout of parts that contain key counts, followed by the keys."""
         tables = len(self._row_bytes)
         return Layout(counts, [8] * tables, words=tables)
 

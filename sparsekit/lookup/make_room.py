@@ -1,7 +1,7 @@
 """Makes room in tables, and admits new keys, before the keys of a lookup are inserted.
 
 A table over its budget drops the rows with the lowest scores on all ranks. Some rows are never
-dropped: those of the lookup's own keys, and those that a pending backward or a gradient refers to.
+dropped: rows of the lookup's own keys, and rows that a pending backward or a gradient refers to.
 Ranks decide together: a lookup's handshake tells every rank an upper bound on the number of rows in
 use, and ranks exchange more only if the bound is above the budget.
 """
@@ -107,7 +107,7 @@ def may_exceed(table: EmbeddingTable) -> bool:
 def rows_now(
     batch: TableBatch, tables: Sequence[int], passed: Any, given: Descriptors
 ) -> list[torch.Tensor]:
-    """Return the current row of each of a lookup's keys, int32; -1 for a key without a row.
+    """Return the current row of every key in a lookup, int32; -1 for a key without a row.
 
     Args:
         batch: the tables of the lookup.
@@ -133,7 +133,7 @@ def _crowded(
 
 
 def swept_columns(plan: LookupPlan) -> list[int]:
-    """Return the plan's indices of the tables that may have to make room."""
+    """Return the indices in the plan of the tables that may have to make room."""
     return [
         columns.start + t
         for batch, columns in zip(plan.batches, plan.columns, strict=True)

@@ -313,7 +313,7 @@ class LookupPlan:
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def signature(self) -> str:
-        """Return a string of the facts that all ranks must agree on before a lookup.
+        """Return a string with the facts that all ranks must agree on before a lookup.
 
         Raises:
             RuntimeError: a table has been overwritten by another rank's table.

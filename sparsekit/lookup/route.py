@@ -200,7 +200,7 @@ def _has_scores(plan: LookupPlan) -> bool:
 
 
 def _with_known(made: ByKey) -> torch.Tensor:
-    """Return the counts of keys for each rank, and the facts that all ranks need to make room."""
+    """Return the key counts for each rank, and the facts that all ranks need to make room."""
     counts = made.counts
     if not _has_scores(made.plan):
         return counts

@@ -280,7 +280,7 @@ class TableOps:
         self._new.update(new)
 
     def _make_room(self, swept: Sequence[int]) -> list[int]:
-        """Drop rows from tables that the keys might overfill, and rows that have expired.
+        """Drop rows from tables that the keys might overfill, and drop all expired rows.
 
         Returns:
             The tables left for `drop_rows`, which costs less because it knows the new rows.

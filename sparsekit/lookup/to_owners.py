@@ -28,7 +28,7 @@ def signature_of(exchange: Exchange, layer: EmbeddingTable, what: str) -> str:
 
 
 class ToOwners:
-    """Groups this rank's keys by owner, and agrees with the other ranks on the counts of keys.
+    """Groups this rank's keys by owner, and agrees with the other ranks on key counts.
 
     Args:
         exchange: the exchange with the owners.

@@ -36,7 +36,7 @@ UserScores = dict[EmbeddingTable, KeyScores]
 
 
 def beside(request: Request, inputs: Any, scores: Any) -> Request:
-    """Store in a request the scores passed along with its keys, and return the request.
+    """Store scores passed along with a request's keys in the request, and return the request.
 
     Args:
         request: the request for these inputs.

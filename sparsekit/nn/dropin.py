@@ -98,7 +98,7 @@ def _from_the_start(name: str, rows: int | None, padding_idx: int | None) -> int
 def rows_of(
     name: str, embeddings: torch.Tensor, padding_idx: int | None, num_embeddings: int | None
 ) -> tuple[int, int | None]:
-    """Return the number of rows for a table with these vectors, and a nonnegative padding_idx."""
+    """Return the row count of a table for these vectors, and padding_idx made nonnegative."""
     if embeddings.dim() != 2:
         raise ValueError(
             f"{name}: embeddings must be [n, dim], got shape {tuple(embeddings.shape)}"

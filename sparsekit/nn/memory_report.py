@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class TableMemory:
-    """Memory that this rank's part of a table takes.
+    """Memory taken by this rank's part of a table.
 
     Attributes:
         name: name of the layer.
@@ -105,7 +105,7 @@ _PARTS = "vectors", "states", "index", "scores", "waiting"
 
 @torch.no_grad()
 def memory_report(module: torch.nn.Module) -> MemoryReport:
-    """Report the memory of all tables in a module, without gradients and without the dense part.
+    """Report the memory of all tables in a module, excluding gradients and the dense part.
 
     Each rank reports its own part. Optimizer states exist from the first step on. On CUDA, reading
     the number of rows in use waits for the device.

@@ -1,4 +1,4 @@
-"""Explains arguments of torch's embedding layers that have another name here, or do not exist."""
+"""Explains arguments of torch's embedding layers that are named differently here, or missing."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
 def _begin_averages(
     averaged: torch.nn.Module, model: torch.nn.Module
 ) -> AbstractContextManager[None]:
-    """Write the initial vectors of keys that are new in the model to the averaged model.
+    """Write initial vectors to the averaged model for keys that are new in the model.
 
     Returns:
         A context for computing the average.

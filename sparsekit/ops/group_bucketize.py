@@ -93,7 +93,7 @@ def group_exchange_rows(
     steps: Sequence[int],
     numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Locate the vectors that owners have sent for keys, for `group_embedding_bag_`.
+    """Locate the vectors that owners have sent, as input for `group_embedding_bag_`.
 
     Args:
         places: int32, as `group_bucketize` returns them.

@@ -1,4 +1,4 @@
-"""Ops on the plain tensors of a hash table; `sparsekit.HashTable` wraps them.
+"""Ops on a hash table's plain tensors; `sparsekit.HashTable` wraps them.
 
 ``buckets`` is int64 ``[num_buckets, 8]``. A bucket takes 64 bytes: 5 int64 keys, 5 int32 rows (-1
 in an empty place) and an int32 count of the keys that found the bucket full. ``hash_seed`` is int64
@@ -124,7 +124,7 @@ def hash_table_copy_(
 def hash_table_renumber_(
     buckets: torch.Tensor, hash_seed: torch.Tensor, new_rows: torch.Tensor
 ) -> None:
-    """Give keys other rows or remove them, in one pass over the buckets.
+    """Give keys new row numbers or remove them, in one pass over the buckets.
 
     The key of row r gets the row ``new_rows[r]``, or is removed if that is -1. The caller sets the
     table's size. The table stays valid if the remaining keys get the rows 0, 1, ..., each once.

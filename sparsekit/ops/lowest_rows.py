@@ -1,4 +1,4 @@
-"""Finds the rows of a table with the lowest scores."""
+"""Finds a table's lowest-scoring rows."""
 
 import torch
 
@@ -24,7 +24,7 @@ def lowest_rows(
     pinned: torch.Tensor,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the rows of a table with the lowest scores, without sorting them.
+    """Find a table's lowest-scoring rows, without sorting all rows.
 
     Rows are compared by a number, their order: with ``ScorePolicy.lru`` the score itself, with
     ``ScorePolicy.lfu`` the count in the score, halved as `group_touch_` would do now. Ties are

@@ -46,7 +46,7 @@ def keep_kind(lr: Any, loaded: Any) -> Any:
 
 
 def with_keys(state: Mapping[str, Any], weight: EmbeddingWeight) -> Mapping[str, Any]:
-    """Return a weight's state with the rows' keys added, and without rows that have no key."""
+    """Return a weight's state with its rows' keys added, and rows without a key left out."""
     if "keys" in state:
         return with_rows(state, weight)
     keys = weight.keys()
@@ -59,7 +59,7 @@ def untouched(
     """Return a parameter's states after `step` steps that did not touch any row."""
     states = optimizer._new_states(parameter, group)
     if "row_step" in states and not optimizer._per_row(group):
-        # Treat rows as having made all steps.
+        # Treat rows as having taken all steps.
         states["row_step"][: reach_of(parameter)].fill_(step)
     return states
 
@@ -124,7 +124,7 @@ def loaded_state(
     states = untouched(optimizer, parameter, group, count)
     rows = _rows_saved(parameter, states, values)
     if "row_step" in states:
-        # If row_step was not saved, assume that all rows have made all steps.
+        # If row_step was not saved, assume that all rows have taken all steps.
         known = values.get("row_step", torch.full((rows,), count))
         values = {**values, "row_step": known}
     initial = optimizer._initial_states(group) | {"row_step": 0}
@@ -145,7 +145,7 @@ def loaded_state(
                     f"{int(saved.min())} to {int(saved.max())}"
                 )
             if not optimizer._per_row(group):
-                # Rows without a key have made all steps too, so row_step does not show which rows
+                # Rows without a key have taken all steps too, so row_step does not show which rows
                 # are in use.
                 tensor[:rows].copy_(saved[: len(tensor)])
                 continue
