@@ -16,7 +16,7 @@ import torch
 
 from .memory import MappedMemory, mapped, parts_written, total_bytes, untouched_zeros
 
-# A column of the file: its shape for one row, and its dtype.
+# A column of the file: the shape of one of its rows, and its dtype.
 Column = tuple[Sequence[int], torch.dtype]
 
 _PAGE = mmap.PAGESIZE
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _function(name: str, *types: Any) -> Any:
-    """Return a function from the C library; None where it is missing, as outside Linux."""
+    """Return a function from the C library; None if it is missing, as it may be outside Linux."""
     if found := getattr(_libc, name, None):
         found.argtypes = types
     return found
@@ -49,7 +49,7 @@ _mincore = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_
 
 
 class _File(MappedMemory):
-    """A file of records, mapped as a whole; only its first records have disk space."""
+    """A file of records, mapped in full; only its first records have disk space."""
 
     fd: int
     table: tuple[str, str]  # the table's name and folder
@@ -64,7 +64,7 @@ class _File(MappedMemory):
         try:
             os.posix_fallocate(self.fd, begin, end - begin)
         except OSError:
-            first = -(-begin // _PAGE) * _PAGE  # the previous page belongs to earlier rows, too
+            first = -(-begin // _PAGE) * _PAGE  # a page before it holds earlier rows, too
             if end > first:
                 _fallocate(self.fd, _PUNCH_HOLE, first, end - first)
             raise
@@ -76,7 +76,7 @@ class _File(MappedMemory):
             tensor[part].zero_()
 
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
-        """Yield the ranges of a tensor's rows that were written to, or whose states were."""
+        """Yield the ranges of a tensor's rows that have been written to, or whose states have."""
         origin = (tensor.data_ptr() - self.address) // self.record_bytes
         count = min(len(tensor), self.allocated - origin)
         for begin, end in self.bytes_written(origin * self.record_bytes):
@@ -201,7 +201,7 @@ class RowFiles:
         """
         there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}
-        file = self._file()  # after an interrupt, possibly not the weight's
+        file = self._file()  # after an interrupt, maybe another weight's file
         here = file is not None and weight.untyped_storage().data_ptr() == file.address
         if here and there == wanted:
             return
@@ -215,7 +215,7 @@ class RowFiles:
         self._take(file, made)
 
     def _new_main(self, columns: Mapping[str, Column], rows: torch.Tensor | None = None) -> Any:
-        """Make a new file with one column the weight's file, and return the column."""
+        """Create a one-column file, make it the weight's file, and return its column."""
         made, file = self._lay_out(columns, rows)
         self._take(file, {})
         return made[""]
@@ -322,7 +322,7 @@ class RowFiles:
             file.madvise(mmap.MADV_WILLNEED, *file.bytes_of(first, end))
 
     def have_passed(self) -> None:
-        """Record that code reads all rows, which may load any of them into memory."""
+        """Record that all rows are being read, so any of them may be loaded into memory."""
         file = self._file()
         for begin, end in () if file is None else file.bytes_written():
             known = self._known[begin // _PAGE : -(-end // _PAGE)]

@@ -1,4 +1,4 @@
-"""Counts the work of a GPU in a training step: `python -m tools.cuda_counts [--write]`.
+"""Counts a GPU's work in a training step: `python -m tools.cuda_counts [--write]`.
 
 Launches, memsets, waits, atomics and bytes of each op are counted while the kernels run on the CPU
 (tests/simt_counts.py). --write writes the tables into docs/gpu-status.md. A test compares the
@@ -32,7 +32,7 @@ BY_CHANCE = ("atomics", "KB accessed", "KB moved")
 
 
 class Step:
-    """A training step to count, with LazyAdam and constant gradients of the outputs.
+    """A training step to count, with LazyAdam and constant gradients for the outputs.
 
     Args:
         tables: 1 for a single layer, more for an EmbeddingGroup.
@@ -106,7 +106,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Counts]]]:
 
 
 def row(name: str, count: Count) -> str:
-    """Format the counts of an op as a row of a table."""
+    """Format an op's counts as a table row."""
     cells: list[object] = [count.calls, count.kernels, count.memsets, count.library]
     cells += [count.torch, count.waits, count.copies_in, rounded(count.atomics)]
     cells += [rounded(count.accessed / 1000), rounded(count.moved / 1000)]
@@ -121,7 +121,7 @@ def rounded(number: float) -> str:
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Format a table of our ops and, if wanted, their kernels, followed by torch and the total."""
+    """Format a table of our ops and, if wanted, their kernels; torch's ops and the total last."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}

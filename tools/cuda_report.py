@@ -1,7 +1,7 @@
 """Prints registers, occupancy and spills of all kernels: `python -m tools.cuda_report [--all]`.
 
-Reads the output of ptxas for the newest build with CUDA, which tools/keep_ptxas_log.py has stored
-next to the object files. --all adds the kernels of CUB, which we do not tune.
+Reads ptxas's output from the newest CUDA build, as stored next to the object files by
+tools/keep_ptxas_log.py. --all adds the kernels of CUB, which we do not tune.
 """
 
 import argparse

@@ -29,8 +29,8 @@ _KINDS = (
 )  # fmt: skip
 # Local memory: spilled registers, and arrays that are not kept in registers.
 _LOCAL = ("LDL", "STL")
-# Parts of an instruction's name to omit, since they do not tell the width or scope, such as E:
-# extended address.
+# Parts of an instruction's name to omit because they do not tell its width or scope, such as E,
+# which stands for extended addresses.
 _DROPPED = {"E", "SYNC", "DEFER_BLOCKING", "FTZ", "RN", "STRONG", "IDX"}
 
 

@@ -33,7 +33,7 @@ class _RowAdam(RowOptimizer):
 
 
 class PartialRowWiseAdam(_RowAdam):
-    r"""`LazyAdam` with one second moment per row, which halves the size of the state.
+    r"""`LazyAdam` with one second moment per row, which halves the size of the states.
 
     At step t, for every row in the gradient g:
 

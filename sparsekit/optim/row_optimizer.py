@@ -39,13 +39,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     The settings of an optimizer are its constructor's arguments, whose annotations contain the
     allowed values (`settings.py`). The learning rate may be a tensor of one element, float32 or
-    float64, on the CPU or on the device of the parameters, where kernels read it.
+    float64, on the CPU or on the parameters' device, where kernels read it.
 
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 parameters
     are float32. A sparse gradient consists of rows (sparse_dim 1), which may repeat; a dense one
-    touches all rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name,
-    each in the shape of the parameter. For a DTensor, as created by ``fully_shard``, each rank
-    updates its own shard, and states have the shape of the shard.
+    touches all rows. ``state[parameter]`` contains ``step``, an int64 tensor, and the states by
+    name, each in the parameter's shape. For a DTensor, as created by ``fully_shard``, each rank
+    updates its own shard, and states have the shard's shape.
 
     One call updates all parameters of a group that share a dtype, a device, and the kind of
     gradient (sparse or dense); it checks all of them before it changes any.
@@ -193,7 +193,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._take_over(weight)
         groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
         alone = groups[0] if update is not None and len(groups) == 1 else None
-        if alone is None:  # otherwise the op checks the weights
+        if alone is None:  # otherwise the op itself checks them
             for weight in weights:
                 check_parameter(type(self).__name__, weight)
         self._updated |= wanted  # set first, so that an interrupted update is not applied twice
@@ -274,7 +274,7 @@ class RowOptimizer(torch.optim.Optimizer):
             write.done([rows for _, rows, _ in taken])
 
     def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether one pass can sum and apply the step; it cannot tell the rows it wrote."""
+        """Return whether one pass may sum and update; it could not report the rows it writes."""
         return not (group["maximize"] or have_marks(weights))
 
     def _update_summing(
@@ -353,7 +353,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # those of torch or another version may lack settings
+        for group in state["param_groups"]:  # groups from torch or other versions may lack some
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__

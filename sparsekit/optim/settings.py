@@ -42,10 +42,10 @@ class Allowed:
 
 
 class _AllowedRates(Allowed):
-    """Allowed values of a learning rate: a number, or a one-element tensor that kernels read."""
+    """Allowed values for a learning rate: a number, or a one-element tensor that kernels read."""
 
     def check(self, name: str, argument: str, value: Any) -> None:
-        """Raise as `Allowed` does, or TypeError for a dtype that kernels cannot read."""
+        """Raise the errors of `Allowed.check`, and TypeError for a dtype unknown to kernels."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             if value.dtype not in (torch.float32, torch.float64):
                 raise TypeError(

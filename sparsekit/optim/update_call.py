@@ -125,7 +125,7 @@ def new_states(
         states = files.states(parameter, _columns_of(parameter, initial, row_states))
     else:
         states = {name: untouched_zeros(rows, dtype, *where) for name in row_states}
-    # Make one allocation with each row's states next to one another, so that updating a row
+    # Store the states of each row contiguously, in a single allocation, so that updating a row
     # accesses one place in memory instead of several.
     if names := [name for name in initial if name not in states]:
         space = untouched_zeros((*rows, len(names), *rest), dtype, *where)

@@ -14,7 +14,7 @@ MISSING = (None, "", "?")
 
 
 class QuantileBuckets:
-    """Maps the numbers of a column to buckets, which can be hashed like categories.
+    """Maps the numbers in a column to buckets, which can be hashed like categories.
 
     Bucket i of a column contains the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing
     number is in bucket -1. A number that was not in the data used to choose the edges gets its
@@ -44,7 +44,7 @@ class QuantileBuckets:
         the rows to be predicted.
 
         Args:
-            columns: n numbers, or strings of numbers, per column; see `__call__`.
+            columns: n values per column, as for `__call__`.
             names: names of the numeric columns.
             count: number of parts, >= 1.
 
@@ -78,7 +78,7 @@ def _numbers(name: str, column: Any) -> np.ndarray:
     """Convert a column to float64 [n], with NaN for missing numbers."""
     if isinstance(column, torch.Tensor):
         column = column.cpu().numpy()
-    # This converts nulls to NaN in an Arrow column of numbers, and to None in one of strings.
+    # Convert an Arrow column; nulls become NaN in a column of numbers, None in one of strings.
     values = np.asarray(column) if hasattr(column, "to_pylist") else column
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return values.astype(np.float64)

@@ -11,7 +11,7 @@ _ROWS = 100_000
 
 
 def rows_of_table(rows: int | None, options: Mapping[str, Any]) -> int | None:
-    """Return the number of rows for a table; None, on the CPU only, for a table that grows.
+    """Return a table's number of rows, or None (never on CUDA) for a table that grows.
 
     Args:
         rows: the user's number; None to choose one.

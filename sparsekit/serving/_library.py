@@ -1,4 +1,4 @@
-"""Loads libsparsekit_serving.so, and turns its statuses into exceptions."""
+"""Loads libsparsekit_serving.so, and turns its status codes into exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls sk_top_k for one query or several."""
+"""Calls sk_top_k for one or more queries."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def best_rows(
 
     Args:
         handle: the sk_snapshot.
-        pin: version to look into.
+        pin: version to search.
         table: number of the table.
         dim: length of its vectors.
-        queries: see `Snapshot.top_k`, also for the errors.
+        queries: see `Snapshot.top_k`, which also lists the errors.
         k: see `Snapshot.top_k`.
-        name: words that error messages begin with.
+        name: start of error messages.
     """
     array = array_of(name, "queries", queries)
     if array.dtype.kind != "f" or array.itemsize > 8:
@@ -43,7 +43,7 @@ def best_rows(
         raise ValueError(f"{name}: k must be in [1, 2**31 - 1], got {k}")
     with np.errstate(over="ignore"):  # the library refuses infinities
         rows = np.ascontiguousarray(array, np.float32).reshape(-1, dim)
-    # Untouched memory takes no space, in case k is a huge number to get all rows.
+    # k may be huge, to get all rows, but memory that is never written to takes no space.
     keys, scores = np.empty(k, np.int64), np.empty(k, np.float32)
     library, found = _library.load(), ctypes.c_int32()
     parts = []

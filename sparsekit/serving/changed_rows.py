@@ -18,19 +18,19 @@ from ..tables.weight import EmbeddingWeight
 from ..tables.written_rows import WrittenRows
 from .export import Exported
 
-# Bytes of vectors copied at a time.
+# Size in bytes of the vectors copied at a time.
 _PIECE = 8 << 20
 _NO_KEYS = np.empty(0, np.int64)
 
 
 @dataclass
 class Changes:
-    """Changes of one rank's part of a table.
+    """Changes in one rank's part of a table.
 
     Attributes:
         rows: rows that are new or have changed, int64 ``[n]``, in ascending order.
         keys: their keys, int64 ``[n]``.
-        removed: keys that have no row any more, int64 ``[k]``.
+        removed: keys that no longer have a row, int64 ``[k]``.
         compared: whether all rows had to be compared, since some writes were not marked.
     """
 
@@ -39,15 +39,15 @@ class Changes:
     removed: np.ndarray
     compared: bool
     _all_keys: np.ndarray = field(repr=False)
-    _prints: np.ndarray = field(repr=False)  # of `rows`, or of all rows if `compared`
+    _prints: np.ndarray = field(repr=False)  # hashes of `rows`, or of all rows if `compared`
     _keys_changed_at: int = field(repr=False)
 
 
 def forget_marks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Take the marks of all weights that an optimizer has changed as incomplete, after its step.
+    """Make the marks incomplete on all weights that an optimizer's step may have changed.
 
-    Sparsekit's optimizers make marks. Others may write without changing the versions of weights, as
-    torch's do with ``fused=True``.
+    Sparsekit's optimizers make marks. Others may write without changing the weights' versions;
+    torch's do so with ``fused=True``.
     """
     if not isinstance(optimizer, RowOptimizer):
         for group in optimizer.param_groups:
@@ -61,8 +61,8 @@ class ChangedRows:
     """Follows one rank's part of a table; everything counts as changed at first.
 
     Lookups and optimizers mark the rows that they write to (`WrittenRows`). After any other write,
-    all rows are compared by their XXH64 hashes, which miss a change with probability 2^-64. Nothing
-    is forgotten before `done`, so that a delta that could not be written can be repeated.
+    all rows are compared by their XXH64 hashes, which miss a change with probability 2^-64. Changes
+    are kept until `done` is called, so that a delta can be repeated if writing it fails.
 
     Args:
         layer: the layer that the table belongs to.
@@ -73,9 +73,9 @@ class ChangedRows:
         self._keys = _NO_KEYS
         self._prints = np.empty(0, np.uint64)
         self._weight: torch.Tensor | None = None
-        self._marks: WrittenRows | None = None  # of this weight; another log may replace the marks
+        self._marks: WrittenRows | None = None  # marks of `_weight`; another log may replace them
         self._keys_changed_at = 0
-        self._address = 0  # of the rows; their version does not tell of an assignment to `data`
+        self._address = 0  # of the rows: assigning to `data` does not change the version
 
     def find(self) -> Changes:
         """Find what has changed since the last `done`.
@@ -172,17 +172,17 @@ class ChangedRows:
 
 
 def facts_of(table: Exported, layer: EmbeddingTable) -> tuple[Any, ...]:
-    """Return what a base says of a table besides its rows, and what its rows depend on."""
+    """Return what a base records of a table besides rows, and settings that the rows depend on."""
     numbers = None if table.initializer is None else table.initializer.numbers
     norms = layer.max_norm, layer.norm_type
     return table.name, table.dim, table.dtype, table.seed, numbers, table.lookups, norms
 
 
 def gathered(weight: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return a copy, ``[n, dim]`` on the CPU, of rows, int64 ``[n]``, of a weight on any device."""
+    """Copy rows, int64 ``[n]``, of a weight on any device to a CPU tensor, ``[n, dim]``."""
     vectors = weight.detach()
     if vectors.is_cpu and vectors.is_contiguous() and len(rows):
-        # Copy in this thread: torch's threads would save nothing, since training needs them, too.
+        # Copy in this thread; using torch's threads would save nothing, as training needs them.
         taken = vectors.view(torch.uint8).numpy().take(rows, axis=0)
         return torch.from_numpy(taken).view(vectors.dtype)
     return vectors[torch.from_numpy(rows).to(vectors.device)].cpu()
@@ -202,6 +202,6 @@ def _hashed(vectors: torch.Tensor) -> np.ndarray:
     if not vectors.numel():
         return np.zeros(len(vectors), np.uint64)
     width = vectors.shape[1] * vectors.itemsize
-    # The hash ignores trailing zeros; vectors have one width, so they still differ without them.
+    # The hash ignores trailing zeros; vectors of equal width still differ without them.
     codes = xxh64_fixed_width(vectors.data_ptr(), width, False, len(vectors), 0)
     return np.asarray(codes).view(np.uint64)

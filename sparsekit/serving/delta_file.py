@@ -29,9 +29,9 @@ class Section:
     """Keys of one table that a delta writes or erases.
 
     Attributes:
-        table: place of the table in the directory of the base.
-        row_format: number of the format of the table's rows.
-        row_bytes: size of a row.
+        table: position of the table in the base's directory.
+        row_format: number of the row format.
+        row_bytes: size of a row in bytes.
         keys: int64 ``[n]``.
         rows: uint8 ``[n, row_bytes]``; None if the keys are erased.
     """
@@ -55,10 +55,10 @@ def header_of(**fields: int) -> np.ndarray:
 def write_delta(
     path: str | os.PathLike[str], header: np.ndarray, sections: Sequence[Section]
 ) -> int:
-    """Write a delta; the file appears under its name when it is whole.
+    """Write a delta; the file gets its name only once it is complete.
 
-    The file is not synced to disk, which would take longer than all else: a trainer that restarts
-    after a power loss writes a new base, so that no reader needs the deltas before it.
+    The file is not synced to disk: that would take longer than everything else, and a trainer that
+    restarts after a power loss writes a new base, so no reader needs the deltas before it.
 
     Returns:
         Size of the file in bytes.
@@ -100,7 +100,7 @@ def write_delta(
 
 
 def read_delta(path: Path, log_id: int | None = None) -> tuple[np.ndarray, list[Section]]:
-    """Read and check a delta; keys and rows of its sections lie in a mapping of the file.
+    """Read and check a delta; its sections' keys and rows are views of the mapped file.
 
     Args:
         path: the file.

@@ -30,12 +30,12 @@ from .merge import BaseFile
 from .rank_parts import encoded, joined, write_part
 from .writer import SnapshotWriter
 
-# Deltas below this size are not worth compacting; more files than this slow down listings.
+# Total size of deltas that is not worth compacting; number of deltas that slows down listings.
 _FEW_BYTES, _MOST_DELTAS = 4 << 20, 4096
 
 
 class DeltaLog:
-    """Appends what training has changed to a log, so that servers follow within a second.
+    """Appends what training has changed to a log, so that servers see it within a second.
 
     ::
 
@@ -47,24 +47,24 @@ class DeltaLog:
 
     Opening writes a base, a snapshot of all tables, since the model may have changed since the log
     was last written to. Then, whenever a delta is due, `step` writes one with the rows that have
-    changed; from time to time it merges deltas into a new base, in a thread. Readers open the
+    changed; from time to time it merges deltas into a new base, in another thread. Readers open the
     folder with `Snapshot(folder)` and call `follow`. The folder may be on any file system that all
     machines share.
 
-    After an error, such as a full disk, the next delta also has the changes of the one that failed.
+    After an error, such as a full disk, the next delta includes the changes that were not written.
     On several ranks, each writes its part of a version; all ranks must open the log and call
     `step`, `flush` and `close`, and an error on one rank is raised on all.
 
-    On the CPU, the rows that lookups and sparsekit's optimizers write to are marked. Other writes
-    (torch's optimizers, loading, eviction) cost a comparison of all rows of the table.
-    Only writes into ``weight.data`` are not seen until there is such a comparison; call
-    ``torch.autograd.graph.increment_version(weight)`` after them.
+    On the CPU, the rows that lookups and sparsekit's optimizers write to are marked. After other
+    writes (by torch's optimizers, loading or eviction), all rows of the table are compared. Writes
+    through ``weight.data`` are the exception: they go unnoticed until rows are compared for another
+    reason, so call ``torch.autograd.graph.increment_version(weight)`` after them.
 
     Args:
-        folder: folder of the log; it is made if it does not exist. One job writes to it at a time.
-        module: module with layers of sparsekit.
+        folder: folder of the log, created if missing. Only one job may write to it at a time.
+        module: module with sparsekit layers.
         rows: format of rows, as for `export_module`.
-        miss: what a key without a row gives; None: as in the layers.
+        miss: what a key without a row gives; None means the layers' setting.
         tables: names of the tables to write; None for all.
         every_steps: number of calls of `step` from one delta to the next. Required on several
             ranks, since their clocks differ.
@@ -72,17 +72,17 @@ class DeltaLog:
         compact_at: size of the deltas, as a fraction of the base, at which they are merged; None
             leaves that to `compact` or ``sparsekit serve compact``.
         dense_version: the trainer's number for the dense part that belongs to the first version.
-        step: step of training of the first version; None if unknown.
+        step: training step of the first version; None if unknown.
         group: process group of the layers; None for torch's default group.
 
     Attributes:
-        version: the newest version that is written completely.
-        compaction_error: error of the last compaction, which is also shown as a warning; None if
-            there was none.
+        version: the newest completely written version.
+        compaction_error: error in the last compaction, also shown as a warning; None if there was
+            none.
 
     Raises:
         LogError: another job writes to the folder, or it has a damaged base.
-        ValueError: an argument is wrong, or a vector cannot be stored; the message names its key.
+        ValueError: an argument is invalid, or a vector cannot be stored; the message names its key.
         OSError: the folder cannot be written to; the error names the file.
     """
 
@@ -138,14 +138,14 @@ class DeltaLog:
         Args:
             step: number of the training step; None counts calls.
             dense_version: the trainer's number for the dense part that belongs to the tables as
-                they are now; None: as before.
+                they are now; None means the same as before.
 
         Returns:
             True if a version has been written.
 
         Raises:
-            TypeError, ValueError: a number is wrong, or a vector cannot be stored; the message
-                names table and key.
+            TypeError, ValueError: a number is invalid, or a vector cannot be stored; the message
+                names the table and the key.
             OSError: the disk is full, for example; the error names the file.
         """
         self._note_numbers(self._steps + 1 if step is None else step, dense_version)
@@ -166,14 +166,14 @@ class DeltaLog:
 
         def find() -> None:
             if self._facts() != self._facts_of_base:
-                # Deltas do not tell of all changes, such as another seed of initial vectors.
+                # Deltas cannot express every change, such as a new seed for initial vectors.
                 news.add("base")
                 return
             for number, (name, changed) in enumerate(self._changed.items()):
                 changes = found[name] = changed.find()
                 shared = FIRST_FALLBACK + self._shared[number]
                 if self._keeps[number] and (changes.removed < shared).any():
-                    news.add("base")  # keys must find a row that they share, now its initial vector
+                    news.add("base")  # has fallback rows again, now with their initial vectors
                 sections.extend(self._sections(number, name, changes))
 
         self._together.do("find changed rows", find)
@@ -200,10 +200,10 @@ class DeltaLog:
         self._together.on_first("compact a log", lambda: self._note_base(compact(self.folder)))
 
     def close(self) -> None:
-        """Let another job write to the folder. What has changed since `flush` is not written."""
+        """Let another job write to the folder. Changes since the last delta are not written."""
         try:
             self._end_compaction()
-        finally:  # a warning may be an error
+        finally:  # a warning may be turned into an error
             self._hook.remove()
             for changed in self._changed.values():
                 changed.close()
@@ -234,7 +234,7 @@ class DeltaLog:
                 f"job a folder of its own"
             ) from None
         self._lock.note(f"process {os.getpid()} on {os.uname().nodename}")
-        for part in self.folder.glob(".base-*.part"):  # of a job that was killed
+        for part in self.folder.glob(".base-*.part"):  # left by a killed job
             part.unlink(missing_ok=True)
         log = LogFolder.read(self.folder)
         log_id = 0
@@ -245,7 +245,7 @@ class DeltaLog:
         return f"{log_id or secrets.randbits(63) + 1} {log.last_version}"
 
     def _facts(self) -> list[tuple[Any, ...]]:
-        """Return what a base says of tables besides their rows."""
+        """Return what a base records of tables besides rows; see `facts_of`."""
         return [facts_of(of_layer(*each), each[1]) for each in self._layers.items()]
 
     def _write_base(self, version: int, step: int | None) -> None:
@@ -270,7 +270,7 @@ class DeltaLog:
                 self._write_parts(found, version, write)
             self.version = version
         except BaseException:
-            if os.path.lexists(path):  # a reader may have it
+            if os.path.lexists(path):  # a reader may have opened it
                 self.version = version
             raise
         base = BaseFile.read(path, whole=False)
@@ -293,7 +293,7 @@ class DeltaLog:
     def _write_parts(
         self, found: Sequence[Exported], version: int, write: Callable[[Sequence[Exported]], None]
     ) -> None:
-        """Let each rank write a part of a base, in float32, and rank 0 join them."""
+        """Let each rank write its part of a base, in float32, and rank 0 join the parts."""
         ranks = self._together.world_size
         paths = [self.folder / f".base-{version:020d}-{rank:05d}.part" for rank in range(ranks)]
         own = paths[self._together.rank]
@@ -327,8 +327,9 @@ class DeltaLog:
     def _append(self, version: int, sections: Sequence[Section], written_at: int) -> None:
         """Write this rank's part of a delta; `version` is the log's version afterwards.
 
-        If some part could not be written, the others are removed, and the version is written anew.
-        If all are there, readers may have it. After an interrupt a base follows, without a gap.
+        If a part is missing after an error, the others are removed, and the next attempt uses the
+        same version. If all parts exist despite an error, readers may have seen them, so the
+        version counts as written. After an interrupt it counts, too, and a base comes next.
         """
         rank, ranks = self._together.rank, self._together.world_size
         path = self.folder / delta_name(version, rank, ranks)
@@ -352,7 +353,7 @@ class DeltaLog:
         self._delta_bytes += ranks * size
 
     def _note_numbers(self, step: int, dense_version: int | None) -> None:
-        """Check and keep numbers that the next version has."""
+        """Check and keep the numbers to record in the next version."""
         self._steps = check_int(f"{self.folder}", "step", step, -(2**63), 2**63 - 1)
         if dense_version is not None:
             where = f"{self.folder}", "dense_version"
@@ -362,7 +363,7 @@ class DeltaLog:
         self._since_steps, self._last_time = 0, time.monotonic()
 
     def _note_base(self, version: int) -> None:
-        """Record the size of a base, and of the deltas that follow it."""
+        """Record the sizes of a base and of the deltas that follow it."""
         with contextlib.suppress(FileNotFoundError):
             self._base_bytes = (self.folder / base_name(version)).stat().st_size
         log = LogFolder.read(self.folder)
@@ -387,7 +388,7 @@ class DeltaLog:
             self.compaction_error = None
         except Exception as error:
             self.compaction_error = error
-            self._deltas = self._delta_bytes = 0  # the next attempt is after as many again
+            self._deltas = self._delta_bytes = 0  # wait for as many again before retrying
 
     def _end_compaction(self) -> None:
         """Wait for a compaction, and show its error, if any, as a warning."""

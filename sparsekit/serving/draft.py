@@ -1,4 +1,4 @@
-"""Files that are written under a hidden name and then renamed: they appear whole or not at all."""
+"""Files written under a hidden name and then renamed: they appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ATTEMPTS = 1000
 
 
 class Draft:
-    """A hidden file beside the path at which it is to appear.
+    """A hidden file next to the path where it will appear.
 
     The file stays locked while this process writes it, so that other writers can tell it from the
     drafts of killed writers, which they remove when they make a draft.
 
     Args:
-        target: path at which the file is to appear.
+        target: path where the file will appear.
 
     Raises:
-        OSError: the file cannot be made; the error names it.
+        OSError: the file cannot be created; the error names it.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
@@ -63,8 +63,8 @@ class Draft:
         """Sync the file to disk, and give it its name, replacing any file of that name.
 
         Args:
-            sync: False leaves it to the system when to write to the disk. After a power loss the
-                file may then have its name, but not its bytes.
+            sync: False lets the system decide when to write to the disk. After a power loss, the
+                file may then have its name but lack its bytes.
 
         Raises:
             OSError: the file cannot be synced or renamed; the error names it.
@@ -96,9 +96,9 @@ class Draft:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove drafts in a folder whose writers no longer exist.
+    """Remove the drafts in a folder if their writers no longer exist.
 
-    Where the file system has no locks, drafts stay, since their writers may still exist.
+    If the file system has no locks, drafts stay, since their writers may still exist.
     """
     for name in os.listdir(folder):
         if _DRAFT.match(name):

@@ -1,4 +1,4 @@
-"""Rows, indexes and checksums of files, made by the serving library's functions in NumPy arrays."""
+"""Makes rows, indexes and checksums for files, in NumPy arrays, with the serving library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def row_format(name: str, word: str) -> int:
-    """Return the number of a row format in files; error messages begin with ``name``.
+    """Return the number that stands for a row format in files; errors begin with ``name``.
 
     Raises:
         ValueError: there is no such format.
@@ -62,10 +62,11 @@ def encode_rows(vectors: npt.ArrayLike, word: str) -> np.ndarray:
 
     Raises:
         RowError: the format cannot hold a row: NaN; infinities, except in float32 and bfloat16;
-            finite values that become infinite; for int8 and int4, a scale or bias beyond float16.
+            finite values that become infinite; for int8 and int4, a scale or bias that float16
+            cannot hold.
     """
     given = np.asarray(vectors)
-    with np.errstate(over="ignore"):  # refused below
+    with np.errstate(over="ignore"):  # infinities are refused below
         rows = np.ascontiguousarray(given, dtype=np.float32)
     n, dim = rows.shape
     out = np.empty((n, row_bytes(word, dim)), dtype=np.uint8)
@@ -89,7 +90,7 @@ def encode_rows(vectors: npt.ArrayLike, word: str) -> np.ndarray:
 
 
 def _why(vector: np.ndarray, word: str) -> str:
-    """Say why a format cannot hold a row."""
+    """Describe why a format cannot hold a row."""
     if np.isnan(vector).any():
         return f"column {int(np.isnan(vector).argmax())} is nan"
     least, most = float(vector.min()), float(vector.max())
@@ -103,7 +104,7 @@ def decode_rows(rows: np.ndarray, word: str, dim: int) -> np.ndarray:
     """Decode rows of a file, uint8 ``[n, row_bytes]``, to float32 ``[n, dim]``.
 
     Raises:
-        ValueError: the rows have another shape or dtype.
+        ValueError: the rows have the wrong shape or dtype.
     """
     wanted = row_bytes(word, dim)
     if rows.dtype != np.uint8 or rows.shape[1:] != (wanted,):
@@ -131,11 +132,11 @@ def build_index(keys: np.ndarray, seed: int, buckets: np.ndarray) -> None:
     Args:
         keys: int64 ``[n]``.
         seed: seed of the hash function, a signed 64-bit integer.
-        buckets: contiguous memory, all of it for the index.
+        buckets: contiguous memory, which the index fills.
 
     Raises:
         ValueError: a key occurs twice.
-        MemoryError: there is no memory for the 4 bytes per key that it takes.
+        MemoryError: there is not enough memory for the 4 bytes needed per key.
     """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     function = _function(

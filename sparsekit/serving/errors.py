@@ -4,7 +4,7 @@
 class SnapshotError(RuntimeError):
     """Raised when a file is damaged, missing from a sequence, or newer than this library.
 
-    The message names the file. An open snapshot goes on serving its last good version.
+    The message names the file. An open snapshot continues to serve its last good version.
     """
 
 

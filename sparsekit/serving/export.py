@@ -27,7 +27,7 @@ from ..tables.initializers import Initializer
 from .format import FIRST_FALLBACK, MISSES
 from .writer import SnapshotWriter, TableWriter
 
-# Row formats that keep vectors of a dtype as they are; for other dtypes, "float32" is used.
+# Row formats that store vectors of a dtype unchanged; for other dtypes, "float32" is used.
 _AS_THEY_ARE = {"bfloat16": "bfloat16", "float16": "float16"}
 
 Pieces = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -75,21 +75,21 @@ def export_module(
     dense_version: int = 0,
     note: str = "",
 ) -> Path:
-    """Write a module's tables to a snapshot; lookups in it give the same as lookups in evaluation.
+    """Write a module's tables to a snapshot.
 
-    Rows are written in pieces of 8 MiB, from the CPU, a GPU or files; only keys are kept in memory.
-    Rows that an optimizer would bring up to date later are up to date in the file. It does not
-    contain optimizer states or the dense part. A table that several parts of the module share is in
-    it once.
+    Lookups in it give the same results as the module's lookups in evaluation. Rows are copied from
+    the CPU, a GPU or files in pieces of 8 MiB; only keys are kept in memory. Rows that an optimizer
+    would bring up to date later are up to date in the snapshot. Optimizer states and the dense part
+    are not written. A table that several parts of the module share is written once.
 
     Args:
         module: a module with sparsekit layers on a single rank.
         path: file to write; an older snapshot there is replaced.
         rows: format of rows: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or
-            ``"int4"``, or a dict with formats by table. None, and tables that are not in the dict:
-            ``"bfloat16"`` for tables of bfloat16, and ``"float32"``, to which float64 is rounded.
+            ``"int4"``; or a dict with formats by table. With None, and for tables that are not in
+            the dict, the format is that of the table, but ``"float32"`` (rounded) for float64.
         miss: what a key without a row gives: ``"initial"``, ``"zeros"``, ``"fallback"`` or
-            ``"error"``, or a dict by table. None: as in the layer.
+            ``"error"``; or a dict by table. None means the layer's setting.
         tables: names of the tables to write; None for all.
         step: training step to record.
         dense_version: the trainer's number for the dense part that belongs to these tables.
@@ -99,8 +99,8 @@ def export_module(
         The path.
 
     Raises:
-        ValueError: there is no table with a name, an argument is not one of its choices, or a
-            format cannot hold a vector; the message names table and key.
+        ValueError: a named table does not exist, an argument is not one of its choices, or a
+            format cannot hold a vector; the message names the table and the key.
         RuntimeError: a table is divided among ranks, or on the meta device.
         OSError: the file cannot be written; the error names it.
     """
@@ -122,17 +122,17 @@ def export_checkpoint(
 ) -> Path:
     """Write the tables of a checkpoint, saved by any number of ranks, to a snapshot.
 
-    If the checkpoint is incremental, the rows are those of the whole chain. Only keys and pieces of
-    8 MiB are kept in memory.
+    If the checkpoint is incremental, the rows of the whole chain are written. Only keys and pieces
+    of 8 MiB are kept in memory.
 
     Args:
         checkpoint: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         path: file to write; see `export_module` for this and other arguments.
         rows: format of rows.
-        miss: what a key without a row gives. None: as in the layer; the initial vector, if known,
-            for checkpoints that do not record this (older or imported ones).
+        miss: what a key without a row gives. None means the layer's setting or, for older or
+            imported checkpoints that do not record it, the initial vector, if known.
         tables: names of the tables to write; None for all.
-        dense_version: what the trainer calls the dense part that goes with these tables.
+        dense_version: the trainer's number for the dense part that belongs to these tables.
         on_progress: called with the size in bytes of each file that has been verified.
 
     Returns:
@@ -162,8 +162,8 @@ def tables_of_module(module: torch.nn.Module) -> list[Exported]:
 
     Raises:
         RuntimeError: a table is divided among ranks, or on the meta device.
-        TypeError: it is no module.
-        ValueError: there is no table.
+        TypeError: the argument is not a module.
+        ValueError: the module has no tables.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -241,7 +241,7 @@ def chosen(found: Sequence[Exported], names: Sequence[str] | None) -> list[Expor
     """Return the tables with these names, in this order; all if names is None.
 
     Raises:
-        ValueError: there is no table of a name.
+        ValueError: a named table does not exist.
     """
     by_name = {table.name: table for table in found}
     for name in names or ():
@@ -326,7 +326,7 @@ def _miss(table: Exported) -> str:
 
 
 def _numbers(table: Exported) -> tuple[str, float, float]:
-    """Return the distribution of initial vectors, as files describe it."""
+    """Return the distribution of initial vectors, in the form used in files."""
     if table.initializer is None:
         raise ValueError(
             f"table {table.name}: a snapshot cannot give its initial vectors: {table.why_unknown}; "

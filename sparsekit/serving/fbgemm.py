@@ -8,8 +8,8 @@ front      f16 scale, f16 bias, q            weights of ``IntNBitTableBatchedEmb
 fused      q (8 bits), f32 scale, f32 bias   ``FloatToFused8BitRowwiseQuantized``
 =========  ================================  =======================================================
 
-q has a byte per column in int8, and half a byte in int4, the first column in the low half. To build
-a snapshot's table from such rows::
+q has one byte per column in int8, and half a byte in int4, with the first column in the low half.
+To build a snapshot's table from such rows::
 
     table = snapshot.table("user", dim, rows="int8", miss="zeros")
     table.append_encoded(keys, fbgemm.from_front(weights, dim, "int8"))
@@ -27,7 +27,7 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 def to_front(rows: np.ndarray, dim: int, word: str, row_bytes: int | None = None) -> np.ndarray:
-    """Move scale and bias to the front of rows.
+    """Move the scale and bias of each row to its front.
 
     Args:
         rows: rows of a snapshot, uint8 ``[n, row_bytes]``.
@@ -40,7 +40,7 @@ def to_front(rows: np.ndarray, dim: int, word: str, row_bytes: int | None = None
         uint8 ``[n, row_bytes]``.
 
     Raises:
-        ValueError: rows have another shape or dtype, or row_bytes is too small.
+        ValueError: rows have the wrong shape or dtype, or row_bytes is too small.
     """
     size = _size(dim, word)
     rows = _checked("to_front", rows, size, size)
@@ -53,10 +53,10 @@ def to_front(rows: np.ndarray, dim: int, word: str, row_bytes: int | None = None
 
 
 def from_front(rows: np.ndarray, dim: int, word: str) -> np.ndarray:
-    """Move scale and bias from the front of rows to their end; see `to_front`.
+    """Move the scale and bias of each row from its front to its end; see `to_front`.
 
     Args:
-        rows: uint8 ``[n, row_bytes]``; bytes beyond those that a row of dim needs are left out.
+        rows: uint8 ``[n, row_bytes]``; bytes beyond those needed for dim columns are dropped.
         dim: number of elements in a vector.
         word: ``"int8"`` or ``"int4"``.
 
@@ -64,7 +64,7 @@ def from_front(rows: np.ndarray, dim: int, word: str) -> np.ndarray:
         Rows of a snapshot, uint8 ``[n, dim + 4]`` or ``[n, ceil(dim / 2) + 4]``.
 
     Raises:
-        ValueError: rows have another shape or dtype, or a scale or bias is not finite.
+        ValueError: rows have the wrong shape or dtype, or a scale or bias is not finite.
     """
     size = _size(dim, word)
     rows = _checked("from_front", rows, size, None)
@@ -74,7 +74,7 @@ def from_front(rows: np.ndarray, dim: int, word: str) -> np.ndarray:
 
 
 def to_fused(rows: np.ndarray) -> np.ndarray:
-    """Widen scale and bias of int8 rows to float32, which is exact.
+    """Widen the scale and bias of int8 rows to float32, without loss.
 
     Args:
         rows: rows of a snapshot, uint8 ``[n, dim + 4]``.
@@ -83,7 +83,7 @@ def to_fused(rows: np.ndarray) -> np.ndarray:
         uint8 ``[n, dim + 8]``; FBGEMM decodes them to the same vectors.
 
     Raises:
-        ValueError: rows have another shape or dtype.
+        ValueError: rows have the wrong shape or dtype.
     """
     rows = _checked("to_fused", rows, _SCALES + 1, None)
     scales = _scales_of(rows).astype("<f4").view(np.uint8)
@@ -91,7 +91,7 @@ def to_fused(rows: np.ndarray) -> np.ndarray:
 
 
 def from_fused(rows: np.ndarray) -> np.ndarray:
-    """Narrow scale and bias to float16 where that is exact, as it is after `to_fused`.
+    """Narrow scale and bias to float16 without loss, which always works after `to_fused`.
 
     Rows quantised by FBGEMM have scales that float16 cannot represent. Rounding them here would
     silently change the vectors by more than quantisation does; `requantize_fused` rounds them.
@@ -103,7 +103,7 @@ def from_fused(rows: np.ndarray) -> np.ndarray:
         Rows of a snapshot in int8, uint8 ``[n, dim + 4]``.
 
     Raises:
-        ValueError: rows have another shape or dtype, or a scale or bias is not a finite float16
+        ValueError: rows have the wrong shape or dtype, or a scale or bias is not a finite float16
             number.
     """
     rows = _checked("from_fused", rows, 2 * _SCALES + 1, None)
@@ -122,7 +122,7 @@ def from_fused(rows: np.ndarray) -> np.ndarray:
 
 
 def requantize_fused(rows: np.ndarray, word: str = "int8") -> np.ndarray:
-    """Decode rows whose scale and bias are float32, and encode their vectors anew.
+    """Decode rows whose scale and bias are float32, and re-encode their vectors.
 
     Vectors change by up to the bound in docs/serving_format.md.
 
@@ -134,7 +134,7 @@ def requantize_fused(rows: np.ndarray, word: str = "int8") -> np.ndarray:
         Rows of a snapshot, uint8 ``[n, row_bytes]``.
 
     Raises:
-        ValueError: rows have another shape or dtype, or the format cannot hold a row.
+        ValueError: rows have the wrong shape or dtype, or the format cannot hold a row.
     """
     rows = _checked("requantize_fused", rows, 2 * _SCALES + 1, None)
     wide = np.ascontiguousarray(rows[:, -2 * _SCALES :]).view("<f4")
@@ -143,7 +143,7 @@ def requantize_fused(rows: np.ndarray, word: str = "int8") -> np.ndarray:
 
 
 def _size(dim: int, word: str) -> int:
-    """Return the bytes of a row with its scale and bias in float16."""
+    """Return the size in bytes of a row whose scale and bias are float16."""
     if word not in _BITS:
         raise ValueError(f"FBGEMM has rows of {' and '.join(_BITS)}; got {word!r}")
     return encoding.row_bytes(word, dim)

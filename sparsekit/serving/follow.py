@@ -16,13 +16,13 @@ from .errors import BusyError
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts what a call has taken over.
+    """Counts what a call of `Snapshot.refresh` has loaded.
 
     Attributes:
         version: the newest version, which lookups now see.
-        deltas: number of versions taken over from deltas.
-        rows_written: number of rows that these deltas have written.
-        rows_erased: number of rows that these deltas have erased.
+        deltas: number of versions loaded from deltas.
+        rows_written: number of rows that these deltas wrote.
+        rows_erased: number of rows that these deltas erased.
     """
 
     version: int
@@ -32,19 +32,19 @@ class Progress:
 
 
 def follow_once(handle: ctypes.c_void_p) -> Progress:
-    """Take over versions that are new in the folder; see `Snapshot.refresh`."""
+    """Load any new versions from the folder; see `Snapshot.refresh`."""
     progress = _library.Progress()
     _library.check(_library.load().sk_follow(handle, ctypes.byref(progress)))
     return Progress(progress.version, progress.deltas, progress.rows_written, progress.rows_erased)
 
 
 class Follower:
-    """A thread that takes over new versions until it or its snapshot is closed.
+    """A thread that loads new versions until it or its snapshot is closed.
 
     Attributes:
-        error: error of the last attempt; None if it succeeded. Pinned versions do not count as an
+        error: error from the last attempt; None if it succeeded. Pinned versions do not count as an
             error.
-        busy: number of attempts that found versions pinned.
+        busy: number of attempts that failed because versions were pinned.
     """
 
     def __init__(self, snapshot: Any, every: float) -> None:

@@ -1,4 +1,4 @@
-"""Layouts of snapshots and deltas in files, as csrc/serving/format.h declares them.
+"""Layouts of snapshot and delta files, equal to those in csrc/serving/format.h.
 
 docs/serving_format.md describes the files.
 """
@@ -19,7 +19,7 @@ MOST_DIM = 1 << 20
 MOST_TABLES = 1 << 16
 MOST_NAME_BYTES = 4096
 
-# A word's position in a tuple is its number in files.
+# A word's position in these tuples is its number in files.
 ROW_FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
 MISSES = ("initial", "zeros", "fallback", "error")
 COMBINERS = ("sum", "mean", "sqrtn", "none", "max")
@@ -31,7 +31,7 @@ FIRST_FALLBACK = -(2**63)
 
 
 def _layout(size: int, *fields: tuple[str, str]) -> np.dtype:
-    """Return a dtype of fields without gaps; one without a type fills what is left."""
+    """Return a dtype without gaps; a field whose type is empty fills the remaining bytes."""
     known = sum(np.dtype(kind).itemsize for _, kind in fields if kind)
     whole = [(name, kind or f"V{size - known}") for name, kind in fields]
     dtype = np.dtype(whole)
@@ -132,7 +132,7 @@ def base_version(name: str) -> int | None:
 
 
 def delta_part(name: str) -> tuple[int, int, int] | None:
-    """Return version, rank and number of ranks in a delta's name; None for any other name."""
+    """Return the version, rank and number of ranks in a delta's name; None for any other name."""
     match = _DELTA.match(name)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 

@@ -1,4 +1,4 @@
-"""Converts keys in any form that a layer accepts to NumPy arrays, for lookups in a snapshot."""
+"""Converts keys, in any form that a layer accepts, to NumPy arrays for lookups in a snapshot."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Keys:
     values: np.ndarray  # int64 [n]
     offsets: np.ndarray | None  # int64 [bags + 1]; None: each key is a bag
     weights: np.ndarray | None  # float32 [n]
-    shape: tuple[int, ...]  # of the pooled result, without its last dimension
+    shape: tuple[int, ...]  # shape of the pooled result without its last dimension
     each: tuple[int, ...]  # likewise, for a result with a vector for each key
     is_torch: bool
-    slot_major: bool = False  # all bags of a slot lie together; there are shape[1] slots
+    slot_major: bool = False  # the bags of each slot are contiguous; there are shape[1] slots
 
     @property
     def is_plain(self) -> bool:
@@ -79,7 +79,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def array_of(name: str, argument: str, value: Any) -> np.ndarray:
-    """Return an array or a dense tensor as a NumPy array, without a copy where that is possible."""
+    """Return an array or a dense tensor as a NumPy array, without copying if possible."""
     if isinstance(value, np.ndarray):
         return value
     if not _is_dense(value):
@@ -145,7 +145,7 @@ def _flat(name: str, values: Any, offsets: Any, weights: Any, slots: int | None 
 
 
 def _of_torch(name: str, keys: Any, weights: Any) -> Keys:
-    """Read the forms that only torch has, with the layers' parser."""
+    """Read the forms that only torch has, using the layers' parser."""
     import torch
 
     from ..lookup.inputs import read_bags

@@ -27,7 +27,7 @@ class LogFolder:
     Attributes:
         path: the folder.
         bases: versions of the bases.
-        parts: for each version with a delta, rank and number of ranks of each part that is there.
+        parts: for each version with a delta, the rank and number of ranks of each existing part.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class LogFolder:
         """List a folder.
 
         Raises:
-            OSError: there is no such folder.
+            OSError: the folder does not exist.
         """
         log = LogFolder(Path(path))
         for name in sorted(os.listdir(path)):
@@ -51,16 +51,16 @@ class LogFolder:
 
     @property
     def last_version(self) -> int:
-        """The newest version with any file, complete or not; -1 if there is none."""
+        """The newest version that has any file, complete or not; -1 if there is none."""
         return max([-1, *self.bases, *self.parts])
 
     def is_complete(self, version: int) -> bool:
-        """Return whether all parts of a delta are there."""
+        """Return whether all parts of a delta exist."""
         parts = self.parts.get(version, [])
         return bool(parts) and len(parts) == parts[0][1]
 
     def files_of(self, version: int) -> list[Path]:
-        """Return the parts of a delta that are there."""
+        """Return the paths of a delta's existing parts."""
         return [self.path / delta_name(version, *part) for part in self.parts.get(version, [])]
 
     def delta_bytes(self, after: int) -> int:
@@ -75,8 +75,8 @@ class LogFolder:
     def remove_before(self, base: int) -> None:
         """Remove everything that a base replaces: older bases, and deltas up to its version.
 
-        Bases go last: readers find an older base together with the deltas that follow it, or the
-        newer one, in whatever order a file system lists them.
+        Bases are removed last. In whatever order a file system lists files, readers then find
+        either an older base together with the deltas that follow it, or the newer base.
         """
         for version in self.parts:
             for path in self.files_of(version) if version <= base else ():
@@ -101,24 +101,24 @@ def compacting(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing would not unlock it while a process that was forked meanwhile has a copy.
+            # Closing would not unlock it if a process forked in the meantime still has a copy.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def compact(folder: str | os.PathLike[str]) -> int:
     """Merge a log's base and the deltas that follow it into a new base, and remove the old files.
 
-    The trainer and readers can go on. Takes memory for keys, and disk space for another base.
+    The trainer and readers can continue. Needs memory for keys, and disk space for another base.
 
     Args:
         folder: the folder of the log.
 
     Returns:
-        Version of the base that is now the newest.
+        Version of the newest base.
 
     Raises:
         LogError: a file is damaged or missing, there is no base, or another process is compacting
-            the log. Nothing has then changed.
+            the log. Nothing has changed in this case.
         OSError: the disk is full, for example.
     """
     path = Path(folder)
@@ -139,7 +139,7 @@ def compact(folder: str | os.PathLike[str]) -> int:
             )
         if last > base:
             _merge(log, base, last)
-        # A trainer may have written a newer base meanwhile, which replaces this one.
+        # In the meantime, a trainer may have written a newer base, which replaces this one.
         log = LogFolder.read(path)
         newest = max(log.bases)
         log.remove_before(newest)

@@ -26,7 +26,7 @@ from .format import (
 )
 from .writer import SnapshotWriter, TableWriter
 
-# Rows copied at a time.
+# Number of rows copied at a time.
 _ROWS = 1 << 16
 
 
@@ -51,7 +51,7 @@ class BaseFile:
 
     @staticmethod
     def read(path: Path, whole: bool = True) -> BaseFile:
-        """Map a file and compare its checksums; ``whole=False``: only those of its first pages.
+        """Map a file and verify its checksums; with whole=False, only those of its first pages.
 
         Raises:
             LogError: the file is damaged, or has an unknown format.
@@ -141,13 +141,13 @@ def merge_table(
     rows: np.ndarray,
     changes: Iterable[Sequence[Section]],
 ) -> None:
-    """Write the rows of a table after some changes.
+    """Write the rows of a table with some changes applied.
 
     Args:
         writer: the table to fill.
         keys: key of each row before the changes, int64 ``[n]``.
         rows: the rows before the changes, uint8 ``[n, row_bytes]``.
-        changes: sections of the table, version by version. In each version, tombstones come before
+        changes: sections of the table, version by version. In each version, tombstones precede
             upserts.
 
     Raises:
@@ -163,7 +163,7 @@ def merge_table(
         _append(writer, keys, rows, np.ones(len(keys), bool))
         return
     changed = np.concatenate([section.keys for section in ordered])
-    # Each key's last change counts; in reversed order, it is the first that np.unique finds.
+    # Only each key's last change counts. np.unique finds the first one, so reverse the order.
     distinct, last = np.unique(changed[::-1], return_index=True)
     lasts = np.zeros(len(changed), bool)
     lasts[len(changed) - 1 - last] = True

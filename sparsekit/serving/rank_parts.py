@@ -56,8 +56,8 @@ def joined(table: Exported, number: int, parts: Sequence[Sequence[Section]]) -> 
 
     Args:
         table: the table.
-        number: its place in the parts.
-        parts: for each rank, the sections that it has written with `write_part`.
+        number: the table's number in the parts.
+        parts: for each rank, the sections that it wrote with `write_part`.
     """
 
     def pieces() -> Pieces:

@@ -14,15 +14,15 @@ from .inputs import Keys, read_keys
 
 @dataclass(frozen=True)
 class TableInfo:
-    """Describes a table of a snapshot.
+    """Describes a table in a snapshot.
 
     Attributes:
         name: name of the table.
         rows: number of rows in use.
         dim: length of a vector.
         row_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
-        row_bytes: bytes of a row.
-        miss: what a key without a row gives: the ``"initial"`` vector of training, ``"zeros"``, a
+        row_bytes: size of a row in bytes.
+        miss: what a key without a row gives: its ``"initial"`` vector in training, ``"zeros"``, a
             ``"fallback"`` row that unknown keys share, or an ``"error"``.
         combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` or ``"none"``.
         padding_key: key that stands for nothing, or None.
@@ -51,7 +51,7 @@ class Request:
 
 
 class ReadRequest:
-    """A request that has been read and checked, for a table of a snapshot.
+    """A request for a table in a snapshot, read and checked.
 
     Attributes:
         number: number of the table.
@@ -59,7 +59,7 @@ class ReadRequest:
         keys: keys, bags and weights.
         bags: number of bags; 0 if each key is a bag of its own.
         vectors, dim: shape of the result; without pooling, `vectors` is the number of keys.
-        founds: number of keys if the result is to tell which keys have a row; otherwise -1.
+        founds: number of keys if the result must tell which keys have a row; otherwise -1.
     """
 
     def __init__(self, path: str, number: int, info: TableInfo, request: Request) -> None:
@@ -84,7 +84,7 @@ class ReadRequest:
         self.founds = len(self.keys.values) if request.found else -1
 
     def result(self, out: np.ndarray, found: np.ndarray) -> Any:
-        """Return the vectors, or a pair if `found` is asked for."""
+        """Return the vectors or, if the request says so, a pair of the vectors and `found`."""
         keys, dim = self.keys, self.dim
         if self._is_each:
             out = out.reshape(*keys.each, dim)
@@ -100,7 +100,7 @@ class ReadRequest:
 
 
 def joined(arrays: list[np.ndarray | None]) -> tuple[np.ndarray | None, list[int]]:
-    """Join 1-D arrays; return the joined array, and the address of each in it (0 for None)."""
+    """Join 1-D arrays; return the joined array, and each array's address in it (0 for None)."""
     given = [array for array in arrays if array is not None]
     if not given:
         return None, [0] * len(arrays)
@@ -113,7 +113,7 @@ def joined(arrays: list[np.ndarray | None]) -> tuple[np.ndarray | None, list[int
 
 
 def room(counts: list[int], dtype: Any) -> tuple[list[np.ndarray], list[int]]:
-    """Return empty arrays of these lengths, and their addresses; 0 for a negative length."""
+    """Return uninitialized arrays of these lengths, and addresses (0 for a negative length)."""
     whole = np.empty(sum(max(count, 0) for count in counts), dtype)
     address, begin, parts, addresses = whole.ctypes.data, 0, [], []
     for count in counts:

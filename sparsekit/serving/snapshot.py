@@ -45,33 +45,33 @@ class _Reader:
                 dimensions for bags along the last one. Also (values, offsets), a CSR matrix of
                 scipy, and all other forms that a layer accepts (docs/inputs.md).
             offsets: int64 or int32 ``[bags + 1]``, rising from 0 to the number of keys.
-            weights: a number for each key, floating point, flat or in the shape of keys.
+            weights: a floating-point number for each key, flat or in the shape of keys.
             combiner: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` (without weights), or
                 ``"none"`` for a vector for each key, without weights. None means the combiner of
                 the layer that the table comes from, or "none" for single keys without weights.
-            found: whether to tell also which keys have a row.
+            found: whether to return also which keys have a row.
 
         Returns:
             float32 vectors: ``[bags, dim]``, or ``[*keys.shape[:-1], dim]`` for a dense array of
             two or more dimensions, or ``[batch, slots, dim]`` for a KeyedJaggedTensor. With
             "none" ``[n, dim]``, or ``[*keys.shape, dim]`` for a dense array. A tensor if the keys
-            are one, otherwise a NumPy array. With `found`, a pair of the vectors and a bool for
+            are a tensor, else a NumPy array. With `found`, a pair of the vectors and a bool for
             each key, in the shape of the keys.
 
         Raises:
-            TypeError, ValueError: an argument is wrong; nothing has been looked up.
-            UnknownKeyError: the table refuses unknown keys, and there is one.
+            TypeError, ValueError: an argument is invalid; nothing has been looked up.
+            UnknownKeyError: the table refuses unknown keys, and a key is unknown.
         """
         return self.lookup_many([Request(table, keys, offsets, weights, combiner, found)])[0]
 
     def lookup_many(self, requests: Sequence[Request]) -> list[Any]:
         """Look up several requests in the same version with one call, and return their results.
 
-        This is faster than a call per request, since the keys of all requests wait for memory
-        together.
+        This is faster than a call per request, since memory accesses for the keys of all requests
+        overlap.
         """
         read = [self._snapshot.read(request) for request in requests]
-        # Join the arrays of all requests, as asking each array for its address takes long.
+        # Join the arrays of all requests, because asking each array for its address is slow.
         keys, keys_at = joined([each.keys.values for each in read])
         offsets, offsets_at = joined([each.keys.offsets for each in read])
         weights, weights_at = joined([each.keys.weights for each in read])
@@ -97,14 +97,15 @@ class _Reader:
         pin = None if self._pin is None else ctypes.byref(self._pin)
         with self._snapshot.using() as handle:
             _library.check(_library.load().sk_lookup(handle, pin, features, len(read)))
-        del keys, offsets, weights  # they had to live until here
+        del keys, offsets, weights  # must not be freed before this point
         return [each.result(*parts) for each, *parts in zip(read, out, found, strict=True)]
 
     def top_k(self, table: str, queries: Any, k: int) -> tuple[Any, Any]:
         """Find the rows of a table that have the largest dot products with queries.
 
-        The scores are exact sums in float32, in an order that is the same on every machine. The
-        padding key, and rows that unknown keys share, are left out. Reads all rows of the table.
+        The result is exact: scores are computed in float32, summed in an order that is the same on
+        every machine. The padding key, and rows that unknown keys share, are left out. Reads all
+        rows of the table.
 
         Args:
             table: name of the table.
@@ -113,13 +114,13 @@ class _Reader:
             k: number of rows to find for each query, >= 1.
 
         Returns:
-            int64 keys and float32 scores, ``[k]`` or ``[n, k]``, the best first, ties by the
-            smaller key; tensors if queries is one. Fewer than k if the table has fewer rows. A
-            query may find fewer rows than the others, since infinities in rows can make scores NaN;
-            its results are then filled up with keys of 0 and scores of -inf.
+            int64 keys and float32 scores, ``[k]`` or ``[n, k]``, best first, the smaller key first
+            among equal scores; tensors if queries is a tensor. Fewer than k if the table has fewer
+            rows. A query may find fewer rows than the others, since infinities in rows can make
+            scores NaN; its results are then padded with keys of 0 and scores of -inf.
 
         Raises:
-            TypeError, ValueError: an argument is wrong.
+            TypeError, ValueError: an argument is invalid.
         """
         number, info = self._snapshot.table_number(table)
         name = f"{self._snapshot.path}: table {table!r}"
@@ -131,11 +132,11 @@ class _Reader:
 
 
 class Pinned(_Reader):
-    """A version of a snapshot that stays as it is while it is pinned; see `Snapshot.pin`.
+    """A version of a snapshot that does not change while it is pinned; see `Snapshot.pin`.
 
     Attributes:
         version: number of the version.
-        dense_version: what the trainer called the dense part that belongs to it.
+        dense_version: the trainer's number for the dense part that belongs to this version.
     """
 
     def __init__(self, snapshot: Snapshot, pin: _library.Pin) -> None:
@@ -145,7 +146,7 @@ class Pinned(_Reader):
 
 
 class Snapshot(_Reader):
-    """Looks raw keys up in trained tables in a file.
+    """Looks up raw keys in a file with trained tables.
 
     Any number of threads may use it at the same time; they do not wait for one another. To replace
     the file of an open snapshot, rename another file to its name; never write to it, since it is
@@ -158,11 +159,11 @@ class Snapshot(_Reader):
         prefault: whether to read all pages into memory now, so that the first lookups are fast.
         lock: whether to keep all pages in memory.
         copy: whether to copy the file into this process's memory, in huge pages where the system
-            has them. Random keys are faster then, but processes do not share the memory.
+            has them. Lookups of random keys are then faster, but processes do not share the memory.
 
     Raises:
         OSError: the file cannot be read.
-        SnapshotError: the file is damaged, or of a newer format; the message names it.
+        SnapshotError: the file is damaged, or has a newer format; the message names it.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Snapshot(_Reader):
         super().__init__(self, None)
         self.path = os.fspath(path)
         self._handle = ctypes.c_void_p()
-        self._users: set[object] = set()  # calls to the library that are running
+        self._users: set[object] = set()  # running calls to the library
         self._closing = threading.Lock()
         self.follower: Follower | None = None
         options = _library.OpenOptions(verify=verify, prefault=prefault, lock=lock, copy=copy)
@@ -185,7 +186,7 @@ class Snapshot(_Reader):
         name = os.fsencode(self.path)
         if b"\0" in name:
             raise ValueError(f"path has a zero byte: {self.path!r}")
-        # The library writes the handle where __del__ finds it, whatever interrupts what follows.
+        # The library stores the handle where __del__ finds it, even after an interrupt.
         handle = ctypes.byref(self._handle)
         _library.check(library.sk_open(name, ctypes.byref(options), handle))
         infos = [self._describe_table(t) for t in range(self._describe().tables)]
@@ -195,7 +196,7 @@ class Snapshot(_Reader):
         """Free the memory; closing a closed snapshot does nothing.
 
         Raises:
-            BusyError: a version is pinned, or another thread looks up; nothing is closed then.
+            BusyError: a version is pinned, or another thread is using the snapshot; it stays open.
         """
         if self.follower is not None:
             self.follower.close()
@@ -203,8 +204,8 @@ class Snapshot(_Reader):
             handle = self._handle
             if not handle:
                 return
-            # A call registers in _users before it reads the handle. So either it finds no handle,
-            # or it is found here.
+            # A call adds itself to _users before it reads the handle. So either the call finds no
+            # handle, or the check below finds the call.
             self._handle = ctypes.c_void_p()
             try:
                 if self._users:
@@ -280,12 +281,12 @@ class Snapshot(_Reader):
         return int(self._describe().log_id)
 
     def refresh(self) -> Progress:
-        """Take over what is new in the folder of the delta log since the last call.
+        """Load what has been added to the delta log's folder since the last call.
 
-        All complete versions are taken over. Lookups in other threads can go on.
+        All complete versions are loaded. Lookups in other threads can continue.
 
         Returns:
-            What has been taken over.
+            Counts of what has been loaded.
 
         Raises:
             ValueError: the snapshot was opened from a file, not from the folder of its log.
@@ -293,7 +294,7 @@ class Snapshot(_Reader):
                 stays, and the next call tries again.
             BusyError: an older version is pinned; nothing has changed.
             OSError: a file cannot be read.
-            MemoryError: there is no room for the rows that deltas bring.
+            MemoryError: there is not enough memory for the new rows.
         """
         with self.using() as handle:
             return follow_once(handle)
@@ -301,8 +302,8 @@ class Snapshot(_Reader):
     def follow(self, every: float = 0.05) -> Follower:
         """Call `refresh` from a thread until the snapshot is closed.
 
-        The first of several errors in a row is shown as a warning; the last one is in the ``error``
-        of the attribute ``follower``. Closing the snapshot ends the thread.
+        The first of several errors in a row is shown as a warning; ``follower.error`` is the last
+        one. Closing the snapshot ends the thread.
 
         Args:
             every: seconds from the start of one call to the start of the next.
@@ -311,8 +312,8 @@ class Snapshot(_Reader):
             The thread, whose ``close`` ends it.
 
         Raises:
-            ValueError: the snapshot was opened by its file, which nothing follows, or `every` is
-                not positive.
+            ValueError: the snapshot was opened from a file, not from the folder of its log; or
+                `every` is not positive.
         """
         if os.path.isfile(self.path):
             raise ValueError(
@@ -328,8 +329,8 @@ class Snapshot(_Reader):
     def pin(self) -> Iterator[Pinned]:
         """Pin the newest version within the block: lookups in it see no newer rows.
 
-        Keep the block short. While an older version is pinned, only one newer version can be taken
-        over.
+        Keep the block short. While an older version is pinned, only one newer version can be
+        loaded.
         """
         pin = _library.Pin()
         library = _library.load()
@@ -342,7 +343,7 @@ class Snapshot(_Reader):
                 _library.check(library.sk_unpin(self.handle, ctypes.byref(pin)))
 
     def table_number(self, table: str) -> tuple[int, TableInfo]:
-        """Return a table's number, and its description at the time when the snapshot was opened.
+        """Return a table's number, and its description from when the snapshot was opened.
 
         Raises:
             ValueError: there is no such table.
@@ -356,7 +357,7 @@ class Snapshot(_Reader):
         """Read a request and check it, except for the values of keys and offsets.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or there is no such table.
+            TypeError, ValueError: an argument is invalid, or there is no such table.
         """
         if not isinstance(request, Request):
             raise TypeError(

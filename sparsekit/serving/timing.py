@@ -1,4 +1,4 @@
-"""Times lookups in a snapshot for a given batch and number of threads."""
+"""Times lookups in a snapshot, for a given batch size and number of threads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .format import BUCKET, SNAPSHOT_HEADER, TABLE_RECORD
 from .request import TableInfo
 from .snapshot import Snapshot
 
-# Warm-up calls, which are not counted, as a fraction of all warm calls.
+# Fraction of the calls that are for warming up and not counted, unless the measurement is cold.
 _WARM_UP = 0.1
-# Most buckets per table to draw keys from; buckets are read one by one.
+# Maximum number of buckets per table to draw keys from; buckets are read one by one.
 _MOST_BUCKETS = 1 << 16
-# Most keys per thread; the keys of all calls are drawn before the first call.
+# Maximum number of keys per thread; the keys of all calls are drawn before the first call.
 _MOST_KEYS = 1 << 24
 
 
@@ -74,7 +74,7 @@ class Times(NamedTuple):
 def time_lookups(path: str | os.PathLike[str], load: Load, seed: int = 0, **options: Any) -> Times:
     """Open a snapshot, and time lookups in all of its tables.
 
-    Threads run native code, with no interpreter between calls, and every call has keys of its own.
+    Threads run native code, without the interpreter between calls, and each call has its own keys.
     For a warm measurement, all pages are read into memory first. For a cold one, they are dropped
     from the page cache, which has no effect on pages that another process has mapped.
 
@@ -90,7 +90,7 @@ def time_lookups(path: str | os.PathLike[str], load: Load, seed: int = 0, **opti
     """
     draw = np.random.default_rng(seed)
     with open(path, "rb") as file:
-        # Read keys without mapping the file: pages that are mapped cannot be dropped.
+        # Read keys without mapping the file, because mapped pages cannot be dropped.
         keys = _keys_of_tables(file, draw)
         most = _MOST_KEYS // (load.batch * load.keys * max(1, len(keys)))
         load = load._replace(calls=max(1, min(load.calls, most)))
@@ -109,7 +109,7 @@ def time_lookups(path: str | os.PathLike[str], load: Load, seed: int = 0, **opti
 
 
 class _Caller(threading.Thread):
-    """A thread that makes the calls; it owns their inputs."""
+    """A thread that makes calls; it owns their inputs."""
 
     def __init__(
         self, snapshot: Snapshot, load: Load, keys: list[np.ndarray], draw: np.random.Generator

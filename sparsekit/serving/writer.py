@@ -33,16 +33,16 @@ from .format import (
     page_after,
 )
 
-# Bytes of float32 vectors encoded at a time.
+# Size in bytes of the float32 vectors encoded at a time.
 _PIECE = 8 << 20
 
 
 class SnapshotWriter:
     """Writes a snapshot, table by table and piece by piece; only keys are kept in memory.
 
-    The file appears under its name when it is whole and on the disk. It may replace an older
-    snapshot: processes that have the older one open go on reading it. Use the writer in a ``with``
-    statement; its end finishes the file, or, after an error, removes what has been written::
+    The file gets its name once it is complete and on the disk. It may replace an older snapshot:
+    processes that have the older one open continue to read it. Use the writer in a ``with``
+    statement, whose end finishes the file or, after an error, removes what has been written::
 
         with SnapshotWriter("model.sks") as snapshot:
             users = snapshot.table("user", 64, rows="int8", miss="zeros")
@@ -61,7 +61,7 @@ class SnapshotWriter:
 
     Raises:
         FileExistsError: there is something other than a snapshot at the path.
-        OSError: the file cannot be made; the error names it.
+        OSError: the file cannot be created; the error names it.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class SnapshotWriter:
             dim: number of elements in a vector.
             rows: format of rows: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or
                 ``"int4"``.
-            miss: what a key without a row gives: ``"initial"``, the initial vector of training;
+            miss: what a key without a row gives: ``"initial"``, its initial vector in training;
                 ``"zeros"``; ``"fallback"``, one of the rows that unknown keys share; or
                 ``"error"``.
             initializer: for ``miss="initial"``: ``"constant"`` with a value, ``"uniform"`` with low
                 and high, or ``"normal"`` with mean and standard deviation.
             seed: seed of initial vectors, a 64-bit integer.
-            fallbacks: for ``miss="fallback"``: number n of rows that unknown keys share. Their keys
-                are the n smallest int64 numbers, which must be appended to the table.
+            fallbacks: for ``miss="fallback"``: number n of rows that unknown keys share. These rows
+                must be appended to the table with the n smallest int64 numbers as their keys.
             combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"``, or
                 ``"none"``. A hint for readers.
             padding_key: key that lookups leave out; None if there is none.
-            index_seed: seed of the index's hash function; None draws one, so that no client can
-                choose keys that collide.
+            index_seed: seed of the index's hash function; None draws a random seed, so that no
+                client can choose keys that collide.
 
         Raises:
             ValueError: an argument is out of range, or there is already a table with this name.
@@ -224,14 +224,14 @@ class SnapshotWriter:
             self.abandon()
 
     def _begin(self) -> None:
-        """Leave room for header and directory, whose size is now known."""
+        """Leave room for the header and the directory, whose sizes are now known."""
         if not self._end:
             names = sum(int(table.record["name_bytes"]) for table in self._tables)
             directory = TABLE_RECORD.itemsize * len(self._tables) + names + len(self._note)
             self._end = page_after(PAGE + directory)
 
     def _begin_rows(self, table: TableWriter) -> int:
-        """Let a table write rows from now on; return where in the file the first one goes."""
+        """Let a table write rows from now on; return the file offset for the first row."""
         self._begin()
         if self._filling is not None:
             self._filling.close()
@@ -251,11 +251,11 @@ class SnapshotWriter:
         file = self._draft.file.fileno()
         before = offset % mmap.ALLOCATIONGRANULARITY
         with self._draft.naming():
-            # Here a full disk raises an error; without this call, writing to the mapping would end
-            # the process with a signal.
+            # If the disk is full, raise an error here; otherwise writing to the mapping would kill
+            # the process.
             os.posix_fallocate(file, offset, size)
             pages = mmap.mmap(file, before + size, offset=offset - before)
-        # The mapping ends with its last reference, which may be in an error's traceback.
+        # Do not unmap here: an error's traceback may still refer to the mapping.
         buckets = np.frombuffer(pages, np.uint8, size, before)
         encoding.build_index(keys, seed, buckets)
         self._end = page_after(offset + size)

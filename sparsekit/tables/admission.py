@@ -28,7 +28,7 @@ _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 @dataclass(frozen=True)
 class MinCount:
-    """Admits a key once it has occurred `count` times in training, repeats in a batch included.
+    """Admits a key once it has occurred `count` times in training, including repeats in a batch.
 
     Args:
         count: number of times, at least 1. Batches are counted as a whole, over all ranks: a key is
@@ -36,13 +36,13 @@ class MinCount:
         sketch_bytes: size, on each rank, of a count-min sketch for approximate counts; at least 64,
             rounded down to a power of two. An estimate is never too low; with a probability of at
             most 2%, it is too high by more than ``44 / sketch_bytes`` times the sum of all counts.
-            None counts exactly, using some 60 to 120 bytes for each key that has not been admitted.
+            None counts exactly, using about 60 to 120 bytes for each key not yet admitted.
         expire_after: an exact count that has not grown for this many units of the table's clock is
             dropped; None for never.
 
     Raises:
-        TypeError, ValueError: an argument is not an int or out of range, or expire_after is given
-            for a sketch.
+        TypeError, ValueError: an argument is not an int or is out of range, or expire_after is
+            given for a sketch.
     """
 
     count: int
@@ -132,7 +132,7 @@ class ExactCounts:
     def erasure(self, gone: torch.Tensor) -> list[partial[Any]]:
         """Return the calls that remove int64 keys ``[n]`` themselves, not just their counts.
 
-        The calls take time proportional to the number of all counts.
+        The calls take time proportional to the total number of counts.
         """
         buckets, hash_seed, size = self.index.tensors()
         rows = self.index.find(gone).unique()
@@ -224,13 +224,13 @@ class Sketch:
         Each key is counted in only one of the sketches, so the largest estimate is not too low.
         """
         most, width = largest_counts(states), self.words.shape[1]
-        # Keys with the same place in a wide sketch have the same place in a narrow one.
+        # Keys that share a counter in a wide sketch also share one in a narrow sketch.
         wide = most.repeat(1, max(1, width // most.shape[1]))
         self.load(wide.reshape(_DEPTH, -1, width).amax(1))
 
 
 def largest_counts(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elementwise maximum of sketches, so that no estimate is below any of theirs."""
+    """Return the elementwise maximum of sketches; its estimates are never below theirs."""
     return torch.stack(list(states)).amax(0)
 
 

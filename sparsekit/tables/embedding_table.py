@@ -67,7 +67,7 @@ class EmbeddingTable(TableTensors):
     ranks, before there are any keys.
     """
 
-    # Limit on the norm of rows that are read, and the p of that norm; see `Embedding`.
+    # Maximum p-norm of rows that are read, and p; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
     # True if the caller has given the name; a generated name includes the size of the table.
@@ -186,7 +186,7 @@ class EmbeddingTable(TableTensors):
         self._tie()
 
     def _tie(self) -> None:
-        """Let weight and hash table refer to each other, once both exist."""
+        """Make the weight and the hash table refer to each other, once both exist."""
         table = getattr(self, "table", None)
         if isinstance(self.weight, EmbeddingWeight):
             self.weight.files = self.files
@@ -211,7 +211,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange with the other ranks, checked by `check_ranks`; None without other ranks."""
+        """The exchange with the other ranks, checked by `check_ranks`; None if there are none."""
         exchange = self.process_exchange()
         self.check_ranks(exchange)
         return exchange
@@ -328,7 +328,7 @@ class EmbeddingTable(TableTensors):
         return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
-        """Return advice in case ranks have drawn different seeds."""
+        """Return advice for an error message that reports different seeds on the ranks."""
         if self._given_seed is not None:
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"
@@ -337,7 +337,7 @@ class EmbeddingTable(TableTensors):
         # Apply missed steps while the optimizer's state still fits the weight's device and dtype.
         self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
-        vars(self.weight).pop("written_rows", None)  # versions do not tell of new `data`
+        vars(self.weight).pop("written_rows", None)  # assigning `data` keeps the version
         with self.rows_in_reach(fn):
             super()._apply(fn, *args, **kwargs)
         device = self.weight.device

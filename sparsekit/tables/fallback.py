@@ -26,7 +26,7 @@ class Fallback:
         rows: number of rows over all ranks, at least 1.
 
     Raises:
-        TypeError, ValueError: rows is not an int or out of range.
+        TypeError, ValueError: rows is not an int or is out of range.
     """
 
     rows: int

@@ -248,7 +248,7 @@ class CanGrow(torch.nn.Module):
 
     def _replace(self, growth: Growth) -> None:
         own = cast(dict[str, Any], self._buffers)
-        changes_of_growth.next()  # before and after, as an interrupt may fall in between
+        changes_of_growth.next()  # counted twice, in case an interrupt falls in between
         saved.replace_all(
             [
                 (own, {"buckets": growth.buckets}),

@@ -19,7 +19,7 @@ from .growth import CanGrow, new_buckets
 from .kept_tensors import release_kept
 from .rows_of import RowsOf  # noqa: F401 (where pickles of older versions look for it)
 
-# Ops without their Python wrappers, since keys and table have been checked before.
+# Ops without their Python wrappers, since the keys and the table have already been checked.
 _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
@@ -169,7 +169,7 @@ class HashTable(CanGrow):
         """On a device, grow if this number of new keys might not fit; return whether it has grown.
 
         The call waits for the device only if the table grows, or might exceed max_capacity. If
-        there is no memory to grow, the keys may still fit, which only the lookup can tell.
+        there is no memory to grow, the keys may still fit; only the lookup can tell.
         """
         capacity, size = self.capacity, self.tensors()[2]
         for bound in (self.row_bound.most_for(size), None):
@@ -282,7 +282,7 @@ class HashTable(CanGrow):
         return {"buckets": buckets, "hash_seed": hash_seed, "size": size}
 
     def _make_room(self, rows: int) -> None:
-        """Do what `reserve` does, even for a table that is on meta or uninitialized."""
+        """Make room like `reserve`, even in a table that is on meta or uninitialized."""
         buckets, _, size = self.tensors()
         if rows > self.capacity and (buckets.is_meta or not 0 <= int(size) <= self.capacity):
             capacity = min(max(rows, 2 * self.capacity), self.max_capacity)

@@ -10,7 +10,7 @@ import torch
 
 
 class InFlight:
-    """The rows in one table of a lookup whose backward may still run.
+    """A lookup's rows in one table, as long as the lookup's backward may still run.
 
     Args:
         name: name of the table.

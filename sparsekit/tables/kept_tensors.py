@@ -17,7 +17,7 @@ _in_use: weakref.WeakSet[KeptTensors] = weakref.WeakSet()
 
 
 class Tensors(NamedTuple):
-    """Lists of tables' tensors, or of arguments made from them; the last three for hash tables."""
+    """Lists of tables' tensors or of arguments made from them; the last 3 are for hash tables."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]
@@ -33,8 +33,8 @@ OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 class KeptTensors:
     """Lists of tensors, and the arguments that ops on many tables take instead; see `kept_list.h`.
 
-    Ops get plain tensors as they are, and notice changes to their memory. Instead of parameters,
-    ops get aliases: a parameter's hooks may refer to the module that keeps this object, so a
+    Ops get plain tensors themselves, and notice changes to their memory. For parameters, they get
+    aliases instead: a parameter's hooks may refer to the module that keeps this object, so a
     reference from C++ to the parameter would keep both from being collected. Aliases keep the
     memory alive, so a parameter that gets new memory has a new address.
 
@@ -66,7 +66,7 @@ class KeptTensors:
         return all(map(lists_are, self.lists, lists)) and self.in_place()
 
     def in_place(self) -> bool:
-        """Return whether `arguments` still stand for the tensors."""
+        """Return whether `arguments` still refer to the tensors."""
         return bool(self.arguments) and without_overrides(self._places.are_of, self._aliased)
 
 
@@ -77,8 +77,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def release_kept() -> None:
     """Drop all references from C++ to tensors; the next steps create new ones.
 
-    While C++ refers to a tensor, torch refuses to swap it with another one, as `load_state_dict`
-    does if an option in `torch.__future__` is set.
+    While C++ refers to a tensor, torch refuses to swap it with another one, and `load_state_dict`
+    must swap tensors if an option in `torch.__future__` is set.
     """
     for kept in list(_in_use):
         kept.arguments = []

@@ -24,7 +24,7 @@ SWEEPS_PER_TTL = 16
 
 
 class Evicted(NamedTuple):
-    """Keys that have left a table, with everything that belonged to them.
+    """Keys that have been dropped from a table, with everything that belonged to them.
 
     Attributes:
         keys: int64 ``[n]``.
@@ -50,7 +50,7 @@ class RowCounts(NamedTuple):
         rows: rows in use now.
         inserted: keys that have been given a row by a lookup, `assign` or a load: rows in use plus
             all dropped rows.
-        admitted: those inserted keys that `admission` has given their row.
+        admitted: the keys in `inserted` that were given their row by `admission`.
         refused: keys looked up during training that were given no row, each counted once per
             lookup.
         evicted: rows dropped for lack of room, or by `evict`.
@@ -95,7 +95,7 @@ class RowLife:
             times that it has refused a key in a batch.
         looked_up: number of this rank's keys that had a row after a lookup during training, each
             counted once per lookup, on the CPU only.
-        new: number of these keys that were given their row by the lookup, other than by admission.
+        new: number of these keys that the lookup itself gave a row, without `admission`.
         on_evict: called with the rows that a sweep drops.
         makes_room_first: whether lookups make room before they insert keys; set once a lookup has
             had more new keys than there were free rows.
@@ -235,7 +235,7 @@ class RowLife:
         return [] if self.counts is None else self.counts.removal(keys)
 
     def erase_counts(self, keys: torch.Tensor) -> None:
-        """Remove keys that wait for admission, and overwrite their counts, if counts are exact."""
+        """Remove keys waiting for admission and overwrite their counts, if counts are exact."""
         if self.counts is not None:
             saved.run_all(self.counts.erasure(keys))
 

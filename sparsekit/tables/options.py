@@ -24,7 +24,7 @@ from .scores import LFU, Score, UserScore, score_of
 
 PLACEMENTS = ("hash", "modulo")
 
-# Rows that a table has room for at first, if no number is given.
+# Initial number of rows that a table has room for, if the user gives none.
 FIRST_ROWS = 1024
 
 
@@ -317,5 +317,5 @@ def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None
 
 def drawn_seed() -> int:
     """Draw a seed from torch's default generator, which torch.manual_seed seeds."""
-    with _disable_current_modes():  # e.g. FakeTensorMode: its tensors have no values
+    with _disable_current_modes():  # in FakeTensorMode, tensors have no values
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

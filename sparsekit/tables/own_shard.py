@@ -31,7 +31,7 @@ class OwnShard(torch.Tensor):
         return marked
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        """Refuse torch.distributed.checkpoint, which calls this method to plan the save."""
+        """Raise an error when torch.distributed.checkpoint calls this method to plan a save."""
         rank, world_size = self.tolist()
         raise RuntimeError(
             f"{self.layer}: torch.distributed.checkpoint would keep one rank's part of the table, "

@@ -25,7 +25,7 @@ _move = saved.builtin_of(torch.ops.sparsekit.move_rows_)
 
 
 def states_of(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Yield name, tensor and initial value of each state that has a row for every weight row."""
+    """Yield the name, tensor and initial value of each state with a row for every weight row."""
     for optimizer in _optimizers(weight):
         for name, tensor, initial in row_tensors(optimizer, weight):
             yield f"{type(optimizer).__name__}.{name}", tensor, initial

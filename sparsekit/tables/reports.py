@@ -3,8 +3,8 @@
 An op that inserts keys on a device writes a report: the rows in use in each table before and after
 it, and the errors that kernels have found since the last report. An op that only finds keys reports
 only errors. The host starts a copy of the report, and reads it in a later lookup. Until then it
-knows an upper bound on the rows in use: the last known number, plus the number of keys looked up
-since then. A lookup waits for its own report only if its keys might not fit, and for the oldest
+knows only an upper bound on the rows in use: the last known number plus the number of keys looked
+up since then. A lookup waits for its own report only if its keys might not fit, and for the oldest
 report if too many have not arrived yet.
 """
 
@@ -192,19 +192,19 @@ def entries_by_table(
 
 
 def raise_errors(device: torch.device | str | None = None) -> None:
-    """Wait for a device, and raise the error that an earlier call on it has found.
+    """Wait for a device, and raise the error found by an earlier call on it, if any.
 
     With `sparsekit.checked` off, a CUDA op does not wait for its kernels, so an invalid key or
     offset raises an error up to 8 lookups later. Saving a checkpoint calls this function, and so
     does `Trainer.fit` after the evaluation of each epoch. In your own training loop, call it before
-    you use the results. On the CPU ops raise their errors themselves, and this function does
+    you use the results. On the CPU, ops raise their errors themselves, and this function does
     nothing.
 
     It waits for the current stream of each device. If several calls have failed, it raises the
     oldest error; the next call raises the next one.
 
     Args:
-        device: the device, or a type of devices such as ``"cuda"``; None for all devices in use.
+        device: the device, or a device type such as ``"cuda"``; None for all devices in use.
 
     Raises:
         IndexError, ValueError, TableFullError: the error; it is raised once.

@@ -1,9 +1,9 @@
-"""Keeps optimizer states with their keys when rows get other keys.
+"""Keeps optimizer states with their keys when rows are given to other keys.
 
 A state whose rows may differ from the table's has an entry "keys" in addition to its tensors: the
-key of each of its rows, or None if a loaded state does not have the keys. The entry is removed in
-the same step that matches the states with the table's rows, so that nothing is lost if that step is
-interrupted.
+key of each of its rows, or None if a loaded state does not contain the keys. The entry is removed
+in the same step that matches the states with the table's rows, so that nothing is lost if that step
+is interrupted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
 def row_tensors(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor
 ) -> list[tuple[str, torch.Tensor, float]]:
-    """Return name, tensor and initial value of each state that has a row for every weight row."""
+    """Return the name, tensor and initial value of each state with a row for every weight row."""
     state = optimizer.state.get(weight)
     if not state:
         return []
@@ -218,5 +218,5 @@ def with_room(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torch
 
 
 def _belongs_in_file(state: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a state must move into the weight's file: it is in memory or too short."""
+    """Return whether a state is in memory or too short, and so must move to the weight's file."""
     return len(state) < len(weight) or (state.is_floating_point() and not is_mapped(state))

@@ -22,7 +22,7 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context for giving rows other keys; on exit, optimizer states follow the keys.
+        """Return a context for giving rows to other keys; on exit, optimizer states follow keys.
 
         If the body raises, the states move at the optimizer's next step. Nested calls do nothing.
         """
@@ -46,7 +46,7 @@ class RowsOf:
             weight.open_rows(before, after)
 
     def in_files(self) -> bool:
-        """Return whether rows lie in a file, which forked processes share."""
+        """Return whether rows are in a file, which forked processes would share."""
         layer = None if self._layer is None else self._layer()
         return getattr(layer, "files", None) is not None
 

@@ -1,6 +1,6 @@
 """Loads saved states: all entries of a module are checked, then a single call loads them all.
 
-Python handles signals between calls, so an interruption leaves a module either unchanged or loaded.
+Python handles signals between calls, so an interrupt leaves a module unchanged or fully loaded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +73,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def builtin_of(op: Any) -> Callable[..., Any]:
-    """Return the C function that an op in torch.ops calls, for `run_all`.
+    """Return the C function behind an op in torch.ops, for `run_all`.
 
     The op itself is called through a Python method, where an interrupt may stop it.
     """

@@ -97,7 +97,7 @@ class LFU(_Dated):
 
 @dataclass(frozen=True)
 class UserScore(_Dated):
-    """The score of a key is the one that the user gave it in its last lookup in training.
+    """User-defined: the score of a key is the one given to it in its last lookup in training.
 
     Attributes:
         function: returns the scores of keys; None if calls pass scores along with keys.

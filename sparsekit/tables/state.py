@@ -74,7 +74,7 @@ class TableTensors(RowsWithRoom, Sharded):
         raise NotImplementedError
 
     def sharded_state(self) -> Iterable[str]:
-        """Return the names of a table's tensors, without those that a subclass adds."""
+        """Return the names of a table's tensors, except those that a subclass adds."""
         return [*own_entries(self), *_counts_of(self)]
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:

@@ -52,7 +52,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     # Address and count of the row indices in a coalesced gradient that autograd will put in
     # ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
-    # Lookups whose backward may still run, kept if rows may be removed before it; see `InFlight`.
+    # Lookups whose backward may still run, kept only if rows may be removed first; see `InFlight`.
     lookups: "weakref.WeakSet[InFlight] | None" = None
     # The layer's name, if the layer is sharded over ranks.
     _shard_of: str | None = None
@@ -62,7 +62,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     keys_changed_at: int = 0
     # The files that hold rows and their states; None if they are in memory.
     files: RowFiles | None = None
-    # Marks of the rows that have been written to, if a delta log wants to know.
+    # Marks of the rows that have been written to, if a delta log needs them.
     written_rows: WrittenRows | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
@@ -133,8 +133,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     def reach(self) -> int | None:
         """Number of leading rows in reach, in a table that grows; None means all rows.
 
-        Rows out of reach are as they were created. Optimizer states do not have their initial
-        values there yet; see `open_rows`.
+        Rows out of reach have not changed since they were created. Optimizer states do not have
+        their initial values there yet; see `open_rows`.
         """
         table = None if self._table is None else self._table()
         if table is None:
@@ -173,11 +173,11 @@ class EmbeddingWeight(torch.nn.Parameter):
                 state[before:after].fill_(initial)
 
     def note_change(self) -> None:
-        """Record that rows get other keys, so that earlier lookups' backward is refused."""
+        """Record that rows have new keys, so that earlier lookups' backward is refused."""
         self.keys_changed_at = key_changes.next()
 
     def note_keys(self) -> None:
-        """Record the keys in optimizer states, since rows are about to get other keys."""
+        """Record the keys in optimizer states, since rows are about to be given to other keys."""
         self.note_change()
         self.catch_up()  # missed steps belong to the old keys
         self.noted_version = None  # earlier writes belong to the old keys too
@@ -222,7 +222,7 @@ class EmbeddingWeight(torch.nn.Parameter):
             copied = super().__deepcopy__(memo)
         copied.moved = self.moved
         if self.written():
-            copied.noted_version = -1  # the copy, too, counts as written to
+            copied.noted_version = -1  # the copy also counts as written to
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -233,7 +233,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         return EmbeddingWeight, (self.data, self.requires_grad)
 
     def rows_to_copy(self) -> int | None:
-        """Return how many leading rows a copy needs; None means a plain copy of them all."""
+        """Return how many leading rows a copy needs; None means a plain copy of all rows."""
         if (reach := self.reach) is not None or self.files is None or self.is_meta:
             return reach
         table = None if self._table is None else self._table()
@@ -251,7 +251,7 @@ def _with_room(
     requires_grad: bool,
     files: RowFiles | None = None,
 ) -> EmbeddingWeight:
-    """Return a weight with these rows, and room for more."""
+    """Return a weight with these rows and room for more."""
     if files is None or rows.is_meta:
         longer = with_length(rows, capacity, reach)
     else:
@@ -264,8 +264,8 @@ def _with_room(
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
     """Return whether a sample of rows without a key has nonzeros; such rows start as zeros.
 
-    The sample has the next free rows and some of the other free rows. Checking all rows after each
-    write would slow down code that writes row by row.
+    The sample consists of the next free rows and some of the other free rows. Checking all rows
+    after each write would slow down code that writes row by row.
     """
     free = weight.detach()[keys : rows_with_memory(weight)]
     step = max(1, len(free) // SEEN_ROWS)

@@ -16,9 +16,9 @@ NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 class WrittenRows:
     """Marks the rows that have been written to since the marks were made or cleared.
 
-    Code of the library that writes to rows in training marks them. All other writes, by user code,
-    by loading or by moving rows, are recognized from the weight's version counter in torch;
-    `complete` then returns False, and only a comparison of all rows can tell which have changed.
+    Library code that writes to rows in training marks them. All other writes (by user code, loading
+    or moving rows) are recognized from the weight's version counter in torch; `complete` then
+    returns False, and only a comparison of all rows can tell which have changed.
 
     Args:
         weight: an `EmbeddingWeight`; its attribute ``written_rows`` refers to the marks.
@@ -30,7 +30,7 @@ class WrittenRows:
         self._version = weight._version
 
     def begin(self, weight: torch.Tensor) -> int | None:
-        """Let marks be incomplete until `note`, which an interrupted write never reaches.
+        """Make the marks incomplete until `note` is called, which an interrupt may prevent.
 
         Returns:
             Version of the weight before the write; None if the marks were incomplete already.
@@ -40,12 +40,12 @@ class WrittenRows:
         return before
 
     def note(self, rows: torch.Tensor | None, before: int | None, now: int) -> None:
-        """Mark the rows of a write, after it.
+        """Mark the rows that a finished write has written to.
 
         Args:
             rows: int64 or int32; negative numbers are ignored. None if the rows are not known.
-            before: what `begin` has returned.
-            now: version after the write; other threads have written too if it is not the next.
+            before: the result of `begin`.
+            now: version after the write; unless it is the next one, other threads have written too.
         """
         if rows is not None and before is not None and now == before + 1:
             if len(rows):
@@ -53,7 +53,7 @@ class WrittenRows:
             self._version = now
 
     def forget(self) -> None:
-        """Take the marks as incomplete."""
+        """Make the marks incomplete."""
         self._version = -1
 
     def complete(self, weight: torch.Tensor) -> bool:
@@ -61,7 +61,7 @@ class WrittenRows:
         return weight._version == self._version
 
     def clear(self, weight: torch.Tensor, rows: np.ndarray | None) -> None:
-        """Remove marks of rows (None: of all rows), and count all writes so far as marked."""
+        """Clear the marks of these rows (None: all rows), and count all writes so far as marked."""
         if rows is None:
             self.marks.zero_()
         else:
@@ -70,7 +70,7 @@ class WrittenRows:
 
 
 class Write:
-    """A write by the library to weights; made before the write, and `done` called after it.
+    """A write by the library to weights; make it before writing, and call `done` afterwards.
 
     Args:
         weights: tensors of any type; only those with marks matter.
@@ -88,8 +88,8 @@ class Write:
         """Count one write to each weight as the library's own, and mark rows.
 
         Args:
-            rows: rows of each weight, int64 or int32; negative numbers are ignored. None if they
-                are not known.
+            rows: written rows of each weight, int64 or int32; negative numbers are ignored. None if
+                the rows are not known.
         """
         count_up(list(self.weights), "noted_version")
         if self._before is None:
@@ -108,5 +108,5 @@ def count_new_rows(weights: Sequence[torch.Tensor]) -> None:
 
 
 def have_marks(weights: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of these weights, which must be weights of layers, has marks."""
+    """Return whether any of these weights has marks; all must be weights of layers."""
     return not each_is(list(weights), "written_rows", None)

@@ -86,9 +86,9 @@ class CapturedStep:
             structure, shape, dtype or, if they are not tensors, value.
         RuntimeError: (in a call) the step cannot be captured; or something that is part of the
             capture has changed since: a parameter, buffer or state is another tensor, a layer or
-            the model is in another mode or has other options, a setting of an optimizer has
-            another value, an optimizer has been detached, or `sparsekit.checked` is on. Changes in
-            place, such as by a model's ``load_state_dict``, are allowed.
+            the model is in another mode or has other options, an optimizer setting has
+            another value, an optimizer has been detached, or `sparsekit.checked` is on. In-place
+            changes, such as those by a model's ``load_state_dict``, are allowed.
         IndexError, TableFullError: (in a call) an error from an earlier lookup or replay, or from
             this one.
 
@@ -212,7 +212,7 @@ class CapturedStep:
         """Capture the step; its kernels run only in replays."""
         for table in self._tables:
             self._check_table(table)
-        # Read all reports of earlier lookups now, since lookups must not read them in the capture.
+        # Read all reports of earlier lookups now, because lookups must not do so in the capture.
         raise_errors(self._device)
         versions = [parameter._version for parameter in self._parameters]
         try:

@@ -63,7 +63,7 @@ class Conditions:
         self._add(owner, optimizer.__dict__, ["state", "param_groups"])
         self._add_collection(owner, "param_groups", optimizer.param_groups)
         for group in optimizer.param_groups:
-            self._add(owner, group, optimizer.defaults)  # schedulers own the group's other entries
+            self._add(owner, group, optimizer.defaults)  # other entries belong to schedulers
             self._add_collection(owner, "params", group["params"])
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)

@@ -72,8 +72,8 @@ def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
     Args:
         hits: whether each recommended item is relevant, bool ``[users, m]`` with m >= k, best item
             first. If a user has fewer than k recommended items, pad with False.
-        relevant: the number of relevant items of each user, recommended or not, integer
-            ``[users]``. Users without relevant items are left out of the mean.
+        relevant: number of relevant items for each user, recommended or not, integer ``[users]``.
+            Users without relevant items are left out of the mean.
         k: number of items to consider, >= 1.
 
     Raises:

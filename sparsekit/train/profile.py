@@ -27,7 +27,7 @@ class Op:
         calls: number of calls.
         seconds: time in the op itself, excluding the ops that it calls. This is GPU time if the op
             used the GPU, otherwise CPU time.
-        share: fraction of the total seconds of all ops.
+        share: the op's fraction of the total seconds of all ops.
         bytes_moved: number of bytes sent to other ranks.
     """
 

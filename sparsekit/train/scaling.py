@@ -96,7 +96,7 @@ def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
     Let T(N) be the time of a step on N ranks, where N is the largest measured number of ranks. The
     overhead is E = T(N) - T(1) / N. In the worst case, the overhead is nothing but waiting, and is
     E on M ranks too. In the best case, the overhead is proportional to the bytes that each rank
-    sends, which are (M - 1) / M^2 of the bytes of a batch.
+    sends: (M - 1) / M^2 of the bytes in a batch.
 
     Args:
         measured: samples per second, by number of ranks; all at the same batch size. It must

@@ -17,7 +17,7 @@ CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class Spinning:
-    """Compares the number of involuntary context switches with that on an otherwise idle machine.
+    """Compares the number of involuntary context switches with what an otherwise idle machine has.
 
     At the end of every parallel loop, OpenMP's threads wait for one another by spinning, and a
     training step has dozens of such loops. If other processes use the same cores, the thread that

@@ -100,7 +100,7 @@ class Telemetry:
         return figures
 
     def _of_life(self, layer: EmbeddingTable, counts: list[float]) -> dict[str, float | None]:
-        """Return the growth of a table's counts since the last call, and its hit rate."""
+        """Return how much a table's counts have grown since the last call, and its hit rate."""
         before, self._counts[layer.name] = self._counts[layer.name], counts
         grown = [now - then for now, then in zip(counts, before, strict=True)]
         since = dict(zip(RowCounts._fields, grown, strict=True))
@@ -156,7 +156,7 @@ def _sample(layer: EmbeddingTable) -> torch.Tensor:
     if life is None or scores is None or clock is None or table is None:
         return sample
     rows, now = len(table), life.now(clock)
-    # Row numbers follow the order in which keys arrived, so sample rows at equal distances.
+    # Row numbers follow the order in which keys arrived, so sample evenly spaced rows.
     places = (
         torch.arange(SAMPLED_ROWS) * rows // SAMPLED_ROWS
         if rows > SAMPLED_ROWS

@@ -26,7 +26,7 @@ class DenseAutoencoder(SavedModel):
     https://github.com/vitobellini/tfautorec.
 
     Args:
-        history: ratings by all users, which are both input and target in training.
+        history: all users' ratings, used as both input and target in training.
         seed: seed of the initial weights.
         source: name of the data, saved with the model.
 

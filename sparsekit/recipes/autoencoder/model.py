@@ -25,12 +25,12 @@ class Autoencoder(SavedModel):
         h = \tanh(W_1 \tanh(\sum_{j \in N} w_j e_j / |w| + b_0) + b_1), \quad
         s_i = h \cdot v_i + c_i
 
-    N is the set of items that the user has rated, and the :math:`w_j` in [0.2, 1] are the ratings.
-    :math:`e_j` is the vector of an item as input; :math:`v_i` and :math:`c_i` are the vector and
-    the bias of an item to be scored. Vectors are looked up by the items' ids, so each item takes
-    memory on only one rank, and no ``[users, items]`` matrix is created.
+    N is the set of items that the user has rated, and the :math:`w_j` are the ratings, scaled to
+    [0.2, 1]. :math:`e_j` is the vector of an item as input; :math:`v_i` and :math:`c_i` are the
+    vector and the bias of an item to be scored. Vectors are looked up by the items' ids, so each
+    item takes memory on only one rank, and no ``[users, items]`` matrix is created.
 
-    The loss of a user is the cross entropy between a softmax over scores and the rated items,
+    A user's loss is the cross entropy between a softmax over scores and the rated items,
     weighted by :math:`w`. It is masked: the softmax covers only the rated items and `negatives`
     random other items, which are drawn once per step for all users. Thus a missing rating is weak
     evidence: it only means that the user prefers other items. In training, random items in a user's
@@ -40,8 +40,8 @@ class Autoencoder(SavedModel):
     softmax.
 
     Args:
-        history: ratings by all users, which are both input and target in training.
-        dim: number of elements of h, e and v, >= 1.
+        history: all users' ratings, used as both input and target in training.
+        dim: number of elements in h, e and v, >= 1.
         layers: number of dense layers (W, b), >= 0.
         dropout: fraction of a bag's items that are dropped in training, in [0, 1).
         negatives: number of items to draw in each step, >= 1; duplicates count once.

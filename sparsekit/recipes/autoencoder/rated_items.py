@@ -34,7 +34,7 @@ class RatedItems(torch.nn.Module):
         items, column = train.items.unique(return_inverse=True)
         cells, cell = (row * len(items) + column).unique(return_inverse=True)
         by_time = train.timestamps.argsort(stable=True)
-        # Find each user-item pair's latest rating; assigning by index could keep any of them.
+        # Find each user-item pair's latest rating; assigning by index might keep an earlier one.
         latest = torch.zeros_like(cells)
         place = torch.arange(len(by_time), device=cell.device)
         latest.scatter_reduce_(0, cell[by_time], place, "amax")

@@ -30,7 +30,7 @@ Recommender = Autoencoder | DenseAutoencoder
 
 @dataclass(frozen=True, eq=False)
 class Recommendations:
-    """The recommended items of each user, best first.
+    """The items recommended to each user, best first.
 
     Attributes:
         users: ids of the users, int64 ``[u]``, in ascending order.
@@ -47,7 +47,7 @@ class Recommendations:
         return int(self.scores.isfinite().sum())
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
-        """Yield user, item and score of each recommendation, by user, then by descending score."""
+        """Yield user, item and score for each recommendation, by user, then by descending score."""
         columns = self.users.tolist(), self.items.tolist(), self.scores.tolist()
         for user, items, scores in zip(*columns, strict=True):
             for item, score in zip(items, scores, strict=True):
@@ -191,7 +191,7 @@ def _best(
 def _without_rated(
     history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """Set to -inf the scores ``[n, end - begin]`` of items that the user has rated."""
+    """Replace the scores ``[n, end - begin]`` of items that the user has rated by -inf."""
     entries, _, row = history(rows)
     column = history.columns[entries]
     here = (begin <= column) & (column < end)

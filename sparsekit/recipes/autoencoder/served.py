@@ -1,4 +1,4 @@
-"""Recommends from the tables of a snapshot, by the dense part of a model."""
+"""Recommends items, using a snapshot's tables and a model's dense part."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .recommendations import USERS, Recommendations
 def recommend_from(snapshot: Snapshot, model: Autoencoder, k: int = 10) -> Recommendations:
     """Find the k items with the highest scores for each user in the model's history.
 
-    Unlike `recommend`, this reads all vectors from a snapshot, such as one with int8 rows or that
-    of a delta log. Candidates are the items with a row in it that the user has not rated.
+    Unlike `recommend`, this reads all vectors from a snapshot, which may have int8 rows or follow a
+    delta log. Candidates are the items in the snapshot that the user has not rated.
 
     Args:
-        snapshot: snapshot of a model of the same settings, whose layers have the names ``rated``
-            and ``scored``.
+        snapshot: snapshot of a model with the same settings, whose layers are named ``rated`` and
+            ``scored``.
         model: model with the users' ratings and the dense part, on the CPU.
         k: number of items for each user.
 
     Raises:
-        TypeError, ValueError: k is not an int in [1, 2^20]; or the snapshot has no such tables, or
-            tables of another dim.
+        TypeError, ValueError: k is not an int in [1, 2^20]; or the snapshot lacks these tables, or
+            their dim is not the model's.
     """
     k = check_int("recommend_from", "k", k, 1, 2**20)
     history, dim = model.history, len(model.bias)

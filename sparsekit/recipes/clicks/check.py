@@ -14,7 +14,7 @@ def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
 
     Args:
         config: settings of the run.
-        readers: readers by name: train, validation or test, as in the section ``data`` of config.
+        readers: readers by name: train, validation or test, as in config's ``data`` section.
 
     Raises:
         UsageError: files have no rows, or early stopping is impossible with the validation files.

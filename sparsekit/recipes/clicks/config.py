@@ -1,4 +1,4 @@
-"""Settings of `sparsekit train dlrm` and `deepfm`."""
+"""Settings for `sparsekit train dlrm` and `deepfm`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class DLRMConfig:
-    """Settings of a `DLRM`."""
+    """Settings for a `DLRM`."""
 
     rows: int | None = None
     dim: int = 16
@@ -44,7 +44,7 @@ class DLRMConfig:
 
 @dataclass(frozen=True)
 class DeepFMConfig:
-    """Settings of a `DeepFM`."""
+    """Settings for a `DeepFM`."""
 
     rows: int | None = None
     dim: int = 16
@@ -89,7 +89,7 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of the tables' optimizer, chosen by name, and of Adam for the dense part."""
+    """Settings for Adam on the dense part, and for the tables' optimizer, chosen by name."""
 
     name: str = "lazy_adam"
     lr: float = 0.002
@@ -100,7 +100,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Settings of `Trainer`."""
+    """Settings for `Trainer`."""
 
     epochs: int = 3
     # Training rounds this up to a multiple of the number of ranks.
@@ -115,7 +115,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a training run."""
+    """All settings for a training run."""
 
     model: Any
     data: DataConfig = field(default_factory=DataConfig)

@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: str, batch_size: int | None = None) -> Run:
-    """Read the settings of a run.
+    """Read a run's settings.
 
     Args:
         folder: folder that was given to --log-to.

@@ -114,8 +114,8 @@ def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
     Raises:
         CheckpointError: the model is damaged.
     """
-    # Give each rank enough capacity for all rows, since with fewer ranks than in training, each
-    # rank owns more rows. Prediction adds no rows.
+    # Give each rank enough capacity for all rows: if there are fewer ranks than in training, each
+    # one owns more rows. Prediction adds no rows.
     tables = read_manifest(_model(folder)).tables.values()
     rows = {table.layer: max(1, table.size) for table in tables}
     kind, _ = MODELS[run["model"]]

@@ -28,9 +28,9 @@ class DeepCoNN(torch.nn.Module):
     Args:
         words: number of words, including padding; see `sparsekit.datasets.reviews.Vocabulary`.
         length: number of words in a document, at least 4.
-        dim: number of elements of a word's vector.
-        filters: number of filters of the convolution.
-        hidden: number of elements of a document's vector.
+        dim: number of elements in a word's vector.
+        filters: number of filters in the convolution.
+        hidden: number of elements in a document's vector.
         placement: how the layers are distributed over ranks.
 
             - ``"single"``: each rank has all layers. With several ranks, each has a part of the

@@ -28,7 +28,7 @@ class BiasBaseline:
         low, high: range of the training ratings; predictions are clamped to it.
         user_ids, item_ids: int64 ``[u]`` and ``[i]``, sorted and distinct.
         user_bias, item_bias: float64 ``[u]`` and ``[i]``.
-        damping: damping of the users' biases and of the items' biases in the fit.
+        damping: damping used for the users' biases and for the items' biases, one number each.
     """
 
     mean: float
@@ -58,9 +58,10 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
 
     Args:
         train: the training ratings, at least one.
-        damping: damping of the users' biases and of the items' biases. With None, the best pair is
-            chosen: biases are fitted on the earliest four fifths of each user's ratings, and the
-            error is measured on the latest fifth. Then the biases are fitted on all ratings.
+        damping: damping for the users' biases and damping for the items' biases. With None, the
+            best pair is chosen: biases are fitted on the earliest four fifths of each user's
+            ratings, and the error is measured on the latest fifth. Then the biases are fitted on
+            all ratings.
     """
     if damping is None:
         damping = _choose_damping(train)

@@ -149,9 +149,9 @@ class RatingModel(SavedModel):
         """Compute the squared errors and penalties to be minimized in training.
 
         Returns:
-            ``(squared errors [n], penalties [n])``. A sample's penalty is a sum of squares of the
-            user's and item's vectors (times L2_VECTORS) and biases (L2_BIASES), and of the user's
-            pooled history (L2_RATED). Thus a vector is regularized in proportion to its use.
+            ``(squared errors [n], penalties [n])``. A sample's penalty is the sum of the squared
+            vectors (times L2_VECTORS) and biases (times L2_BIASES) of its user and item, and of the
+            user's squared pooled history (times L2_RATED). Vectors used more are penalized more.
         """
         scores, penalty = self._score(users, items)
         return (scores - ratings).square(), penalty

@@ -30,16 +30,17 @@ _TABLES = {name: f"embeddings.layers.{name}" for name in ("user", "item", "rated
 def train(
     folder: str, columns: Sequence[np.ndarray], every_seconds: float, calls: Connection
 ) -> None:
-    """Train until the other process closes the connection; to be run in a process of its own.
+    """Train until the other process closes the connection; run this in a separate process.
 
     Args:
         folder: folder of the delta log.
         columns: users, items, ratings and timestamps to train on.
         every_seconds: time from one delta to the next.
-        calls: sends "ready" after some epochs; then receives new ratings, as arrays ``[n]`` of
-            users, items and ratings, and answers each time with the number of steps so far.
+        calls: connection to the other process. It carries "ready" after some epochs. Then, each
+            time it brings new ratings, as arrays ``[n]`` of users, items and ratings, the number of
+            steps so far is sent back.
     """
-    # Ctrl-C goes to both processes; the other one then closes the connection.
+    # Ctrl-C reaches both processes; let the other one close the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     data = Ratings(*map(torch.from_numpy, columns))
@@ -80,19 +81,19 @@ def train(
 
 @dataclass
 class Server:
-    """Recommends films from the folder of a delta log, and measures how fresh it is.
+    """Recommends films from a delta log, and measures how fresh the served tables are.
 
     Attributes:
         snapshot: the tables.
         freshness: for each refresh that found new versions, the seconds since the previously served
-            version was written; no change that lookups now see for the first time is older.
+            version was written; the changes that have just become visible are not older.
     """
 
     snapshot: Snapshot
     freshness: list[float] = field(default_factory=list)
 
     def refresh(self) -> int:
-        """Take over new versions, and return the training step of the newest one."""
+        """Load any new versions, and return the newest one's training step."""
         before = self.snapshot.written_at
         if self.snapshot.refresh().deltas:
             self.freshness.append((time.time_ns() - before) / 1e9)
@@ -103,20 +104,20 @@ class Server:
 
         Args:
             user: id of the user.
-            history: ids of the films that the user has rated in training, int64 ``[n]``, the latest
-                last.
+            history: ids of the films that the user has rated in training, int64 ``[n]``, oldest
+                rating first.
         """
         with self.snapshot.pin() as pinned:
             own = pinned.lookup(_TABLES["user"], np.array([user]))[0]
             bag = history[None, -HISTORY:]
             rated = pinned.lookup(_TABLES["rated"], bag, combiner="sqrtn")[0]
-            # A film's row is its bias and its vector.
+            # A film's row consists of its bias and its vector.
             query = np.concatenate([[np.float32(1)], own[1:] + rated])
             k = self.snapshot.tables[_TABLES["item"]].rows
             return pinned.top_k(_TABLES["item"], query, k)
 
     def alike(self, film: int) -> np.ndarray:
-        """Return all films, sorted by the product of their vectors with a film's, largest first."""
+        """Return all films, sorted by the dot product with one film's vector, largest first."""
         name = _TABLES["item"]
         with self.snapshot.pin() as pinned:
             query = pinned.lookup(name, np.array([film]))[0]
@@ -131,7 +132,7 @@ class Training:
         # In a forked process, torch's threads would be in an unknown state.
         context = multiprocessing.get_context("spawn")
         self._calls, theirs = context.Pipe()
-        # Arrays: tensors would be shared through files that both processes must open.
+        # Pass arrays, because tensors would be shared through files that both processes must open.
         columns = [each.numpy() for each in (data.users, data.items, data.ratings, data.timestamps)]
         self._process = context.Process(
             target=train, args=(folder, columns, every_seconds, theirs), daemon=True
@@ -153,7 +154,7 @@ class Training:
         self._answer()
 
     def rate(self, user: int, films: np.ndarray, stars: float) -> int:
-        """Let training go on with new ratings, and return the last step without them."""
+        """Send new ratings to the training process; return the last step taken without them."""
         users = np.full(len(films), user)
         self._calls.send((users, films, np.full(len(films), stars, np.float32)))
         return int(self._answer())

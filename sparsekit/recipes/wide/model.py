@@ -25,7 +25,7 @@ OPTIMIZERS = ("adam", "ftrl")
 
 
 class WideModel(SavedModel):
-    r"""Two linear layers on hashed categories, of width ``int(width ** 0.3)`` and 1.
+    r"""Two linear layers, of widths ``int(width ** 0.3)`` and 1, on hashed categories.
 
     The input is a sparse matrix ``[n, width]``. The first layer is a `DistributedEmbedding`: the
     columns of a row's nonzero entries are the keys of a bag, and the entries are their weights.
@@ -121,8 +121,8 @@ class WideModel(SavedModel):
         accumulator by its square, which gives the same weights as with the sum.
 
         Only the table has penalties. If the head also had them, small batches could set all weights
-        of the table and the head to zero in the first steps. Then all gradients are zero, too, and
-        the model stops learning.
+        of the table and the head to zero in the first steps. All gradients would then be zero, too,
+        and the model would stop learning.
 
         Args:
             name: ``"adam"`` or ``"ftrl"``.
@@ -184,7 +184,7 @@ class WideModel(SavedModel):
         encoder = SplitHashEncoder(state["lengths"], **state["encoder"])
         model = cls(encoder, QuantileBuckets(state["edges"]), loss=state["loss"])
         keys, vectors = state["table"]
-        # Drop extra rows: the ranks' tables have equal sizes, so their sum may exceed the width.
+        # Drop extra rows: the ranks' tables have equal sizes, which may add up to over `width`.
         columns = keys < encoder.width
         model.embedding.assign(keys[columns], vectors[columns])
         model.head.load_state_dict(state["head"])
