@@ -201,7 +201,7 @@ class RowFiles:
         """
         there = {name: (tuple(t.shape[1:]), t.dtype) for name, t in self._states.items()}
         wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in columns.items()}
-        file = self._file()  # after an interrupt, maybe another weight's file
+        file = self._file()  # after an interrupt, this may be another file
         here = file is not None and weight.untyped_storage().data_ptr() == file.address
         if here and there == wanted:
             return

@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Print the flags or folders that the arguments ask for, in one line."""
+    """Print the flags or folders that the arguments ask for, on one line."""
     parser = argparse.ArgumentParser(
         prog="python -m sparsekit.serving",
         description="Print where the serving library is, for compilers and build systems.",

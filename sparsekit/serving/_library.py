@@ -115,7 +115,7 @@ class Progress(_Sized):
     ]
 
 
-# The fields of Feature, which are filled in faster all at once.
+# The fields of Feature; packing them all at once is faster than setting each.
 FEATURE = struct.Struct("@NiiPqPqPPqP")
 
 

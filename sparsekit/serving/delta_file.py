@@ -163,5 +163,5 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def _crc_before(record: np.ndarray, field: str) -> int:
-    """Return the checksum of a record's bytes up to a field."""
+    """Return the checksum of a record's bytes before a field."""
     return encoding.crc32(record.tobytes()[: offset_of(record.dtype, field)])

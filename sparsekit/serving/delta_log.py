@@ -249,7 +249,7 @@ class DeltaLog:
         return [facts_of(of_layer(*each), each[1]) for each in self._layers.items()]
 
     def _write_base(self, version: int, step: int | None) -> None:
-        """Write all tables, and start to follow them."""
+        """Write all tables, and start to track their changes."""
         self._end_compaction()
         written_at = time.time_ns()
         found = [of_layer(name, layer) for name, layer in self._layers.items()]

@@ -31,7 +31,7 @@ from .writer import SnapshotWriter, TableWriter
 _AS_THEY_ARE = {"bfloat16": "bfloat16", "float16": "float16"}
 
 Pieces = Iterator[tuple[torch.Tensor, torch.Tensor]]
-# One word for all tables, or a mapping with a word for each table.
+# Either one choice for all tables, or a mapping from tables to choices.
 Choice = str | Mapping[str, str]
 
 

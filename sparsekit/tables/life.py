@@ -99,7 +99,7 @@ class RowLife:
         on_evict: called with the rows that a sweep drops.
         makes_room_first: whether lookups make room before they insert keys; set once a lookup has
             had more new keys than there were free rows.
-        keys_finished: total of the distinct keys that all ranks have asked for in finished lookups.
+        keys_finished: total number of distinct keys that all ranks requested in finished lookups.
     """
 
     def __init__(

@@ -67,9 +67,9 @@ class _Dated:
 class LFU(_Dated):
     """Least frequently used: the score of a key is how many times it has occurred in training.
 
-    All positions in a batch count, repeats included. Counts age: they are halved every
+    All positions in a batch count, including repeats. Counts age: they are halved every
     `halve_every` units of the clock, since otherwise keys that were popular once would stay
-    forever, and no new key could displace them. Counts stop at 2^32 - 1.
+    forever, and no new key could displace them. Counts saturate at 2^32 - 1.
 
     Args:
         halve_every: counts are halved after this many units of the clock; 0 for never.

@@ -22,7 +22,7 @@ class FitData:
     Args:
         data: argument of `Trainer.fit`.
         batch_size: number of samples per rank in a batch of tensors.
-        global_batch_size: total number of samples of all ranks, instead of batch_size.
+        global_batch_size: total number of samples in a batch on all ranks, instead of batch_size.
         ranks: number of ranks.
 
     Attributes:

@@ -183,7 +183,7 @@ def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 
 @torch.no_grad()
 def _test_mse(model: DeepCoNN, data: Data) -> float:
-    """Return the MSE on the test part; with placement single, ranks share the work."""
+    """Return the MSE on the test part; the ranks share the work if the placement is single."""
     model.eval()
     squares = 0.0
     parts = world_size() if model.placement == "single" else 1
