@@ -94,8 +94,16 @@ def _rows_in(
     rows: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the rows, as in `InFlight`, that a lookup in `tables` tables found in table t."""
-    own = entries_of_tables(bags, features, tables)[t]
+    """Return the rows that a lookup found in table t, as in `InFlight`.
+
+    Args:
+        t: index of the table.
+        entries: returns the entries of each table.
+        index: result of the lookup.
+        rows: result of the lookup.
+        counts: result of the lookup.
+    """
+    own = entries()[t]
     if rows is None or counts is None:
         return index[own]
     return rows[own.start : own.start + int(counts[t])]
