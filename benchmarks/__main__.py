@@ -39,7 +39,7 @@ from .gpu import Gpu
 
 Benchmarks = dict[str, Callable[[Any], Iterator[Comparison]]]
 
-# The benchmarks of each suite, by name on the command line.
+# Each suite's benchmarks, by their names on the command line.
 SUITES: dict[str, Benchmarks] = {
     "cpu": {
         "hash_table": bench_hash_table.run,
@@ -205,7 +205,7 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
                 rows.append({"benchmark": name, **result.row()})
                 write()  # write each result now, since the run may be killed
         except Exception:
-            # Continue: the other benchmarks do not depend on this one, and GPU time is scarce.
+            # Continue, since the other benchmarks do not depend on this one and GPU time is scarce.
             traceback.print_exc()
             failed.append(name)
     write()

@@ -18,7 +18,7 @@ def owners_sorted(keys: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def by_argsort(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:
-    """Compute the result of bucketize with torch: sorted keys, counts and the permutation."""
+    """Compute bucketize's result with torch: sorted keys, counts and the permutation."""
     owner = keys % world_size
     permutation = owner.argsort(stable=True)
     return keys[permutation], torch.bincount(owner, minlength=world_size), permutation
@@ -38,7 +38,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time bucketize on a GPU, against just reading keys and writing keys and a permutation."""
+    """Time bucketize on a GPU, against just reading keys, then writing them with a permutation."""
     for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
         keys = gpu.randint(2**62, n)
         for world_size in (8, 64):

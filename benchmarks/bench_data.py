@@ -85,7 +85,7 @@ def _pandas(path: Path) -> None:
 
 
 def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
-    """Train a small DLRM for an epoch; compare the wait for batches with the time per step."""
+    """Train a small DLRM for an epoch; compare time waiting for batches with step time."""
     dim, batch = cpu.size(16, 4), cpu.size(2048, 16)
     torch.manual_seed(0)
     reader = CriteoReader(path, batch, shuffle=True)

@@ -19,7 +19,7 @@ TABLES, DENSE = 26, 13
 
 
 class Dense(torch.nn.Module):
-    """Everything except the tables: two stacks of layers, and dot products of all vector pairs."""
+    """The model without its tables: two stacks of layers, and dot products of all vector pairs."""
 
     pairs: torch.Tensor  # int64: indices of the distinct pairs in the flattened products
 
@@ -46,7 +46,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time steps with one key per bag. 1M ids per table need 40 GB: halve that until it fits."""
+    """Time steps with one key per bag. 1M ids per table need 40 GB; halve until they fit."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))
@@ -104,8 +104,8 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
         return torch.stack([bag(c) for bag, c in zip(bags, columns, strict=True)], 1)
 
     peer = gpu.time(step_of(theirs, bags, torch.optim.SparseAdam(list(bags.parameters()))))
-    # Read each key's vector and gradient once; for each row, read and write its weight and two
-    # states.
+    # Each key's vector and gradient are read once; each row's weight and two states are read and
+    # written.
     distinct = sum(len(of_table.unique()) for of_table in keys)
     num_bytes = 4 * dim * (2 * batch * TABLES + 6 * distinct)
     for name, timing in timings.items():

@@ -71,7 +71,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
                 timing = gpu.time(ours)
                 case = f"bags of {per_bag}, {len(rows):,} of {len(weight):,} x {dim} {name}"
                 num_bytes = len(rows) * (4 * dim + 8) + len(offsets) * (4 * dim + 8)
-                # No target for zipf: most of its rows are in the cache, so the op may exceed R1,
+                # Set no target for zipf: since most rows are in the cache, the op may exceed R1,
                 # the speed of memory.
                 goal = target.get(dim, "embedding_bag, D >= 128") if name == "uniform" else ""
                 yield gpu.against_r1(case, timing, num_bytes, goal)

@@ -1,4 +1,4 @@
-"""Compares the overhead of calls on tiny inputs with that of torch's clone."""
+"""Compares the overhead of calls on tiny inputs with the overhead of torch's clone."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Times many tables on ranks with one thread each: steps, collectives, and the effect of prefetch.
+"""Times steps, collectives and prefetch for many tables, on ranks with one thread each.
 
 sparsekit uses LazyAdam. TorchRec places half of the tables on each rank, and uses row-wise Adagrad
 fused into backward.
@@ -35,7 +35,7 @@ ONE_TABLE = "one table, same keys"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all cases, either full or toy sizes; the same rank processes run all cases."""
+    """Full or toy sizes for all cases; the same rank processes run every case."""
 
     quick: bool
 
@@ -82,7 +82,7 @@ def _steps(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
-    """Time two ranks that share the tables, alternating with a rank that gets both batches."""
+    """Time two ranks that share the tables, in turns with a single rank that gets both batches."""
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ranks, over, name = ([0, 1], alone, ONE_RANK) if rank == 2 else ([rank], pair, TWO_RANKS)
     tables = Tables(shape, ranks, over)
@@ -120,7 +120,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
         for _ in range(times):
             torch.mm(matrix, matrix, out=product)
 
-    for _ in range(2):  # twice: starting from the first estimate, the second one is better
+    for _ in range(2):  # the second measurement refines the first estimate
         each = time_in_turns({ALONE: exchange, DENSE: dense}, rounds)
         found = [round(times * statistics.median(each[ALONE]) / statistics.median(each[DENSE]))]
         dist.broadcast_object_list(found)  # the same number on all ranks

@@ -3,7 +3,7 @@
 The peer is TorchRec's DistributedModelParallel over an EmbeddingBagCollection of two tables, one on
 each rank (its CPU mode refuses row-wise sharding). TorchRec gets row numbers, and uses fused
 row-wise Adagrad. sparsekit looks up raw keys in hash tables, and uses LazyAdam. Both get the same
-batches and start with the same vectors. Ranks time all sides alternately, from barrier to barrier.
+batches and start with the same vectors. Ranks time the sides in turn, from barrier to barrier.
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ class Case:
 
 
 def make_group(case: Case, dedupe: bool) -> sparsekit.EmbeddingGroup:
-    """Return a group of the case's tables; layers of the same name get equal initial vectors."""
-    capacity = case.ids * 6 // 10  # per rank: its half of the ids, and a margin
+    """Return a group of the case's tables; layers with the same name get equal initial vectors."""
+    capacity = case.ids * 6 // 10  # each rank's half of the ids, plus a margin
     layers = {}
     for name in case.batches[0]:
         layers[name] = sparsekit.DistributedEmbedding(
@@ -82,7 +82,7 @@ def training_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
 
 
 def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, torch.Tensor]:
-    """Return the initial vectors ``[ids, dim]`` of all ids in each table; inserts no ids."""
+    """Return each table's initial vectors ``[ids, dim]`` for all ids, without inserting any."""
     per_call = case.batch * case.features
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in case.batches[0]}
     group.eval()

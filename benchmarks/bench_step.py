@@ -104,11 +104,11 @@ def _steps(
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time 65,536 samples with 26 slots of 2 keys; the table has 8 GiB at dim 128, 4 GiB at 64."""
+    """Time 65,536 samples with 26 slots of 2 keys; the table is 8 GiB at dim 128, 4 GiB at 64."""
     batch, slots, nnz = gpu.size(65536, 8), 26, 2
     n = batch * slots * nnz
     for dim in (128, 64):
-        # Leave memory for the weight and its moments, and for temporaries of both sides.
+        # Leave memory for the weight and its moments, and for both sides' temporaries.
         ids = gpu.fit(gpu.size(16 << 20, 1_000), bytes_each=20 * dim)
         for name, keys in (
             ("uniform", gpu.randint(ids, n)),

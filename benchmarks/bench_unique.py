@@ -61,7 +61,7 @@ def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
     sorted_keys, _, sorted_counts = peers["np.unique"][0]()
     assert np.array_equal(sorted_keys, ours[0][by_key])
     assert np.array_equal(sorted_counts, ours[2][by_key])
-    if "pandas.factorize" in peers:  # keys are in order of first occurrence, as in ours
+    if "pandas.factorize" in peers:  # keys are in order of first occurrence, as in our result
         codes, uniques = peers["pandas.factorize"][0]()
         assert np.array_equal(codes, ours[1])
         assert np.array_equal(uniques, ours[0])

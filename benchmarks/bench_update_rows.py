@@ -78,8 +78,8 @@ def _steps(
     return [partial(step, gradient) for gradient in gradients]
 
 
-# Optimizers, and how often each passes over a row's elements: once to read the gradient, and twice
-# (to read and write) for the weight and for each full-width state.
+# Optimizers, and how many passes each makes over a row's elements: one to read the gradient, and
+# two (a read and a write) for the weight and for each full-width state.
 PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "SGD": (lambda p: optim.SGD(p, lr=0.01), 3),
     "SGD momentum": (lambda p: optim.SGD(p, lr=0.01, momentum=0.9), 5),

@@ -1,6 +1,6 @@
-"""Defines results, inputs, and the description of the machine, for all benchmarks.
+"""Defines the results, inputs and machine description that all benchmarks share.
 
-A result compares a case of sparsekit with a roof or a peer, on the same inputs in the same run. A
+A result compares sparsekit with a roof or a peer in one case, on the same inputs in the same run. A
 peer is another library. A roof is a limit of the hardware, such as the speed of a copy; it is
 treated like a peer that runs at this limit.
 """
@@ -21,7 +21,7 @@ import torch
 import sparsekit
 
 ROOT = Path(__file__).resolve().parents[1]
-# Packages of peers; their versions are part of the machine's description.
+# The peers' packages; the description of the machine includes their versions.
 PACKAGES = ("numpy", "pandas", "libboost-headers", "fbgemm-gpu-cpu", "torchrec", "xxhash")
 
 
@@ -194,7 +194,7 @@ def _read(path: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this clone, with the suffix "-dirty" if files have been changed."""
+    """Return this clone's commit, with the suffix "-dirty" if files have been changed."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--match="]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

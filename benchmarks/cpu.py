@@ -4,9 +4,9 @@ A side is sparsekit or a peer. All sides of a case are timed alternately, A B C 
 machine's speed drifts. A timed call includes the allocation and release of its outputs. Each call
 uses the next of several inputs, which together exceed the cache; "in cache" cases have one input.
 
-R1 is the speed of a copy, in bytes read and written. R2 is the number of random 64-byte lines read
-per second from an array as large as the table. Each is the best of several implementations, with
-pages of 4 KiB and of 2 MiB.
+R1 is the speed of a copy, counting both bytes read and bytes written. R2 is the number of random
+64-byte lines read per second from an array as large as the table. Each is the best result among
+several implementations, with pages of 4 KiB and of 2 MiB.
 """
 
 import math
@@ -103,7 +103,7 @@ class Cpu:
         Args:
             case: description, including sizes; unique within the suite.
             ours: calls, one for each input.
-            peers: calls of each peer.
+            peers: each peer's calls.
             line: name of the case's target in `targets.py`; empty if it has none.
             threads: number of threads; None means the default number.
             num_bytes: number of bytes that a call must move; adds a comparison with R1.
@@ -140,8 +140,8 @@ class Cpu:
         times: list[list[float]] = [[] for _ in sides]
         for r in range(rounds):
             for i, (side, count) in enumerate(zip(sides, loops, strict=True)):
-                # Let the sides start at inputs far apart, so that no side finds its inputs in the
-                # cache because another side has just used them.
+                # Start the sides at inputs that are far apart, so that no side finds its inputs in
+                # the cache because another side has just used them.
                 first = r * count + i * len(side.calls) // len(sides)
                 times[i].append(_time(side, first, count))
         return times
@@ -197,7 +197,7 @@ class Cpu:
             table_bytes: size of the array.
             n: number of lines that a call reads.
             line: as for `compare`.
-            threads: number of threads for both.
+            threads: number of threads for both sides.
             curve: as for `compare`.
         """
         self.has("R2 by a C++ loop", native.missing("gather"))

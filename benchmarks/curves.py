@@ -111,7 +111,7 @@ def load(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class _FullTable:
-    """A table at its budget; each method looks up as many keys as one sweep drops rows."""
+    """A table at its budget; each method looks up one key for each row that a sweep drops."""
 
     def __init__(self, rows: int) -> None:
         spare = max(rows // 10, 8192)

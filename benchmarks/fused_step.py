@@ -1,4 +1,4 @@
-"""Runs a step of one table with ops that keep every size on the device, so the host never waits.
+"""Trains one table with ops that keep every size on the device, so the host never waits.
 
 This is a sketch of a fused mode for layers: the step pools the vectors of keys, and updates rows
 with the gradient of the result. Each tensor has one row per key, since only the device knows the

@@ -1,7 +1,7 @@
 """Times calls on a GPU, measures the roofs, and compares calls with roofs and peers.
 
-R1 is the speed of a copy within the device, in bytes read and written. R2 is the number of random
-64-byte lines read per second from an array as large as the table.
+R1 is the speed of a copy within the device, counting both bytes read and bytes written. R2 is the
+number of random 64-byte lines read per second from an array as large as the table.
 """
 
 import gc
@@ -180,8 +180,8 @@ class Gpu:
 
     def fit(self, count: int, bytes_each: float) -> int:
         """Return `count`, halved until that many items leave some memory free."""
-        # First free modules with hooks, which are in reference cycles; then free torch's cached
-        # memory.
+        # First free modules with hooks, since they are in reference cycles; then free torch's
+        # cached memory.
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

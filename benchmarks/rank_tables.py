@@ -1,4 +1,4 @@
-"""Defines many tables on ranks, and steps that use them via a group, one layer, or TorchRec.
+"""Defines many tables shared by ranks, and steps that use them via a group, one layer, or TorchRec.
 
 sparsekit looks up raw keys in hash tables that already contain all keys; TorchRec gets row numbers.
 The input of both is one KeyedJaggedTensor, or a stand-in for it. A group returns the vectors of

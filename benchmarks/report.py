@@ -79,13 +79,13 @@ def verdicts(rows: Iterable[Row]) -> str:
 def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[str]]:
     """Return a line about the change in each case, and the names of slower cases and benchmarks.
 
-    The measure is the quotient of our time and the peer's time, since the speed of machines drifts
-    and both were timed alternately. If there are several peers, the median change is used.
-    If both runs used the same processor, our time alone must also have changed by half of the
-    threshold; otherwise a peer that happened to run faster would make us look slower.
+    The measure is our time divided by the peer's time, because machine speed drifts and both were
+    timed alternately. If there are several peers, the median change is used. If both runs used the
+    same processor, our time alone must also have changed by half of the threshold; otherwise a peer
+    that happened to run faster would make us look slower.
 
-    A case is slower if its quotient has grown by more than the threshold, and the new lower
-    quartile is above the old upper quartile. All cases of a benchmark together can reveal a change
+    A case is slower if this quotient has grown by more than the threshold, and its new lower
+    quartile is above its old upper quartile. All cases of a benchmark together can reveal a change
     that noise hides in each of them: a benchmark is slower if the median of its cases has grown by
     more than the threshold, and three quarters of them by more than half of the threshold.
     """
@@ -103,7 +103,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     groups: dict[str, list[tuple[float, float]]] = {}
     for case in (case for case in old if case in new):
         pairs = [(old[case][x], new[case][x]) for x in old[case] if x in new[case]]
-        # Ignore roofs that were not timed alternately with ours, unless there is nothing else.
+        # Ignore roofs that were not timed alternately with our calls, unless there is nothing else.
         pairs = [x for x in pairs if all(map(_in_turns, x))] or pairs
         if not pairs:
             continue

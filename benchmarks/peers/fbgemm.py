@@ -22,7 +22,7 @@ def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
 
     Args:
         shapes: rows and dim of each table.
-        lr: learning rate. Backward updates the rows by row-wise Adagrad.
+        lr: learning rate. Backward updates the rows with row-wise Adagrad.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (

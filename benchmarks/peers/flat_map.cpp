@@ -19,7 +19,7 @@ void map_free(void* map) {
   delete static_cast<Map*>(map);
 }
 
-// Removes all keys and keeps the memory.
+// Removes all keys, but keeps the memory.
 void map_clear(void* map) {
   static_cast<Map*>(map)->clear();
 }

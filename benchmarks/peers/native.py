@@ -92,7 +92,7 @@ def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def pages(num_bytes: int, huge: bool) -> torch.Tensor:
-    """Return uint8 zeros ``[num_bytes]``; given a compiler, in pages of 2 MiB (`huge`) or 4 KiB."""
+    """Return uint8 zeros ``[num_bytes]``; with a compiler, uses 2 MiB (`huge`) or 4 KiB pages."""
     if missing("gather") is not None:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     address = _function("gather", "pages_new", ctypes.c_void_p)(

@@ -29,7 +29,7 @@ from sparsekit.train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 
 from ..on_ranks import run
 
-# Requirements: upper bound of the loss, and lower bound of the precision.
+# The required upper bound on the loss and lower bound on the precision.
 LARGEST_LOSS = 0.0205
 POPULARITY = 0.104
 # Speed-up that the original reports for 2 GPUs.

@@ -71,7 +71,7 @@ def present(layer: Any, keys: torch.Tensor) -> float:
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train for a part of the run; return times, hit rates, memory and a digest of the table."""
+    """Train for part of the run; return times, hit rates, memory and a digest of the table."""
     rows, dim, size = (settings[name] for name in ("rows", "dim", "batch"))
     storage = settings["storage"]
     layer = sparsekit.Embedding(rows, dim, name="table", **storage)

@@ -32,7 +32,7 @@ IDS, EXPONENT, BATCH, BLOCK, DISTINCT = 10**8, 1.05, 4096, 1 << 20, 10**7
 
 
 def people() -> Iterator[torch.Tensor]:
-    """Yield the keys of lookups, each from 256 rows of the Adult data."""
+    """Yield the keys for each lookup, taken from 256 rows of the Adult data."""
     everyone = adult()
     texts = [np.char.add(f"{name}=", values) for name, values in everyone.columns.items()]
     keys = sparsekit.hashing.xxh64(np.stack(texts, 1).ravel()).view(len(everyone), -1)

@@ -4,7 +4,8 @@ python benchmarks/systems/checkpoint.py [--gib 4] [--folder FOLDER]
 
 Exits with 1 if a requirement is not met. save must be at least 0.7 times as fast as cp and sync on
 the same bytes, and faster than torch.save. save, load and reshard may use at most 256 MiB of memory
-besides the table. async_save may delay training by at most a tenth of the time that save takes.
+in addition to the table. async_save may delay training by at most a tenth of the time that save
+takes.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _measured(function: Callable[[], object]) -> tuple[float, int]:
-    """Return a call's seconds, and the MiB by which its peak memory exceeds that at its start."""
+    """Return a call's duration in seconds, and how far memory rose at its peak, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     seconds = _timed(function)

@@ -4,8 +4,8 @@
 
 Trains a rating model on MovieLens-100K and a classifier on the Adult census data, with rows for
 half of the ids. Then looks up a zipf stream with drifting popular keys in tables with 65,536 rows,
-and in a table that evicts within buckets of 128 rows, as HierarchicalKV does. Exits with 1 if LRU
-or LFU has a lower hit rate than the bucketed table.
+and in a table that evicts within buckets of 128 rows, like HierarchicalKV. Exits with 1 if LRU or
+LFU has a lower hit rate than the bucketed table.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class FirstCome:
 
 
 def limit(layers: Mapping[EmbeddingLayer, int], policy: str) -> dict[EmbeddingLayer, FirstCome]:
-    """Limit the layers' rows; return a `FirstCome` for each layer if the policy needs them."""
+    """Limit the layers' rows; return a `FirstCome` for each layer if the policy needs one."""
     for layer, most in layers.items():
         if layer.life is not None and layer.life.max_rows is not None:
             layer.life.max_rows = most
@@ -202,7 +202,7 @@ class BucketedLRU:
 
     @staticmethod
     def _hashed(keys: np.ndarray) -> np.ndarray:
-        """Hash keys with MurmurHash3's finalizer, as HierarchicalKV does."""
+        """Hash keys with MurmurHash3's finalizer, like HierarchicalKV."""
         words = keys.astype(np.uint64)
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
             words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)

@@ -2,7 +2,7 @@
 
 python benchmarks/systems/serving_live.py [--rows 1000000] [--changed 20000] [--seconds 20]
 
-A trainer changes rows of a table of dim 64, and writes deltas with int8 rows. A C++ process follows
+A trainer changes rows in a dim-64 table, and writes deltas with int8 rows. A C++ process follows
 them, and looks up 26 bags of 10 keys in this table. Freshness is the time from the end of a
 training step to the first lookup that sees its changes. Exits with 1 if its p99 is above a second.
 """
@@ -25,7 +25,7 @@ from sparsekit import optim
 from sparsekit.serving import DeltaLog, _library
 
 DIM = 64
-GOLDEN = -7046029254386353131  # keys are multiples of this number, which spreads them over 64 bits
+GOLDEN = -7046029254386353131  # keys are multiples of this number, so that they spread over 64 bits
 STEPS_A_SECOND = 10
 MOST_SECONDS = 1.0
 ROOT = Path(__file__).parents[2]

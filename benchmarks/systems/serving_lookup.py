@@ -1,12 +1,12 @@
-"""Compares the time of raw-key lookups in a snapshot with that of lookups by row number.
+"""Compares the speed of raw-key lookups in a snapshot with that of lookups by row number.
 
     python -m benchmarks.systems.serving_lookup [--rows N] [--calls N] [--file FILE]
 
-Writes a snapshot of 26 tables of different sizes, 10 million rows of dim 64 in all, with int8 rows.
-Times warm calls that pool a bag in each table, from one thread and from two, alternating with peers
-that are given row numbers: FBGEMM's int8 op and nn.EmbeddingBag, one thread per caller. Also times
-calls on a file that is not in memory, and opening. Exits with 1 if opening takes 10 ms or more, or
-if the median call with raw keys takes more than 1.3 times as long as FBGEMM's.
+Writes a snapshot of 26 tables of different sizes: 10 million int8 rows of dim 64 in all. Times warm
+calls that pool a bag in each table, from one thread and from two, alternating with peers that are
+given row numbers: FBGEMM's int8 op and nn.EmbeddingBag, one thread per caller. Also times opening
+the file, and calls while it is not in memory. Exits with 1 if opening takes 10 ms or more, or if
+the median call with raw keys takes more than 1.3 times as long as FBGEMM's.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MOST_RATIO, MOST_OPEN_MS = 1.3, 10.0
 
 
 def sizes_of(rows: int) -> list[int]:
-    """Return each table's number of rows, about `rows` in all, a quarter in the largest."""
+    """Return each table's number of rows, about `rows` in all, with a quarter in the largest."""
     sizes = np.geomspace(1, 2650, TABLES)
     return [int(size) for size in np.maximum(1, sizes * rows / sizes.sum())]
 

@@ -1,4 +1,4 @@
-"""Compares a model's metrics as trained with those when its tables are served in each row format.
+"""Compares the metrics of trained models with their metrics when served in each row format.
 
     python -m benchmarks.systems.serving_quality [--seeds 3]
 

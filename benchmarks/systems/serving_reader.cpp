@@ -1,8 +1,8 @@
 // Looks keys up while another thread follows a log, for serving_live.py.
-// Usage: serving_reader FOLDER QUIET_SECONDS LIVE_SECONDS ROWS. Prints lines "pin NS", "quiet" and
-// "live" with the p50, p99 and p99.9 of lookup times in ns and the number of lookups, and for each
-// version "seen DENSE_VERSION NS", the time since 1970 of the first lookup that saw it.
-// LIVE_SECONDS begin when a line arrives on stdin.
+// Usage: serving_reader FOLDER QUIET_SECONDS LIVE_SECONDS ROWS. Prints the line "pin NS"; the lines
+// "quiet" and "live", each with the p50, p99 and p99.9 of lookup times in ns and the number of
+// lookups; and for each version "seen DENSE_VERSION NS", the time since 1970 of the first lookup
+// that saw it. The LIVE_SECONDS begin when a line arrives on stdin.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -48,7 +48,7 @@ struct Reader {
     return state ^= state << 17;
   }
 
-  // Looks keys up for some time, and prints how long lookups take.
+  // Looks up keys for a while, and prints how long lookups take.
   void run(const char* name, double seconds) {
     std::vector<int64_t> keys(kBags * kKeysInBag), offsets(kBags + 1), times;
     std::vector<float> out(static_cast<size_t>(kBags) * dim);
@@ -72,7 +72,7 @@ struct Reader {
       const auto time = Clock::now() - begin;
       times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
       if (version != dense_version) seen.emplace_back(dense_version = version, since_1970());
-      // Pause, as a server that is not saturated does.
+      // Pause, like a server that is not saturated.
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     std::sort(times.begin(), times.end());

@@ -1,9 +1,9 @@
-"""Compares a snapshot's exact top k in speed with torch and faiss, which search float32 vectors.
+"""Compares the speed of a snapshot's exact top k with torch and faiss on float32 vectors.
 
     python -m benchmarks.systems.serving_top_k [--rows 1000000] [--dim 64] [--repeats 30]
 
 Writes a table of random vectors with random 64-bit keys in each row format, and asks for the best
-10 and 100 rows of random queries. torch and faiss return positions, not keys; torch uses its
+10 and 100 rows for random queries. torch and faiss return positions, not keys; torch uses its
 default number of threads. Exits with 1 if a result is not exact.
 """
 
@@ -59,7 +59,7 @@ def torch_search(vectors: np.ndarray) -> Search:
 
 
 def faiss_search(vectors: np.ndarray) -> Search:
-    """Return a function that searches a flat index of faiss."""
+    """Return a function that searches a flat faiss index."""
     import faiss
 
     index = faiss.IndexFlatIP(vectors.shape[1])

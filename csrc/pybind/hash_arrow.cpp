@@ -38,7 +38,7 @@ void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& w
 }
 
 // Calls visit with a null `const T*`, where T is the integer type that `format` stands for. Returns
-// false if the format is not that of an integer.
+// false if `format` does not stand for an integer type.
 template <class Visit>
 bool with_integer(std::string_view format, const Visit& visit) {
   const auto is = [&](const char* name, const auto* type) {

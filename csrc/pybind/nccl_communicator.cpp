@@ -90,8 +90,9 @@ class NcclCommunicator {
     ncclComm* communicator = take(reason);
     if (communicator == nullptr) return;
     if (calling_) {
-      // NCCL would free the communicator while another thread's call uses it, so stop that call
-      // first. An old library cannot stop a call; in that case only abort, like torch's watchdog.
+      // NCCL would free the communicator while another thread's call is still using it, so stop
+      // that call first. An old library cannot stop a call; in that case only abort, like torch's
+      // watchdog.
       lock.unlock();
       const bool stopped = nccl::revoke(communicator);
       lock.lock();

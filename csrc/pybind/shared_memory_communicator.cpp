@@ -126,7 +126,7 @@ bool Communicator::work_on(uint64_t number, Clock::time_point deadline) {
       const uint32_t rings = bell.rings();
       bool any = advance();
       if (!any && in_vain) {
-        // Try once more: after the last advance(), the rank may have sent data and then left.
+        // Try once more, since after the last advance() the rank may have sent data and then left.
         const std::string gone = who_is_gone(number);
         if (!gone.empty() && !(any = advance())) throw std::runtime_error(gone);
       }

@@ -21,11 +21,11 @@ using Clock = std::chrono::steady_clock;
 // Each rank sends a stream of messages to every other rank: one message per collective, in order. A
 // message is a word with the size of the data, followed by the data. So a rank finds the collective
 // that a byte belongs to by counting bytes. Each call makes progress on all collectives that have
-// begun: a rank that waits for the second collective also reads the bytes of the first one. So
+// begun: a rank that is waiting for the second collective also reads the bytes of the first one. So
 // there can be no deadlock.
 //
-// The connected socket to every other rank only serves to detect that the rank has left. If a
-// process dies, the kernel closes its sockets; a rank that gives up first sends the reason.
+// The sockets connected to the other ranks serve only to detect that a rank has left. If a process
+// dies, the kernel closes its sockets; a rank that gives up sends the reason before it leaves.
 //
 // At most one thread at a time may be in a call.
 class Communicator {

@@ -43,8 +43,8 @@ uint64_t rings_begin(uint64_t world_size) {
 }  // namespace
 
 void Bell::ring() {
-  // ring() and sleep() use sequentially consistent atomics. Either ring() sees that the rank
-  // sleeps, or the rank's futex call returns at once, since rings_ has changed.
+  // ring() and sleep() use sequentially consistent atomics. Either ring() sees that the rank is
+  // sleeping, or the rank's futex call returns at once, since rings_ has changed.
   rings_.fetch_add(1);
   if (asleep_.load() != 0) futex(&rings_, FUTEX_WAKE, INT_MAX, nullptr);
 }

@@ -2,8 +2,8 @@
 // ranks.
 //
 // A ring is a stream of bytes from one process to another. The two processes do not trust each
-// other: each keeps its own position in private memory and checks the position that it reads. So no
-// byte outside the ring is accessed, even if another process overwrites positions.
+// other: each keeps its own position in private memory and checks the other's position on every
+// read. So no byte outside the ring is accessed, even if another process overwrites positions.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ class RingWriter {
       : state_(state), bytes_(bytes), capacity_(capacity) {}
 
   // Returns the number of bytes that can be written. If it is 0, the reader will see that the
-  // writer waits.
+  // writer is waiting.
   uint64_t room() {
     if (const uint64_t free = free_bytes()) return free;
     state_->full.store(1);
@@ -71,7 +71,7 @@ class RingWriter {
 
  private:
   // These accesses, like those to `full`, are sequentially consistent: either the writer sees the
-  // free bytes, or the reader sees that the writer waits.
+  // free bytes, or the reader sees that the writer is waiting.
   uint64_t free_bytes() const {
     return capacity_ - distance(state_->read.load(), written_, capacity_);
   }
@@ -115,17 +115,17 @@ class RingReader {
   uint64_t read_ = 0;
 };
 
-// Lets a rank sleep until another rank rings. A bell consists of words only, one of them a futex,
+// Lets a rank sleep until another rank rings. A bell consists only of words, one of them a futex,
 // so it has no lock that a dying process could leave locked.
 class Bell {
  public:
   // Call this before looking for work, and pass the result to sleep().
   uint32_t rings() const { return rings_.load(); }
 
-  // Wakes the owner of the bell if it sleeps.
+  // Wakes the bell's owner if it is asleep.
   void ring();
 
-  // Waits until rings() differs from `rings`, but at most for the given time. Returns false if a
+  // Waits until rings() differs from `rings`, but for at most the given time. Returns false if a
   // signal arrived.
   bool sleep(uint32_t rings, std::chrono::nanoseconds at_most);
 

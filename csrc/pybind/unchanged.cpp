@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// DLPack's structs for accessing a tensor owned by Python, as far as they are used here:
+// DLPack's structs for accessing a tensor owned by Python, limited to what is used here:
 // https://dmlc.github.io/dlpack/latest/c_api.html
 struct DLTensor {
   void* data;

@@ -1,4 +1,4 @@
-// A snapshot's file, and the memory for rows that deltas bring to it.
+// A snapshot's file, and the memory for rows that deltas add to it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace sparsekit::serving {
 
-// Both sides of a snapshot may use the same base; when a newer base appears, one side moves first.
+// Both sides of a snapshot may use the same base; when a newer base appears, one side switches to
+// it before the other does.
 struct Base {
   explicit Base(std::unique_ptr<SnapshotFile> opened);
 

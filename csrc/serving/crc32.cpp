@@ -1,4 +1,4 @@
-// The CRC-32 of zlib, 16 bytes at a time ("slicing-by-16").
+// zlib's CRC-32, computed 16 bytes at a time ("slicing-by-16").
 #include <array>
 #include <cstring>
 
@@ -28,7 +28,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-// Combines the entries of four bytes; `zeros` more bytes follow the last of the four.
+// Combines the table entries for four bytes; `zeros` more bytes follow the fourth.
 inline uint32_t of_word(uint32_t word, int zeros) {
   return kTables[zeros + 3][word & 0xFF] ^ kTables[zeros + 2][(word >> 8) & 0xFF] ^
          kTables[zeros + 1][(word >> 16) & 0xFF] ^ kTables[zeros][word >> 24];

@@ -18,7 +18,7 @@ namespace {
 
 class File {
  public:
-  // O_NONBLOCK: if the path is a pipe, do not wait for a writer.
+  // O_NONBLOCK prevents a wait for a writer if the path is a pipe.
   explicit File(const char* path) : fd_(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {}
   ~File() {
     if (fd_ >= 0) ::close(fd_);
@@ -139,7 +139,7 @@ int DeltaFile::read(const std::string& path, uint64_t log_id, const std::vector<
   const auto size = static_cast<uint64_t>(about.st_size);
   if (const int status = check_header(name, header, size, log_id)) return status;
 
-  // All sizes are checked before any memory is allocated.
+  // Check all sizes before allocating any memory.
   sections.clear();
   num_upserts = 0;
   uint64_t offset = sizeof header;
@@ -173,7 +173,7 @@ int DeltaFile::read(const std::string& path, uint64_t log_id, const std::vector<
     uint64_t bytes;
     std::memcpy(&section, at, sizeof section);
     at += sizeof section;
-    // Checked again: the file may have been written to since.
+    // Check again, since the file may have been written to in the meantime.
     if (const int status = check_section(name, number, section, end - at, tables, &bytes)) {
       return status;
     }

@@ -1,7 +1,7 @@
 // Encodes float rows in the row formats of files, and decodes them.
 //
 // Values are computed one operation at a time (-ffp-contract=off), so that the bits are the same
-// everywhere, and the same as those of FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf.
+// everywhere and match FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf.
 #include <cmath>
 #include <cstring>
 
@@ -44,7 +44,8 @@ Range range_of(const float* x, int64_t dim) {
     if (most[k] > range.max) range.max = most[k];
   }
   if (range.min == 0) {
-    // Zeros of either sign compare equal; take the first one, so that lanes do not matter.
+    // Zeros of either sign compare equal; take the first one, so that the result does not depend on
+    // the lanes.
     int64_t first = 0;
     while (x[first] != 0) ++first;
     range.min = x[first];
@@ -104,7 +105,7 @@ void dequantize(const uint8_t* row, int64_t dim, float* out) {
   }
 }
 
-// Rounds each value to 16 bits. Returns false if a value is NaN, becomes infinite by rounding, or
+// Rounds each value to 16 bits. Returns false if a value is NaN, becomes infinite when rounded, or
 // is infinite while `infinities` is false. `out` is then undefined.
 template <class Round>
 bool round_all(const float* x, int64_t dim, uint8_t* out, uint16_t infinity, bool infinities,

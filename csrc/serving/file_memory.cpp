@@ -20,7 +20,7 @@ int populate(const SnapshotFile& file, void* begin, uint64_t bytes) {
 #endif
 #ifdef MADV_POPULATE_READ
   if (madvise(begin, bytes, MADV_POPULATE_READ) == 0) return SK_OK;
-  // Linux before 5.14 does not know this advice.
+  // Linux before 5.14 does not support this advice.
   if (errno != EINVAL) return fail_of_system(file.path.c_str(), "read it");
 #endif
   madvise(begin, bytes, MADV_WILLNEED);
@@ -51,7 +51,7 @@ Memory reserve(const sk_open_options& options, uint64_t offset, uint64_t part, u
   const uint64_t rest = options.copy ? 0 : offset % kHugePage, more = kHugePage - kPage;
   void* found = take(pages + more);
   if (found == MAP_FAILED) return Memory(take(pages), pages);  // do without huge pages
-  // Give back the addresses before and after the aligned range.
+  // Release the addresses before and after the aligned range.
   auto* begin = static_cast<uint8_t*>(found);
   const uint64_t before =
       (kHugePage + rest - reinterpret_cast<uintptr_t>(begin) % kHugePage) % kHugePage;

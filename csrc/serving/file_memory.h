@@ -1,4 +1,4 @@
-// Brings parts of a file into memory, as the options say.
+// Loads parts of a file into memory, as the options specify.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace sparsekit::serving {
 
-// Returns the multiple of bytes to which the memory for a part of the file is rounded up.
+// Returns the unit, in bytes, to which the memory for a part of the file is rounded up.
 uint64_t part_alignment(const sk_open_options& options);
 
 // Reserves addresses, without memory, for the part of the file that begins at `offset`: `part`

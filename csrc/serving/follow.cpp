@@ -1,4 +1,4 @@
-// The functions of the C interface that take over new versions.
+// The functions of the C interface that bring a snapshot to newer versions.
 #include "serving/handle.h"
 #include "serving/include/sparsekit_serving.h"
 #include "serving/message.h"

@@ -17,7 +17,7 @@ constexpr int64_t kMostDim = 1 << 20;
 constexpr int64_t kMostTables = 1 << 16;
 constexpr int64_t kMostNameBytes = 4096;
 
-// First page of a snapshot. `crc` covers all bytes of the page before it.
+// First page of a snapshot. `crc` covers all bytes of the page that precede it.
 struct SnapshotHeader {
   char magic[8];
   uint32_t format_version;
@@ -65,7 +65,8 @@ struct TableRecord {
 };
 static_assert(sizeof(TableRecord) == 256);
 
-// The header of a delta. Sections follow it without gaps. `crc` covers the bytes before it.
+// The header of a delta. The sections follow without gaps. `crc` covers the header's bytes before
+// that field.
 struct DeltaHeader {
   char magic[8];
   uint32_t format_version;

@@ -1,4 +1,5 @@
-// Converts between float and float16 by integer arithmetic, with the same bits on all processors.
+// Converts between float and float16 using integer arithmetic, with the same bits on all
+// processors.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ inline float float_of(uint32_t bits) {
 
 constexpr uint16_t kHalfInfinity = 0x7C00;
 
-// Rounds to nearest, with ties to even. Magnitudes from 65520 on become infinite.
+// Rounds to nearest, with ties to even. Magnitudes of 65520 and above become infinite.
 inline uint16_t half_of(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000;
   const uint32_t bits = bits_of(x) & 0x7FFFFFFF;

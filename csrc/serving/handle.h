@@ -25,8 +25,8 @@ struct sk_snapshot {
 
 namespace sparsekit::serving {
 
-// Pins the version that a call reads until the call ends; the newest one, unless the caller has
-// pinned a version.
+// Pins the version that a call reads until the call ends: the version that the caller has pinned,
+// if any, otherwise the newest.
 class Reading {
  public:
   Reading(sk_snapshot* snapshot, const sk_pin* pin);

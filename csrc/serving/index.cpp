@@ -11,7 +11,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// Rows sorted by the part of the index that contains the home bucket of their key.
+// Rows sorted by the part of the index that contains their key's home bucket.
 class RowsByPart {
  public:
   static constexpr int64_t kMostParts = 4096;
@@ -52,9 +52,9 @@ using namespace sparsekit;
 using serving::fail;
 
 int64_t sk_num_buckets(int64_t n) {
-  // Two thirds of the slots are in use. Searching for a present key reads 1.1 buckets on average,
-  // for an absent key 1.3, with a 99th percentile of 5. At 80% these would be 1.3, 2.5 and 17, and
-  // the index 3 bytes per key smaller.
+  // Two thirds of the slots are in use. A search reads 1.1 buckets on average if the key is
+  // present; if it is absent, 1.3, with a 99th percentile of 5. At 80% these would be 1.3, 2.5 and
+  // 17, and the index would be 3 bytes per key smaller.
   return n <= 3 ? 1 : n / 10 * 3 + (n % 10 * 3 + 9) / 10;
 }
 

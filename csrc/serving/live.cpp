@@ -15,11 +15,11 @@ namespace {
 // Number of rows and edits after which lookups move to the updated side, so that they need not wait
 // for the end of a long series of deltas.
 constexpr int64_t kMostRowsTogether = 1 << 20;
-// How many listings in a row may contradict what a call then finds in the folder.
+// Maximum number of consecutive listings that contradict what a call then finds in the folder.
 constexpr int kMostListings = 20;
-// Most steps that a call takes, so that it ends even if the writer is faster than this reader.
+// Maximum number of steps in a call, so that it ends even if the writer is faster than this reader.
 constexpr int kMostSteps = 1000;
-// How long a call waits for lookups that are about to end.
+// How long a call waits for ongoing lookups to end.
 constexpr auto kPatience = std::chrono::milliseconds(10);
 
 // Checks that both versions have the same tables, so that table numbers stay valid.
@@ -78,7 +78,7 @@ int Live::follow(sk_progress* progress) {
       listings = done.deltas > before ? 0 : listings + 1;
       if (next == Next::kListAgain && listings >= kMostListings) break;
       if (next != Next::kDone) continue;
-      // The next call to follow() takes over the rest.
+      // The next call to follow() will apply the remaining versions.
       if (status == SK_BUSY && newest().version != at_first) status = SK_OK;
     }
   } catch (const std::bad_alloc&) {
@@ -88,7 +88,7 @@ int Live::follow(sk_progress* progress) {
   return finish(status, done, progress);
 }
 
-// Ends a call of follow() or apply(), whose status it returns.
+// Ends a call to follow() or apply(), and returns that call's status.
 int Live::finish(int status, sk_progress done, sk_progress* progress) {
   parts_.clear();
   drop_unused();
@@ -150,7 +150,8 @@ int Live::rebase(const LogFolder& log, sk_progress* done, Next* next) {
   bool broken = false;
   const int status = read_versions(log, served, &side, &batch, &broken, next);
   if (broken) return status;
-  // Versions never go back: if a compacted base is older than this version, its deltas are there.
+  // Never go back to an older version: if a compacted base is older than the served version, the
+  // folder has the deltas in between.
   if (side.version.version < served) {
     if (status != SK_OK || *next != Next::kDone) return status;
     *next = Next::kListAgain;
@@ -286,7 +287,8 @@ int Live::apply(const char* const* paths, int32_t num_paths, sk_progress* progre
   return finish(status, done, progress);
 }
 
-// Waits briefly for lookups that read the inactive side; a program may keep it pinned for long.
+// Waits only briefly for lookups that are reading the inactive side, since a program may keep it
+// pinned for a long time.
 bool Live::wait_until_idle() const {
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (!pins_.idle(pins_.inactive())) {
@@ -329,8 +331,8 @@ int Live::synchronise() {
   return SK_OK;
 }
 
-// Lets publish() succeed: a side that has changes which lookups do not get cannot be told from one
-// that they read. Throws std::bad_alloc. The inactive side must be idle.
+// Reserves memory so that publish() cannot fail: a changed but unpublished side could not be told
+// apart from one that lookups read. May throw std::bad_alloc. The inactive side must be idle.
 void Live::make_room_to_publish() {
   versions_[pins_.inactive()].tables.reserve(newest().tables.size());
 }
@@ -345,7 +347,7 @@ void Live::publish(Batch batch, sk_progress* done) {
   pins_.publish(pins_.inactive());
 }
 
-// Lets go of the rows of a batch that no lookup will see.
+// Frees the rows taken by a batch that no lookup will see.
 void Live::give_up(const Batch& batch) {
   give_back_taken(batch, sides_[pins_.inactive()].base.get());
 }

@@ -42,7 +42,7 @@ bool LiveIndex::reserve(int64_t more) {
   for (const Bucket* bucket = buckets(); bucket < buckets() + num_buckets_; ++bucket) {
     for (int slot = 0; slot < kSlotsPerBucket && bucket->rows[slot] >= 0; ++slot) {
       const int64_t key = bucket->keys[slot];
-      // The index has more keys than the file says, so it is damaged, and may not fit.
+      // The index has more keys than the file says, so it is damaged, and its keys may not fit.
       if (++copied > num_keys_) return false;
       if (!cpu::insert_absent(to, larger, home_bucket(key, seed_, larger), key,
                               bucket->rows[slot])) {

@@ -1,4 +1,4 @@
-// A table's index for one side, which can be changed.
+// One side's index of a table, which can be changed.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ class LiveIndex {
   // `memory` is writable, and begins with the buckets.
   LiveIndex(Memory memory, int64_t num_buckets, int64_t seed, int64_t num_keys);
 
-  // Makes room for `more` additional keys, in a larger index if need be. Returns false, and changes
-  // nothing, if there is no memory or the index is damaged.
+  // Makes room for `more` additional keys, in a larger index if necessary. Returns false, and
+  // changes nothing, if there is no memory or the index is damaged.
   bool reserve(int64_t more);
 
   // Maps a key to a row. Returns the key's previous row, -1 if it had none, or kDamaged.

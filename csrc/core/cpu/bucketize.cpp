@@ -16,8 +16,8 @@ int64_t owner_of(int64_t key, const Owners& owners) {
   return owner_by_modulo(key, owners);
 }
 
-// Number of keys per chunk. One thread counts the keys of a chunk and later moves them. The number
-// is fixed, so that the counts of a chunk do not depend on the number of threads.
+// Number of keys per chunk. One thread counts the keys in a chunk and later moves them. The chunk
+// size is fixed, so a chunk's counts do not depend on the number of threads.
 constexpr int64_t kChunk = 16384;
 
 int64_t num_chunks(int64_t n) {

@@ -123,7 +123,7 @@ class DistinctKeyMap {
   // the high bits choose the part in ByHash.
   uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
 
-  // Calls use(position, count, hashes) for blocks of keys. While one block is used, the groups of
+  // Calls use(position, count, hashes) for blocks of keys. While one block is in use, the groups of
   // the next block are prefetched.
   template <class KeyAt, class Use>
   void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) const {

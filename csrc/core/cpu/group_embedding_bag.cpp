@@ -78,7 +78,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   const int64_t distance = rows_ahead<T>(dim);
   const auto ahead = [=](int64_t i) {
     if (i + distance >= n) return;
-    // This row is not checked yet. Even computing an invalid row's address would be undefined
+    // This row has not been checked yet. Even computing an invalid row's address would be undefined
     // behavior.
     const int64_t r = rows.row_number(i + distance);
     if (rows.is_row(r)) prefetch_row(rows.vector(r), dim);

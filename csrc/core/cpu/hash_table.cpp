@@ -60,8 +60,8 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
 template <class Key, class Row>
 void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Row* rows) {
-  // Positions of keys that may be in a later bucket than their home bucket. These keys are resolved
-  // in batches: all their next buckets are prefetched before the first one is read.
+  // Positions of keys that may be in a bucket after their home bucket. These keys are resolved in
+  // batches: all their next buckets are prefetched before the first one is read.
   int64_t pending[2 * kBlock];
   int64_t next[2 * kBlock];
   int num_pending = 0;
@@ -159,7 +159,7 @@ Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* row
   return Inserted::kAll;
 }
 
-// Removes a key. Decrements the `spilled` count of each bucket that the key has passed.
+// Removes a key. Decrements the `spilled` count of each bucket that the key was moved past.
 void erase(const Table& table, int64_t key, int64_t row) {
   int64_t b = home_bucket(key, table.seed, table.num_buckets);
   for (int64_t step = 0; step < table.num_buckets; ++step) {
@@ -298,7 +298,7 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
     surplus += own;
   });
   if (!sound || surplus != 0) return false;  // wrong counts could make searches very long
-  // Check that a lookup of each row's key returns this row. If a row has no key, or two keys, the
+  // Check that looking up each row's key returns that row. If a row has no key, or two keys, the
   // check fails for some row.
   hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);
   parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {

@@ -12,7 +12,7 @@
 namespace sparsekit::cpu {
 
 // Number of rows to prefetch ahead of the row being added. It is large because, if keys repeat,
-// most rows are already in the cache, and only a few take long to load.
+// most rows are already in the cache, and only a few are slow to load.
 constexpr int64_t kRowsAhead = 64;
 
 // Returns kRowsAhead, or fewer rows if they are so large that they would evict each other from the
@@ -145,8 +145,8 @@ template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Pu
   for (int j = 0; j < kWidth; ++j) put(column + j, total[j]);
 }
 
-// Calls put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim). Adds in the
-// order of i, in runs of kSumRun. The sum passed to `put` is an Acc<T>, or a Vector of the sums of
+// Calls put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim). Adds in order
+// of i, in runs of kSumRun. The sum passed to `put` is an Acc<T>, or a Vector of the sums of
 // consecutive columns that start at column j. row(i) returns a `const T*`, or null for a row to
 // skip. ahead(i) is called once for each i, and may prefetch. The function is noinline: within its
 // callers, GCC would not inline row() and the other functions.

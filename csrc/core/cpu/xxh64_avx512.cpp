@@ -17,7 +17,7 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// Number of vectors per step, the largest that fits in 32 registers. Vectors of 512 bits were not
+// Number of vectors per step, the largest that fits in 32 registers. 512-bit vectors were not
 // faster: AVX-512 helps because it can multiply and rotate 64-bit lanes, not because its vectors
 // are wider.
 constexpr int kSide = 8;

@@ -17,7 +17,8 @@ constexpr int kSteps = 2;
 #endif
 constexpr int kTile = kSteps * kSumThreads;
 
-// Number of scatter_kernel blocks per multiprocessor at a time; ptxas limits registers to match.
+// Number of scatter_kernel blocks that a multiprocessor runs at a time; ptxas limits registers to
+// match.
 constexpr int kBlocksAtOnce = 4;
 
 struct Workspace {

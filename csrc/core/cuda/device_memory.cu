@@ -130,7 +130,7 @@ bool is_capturing(void*) {
 
 namespace {
 
-// Throws an error while a graph is being captured, as CUDA does on a device.
+// Throws an error while a graph is being captured, as CUDA would on a device.
 void refuse_capture(const char* what) {
   if (is_capturing(nullptr)) {
     throw std::runtime_error(std::string("simt: ") + what + " while a graph is captured");

@@ -1,6 +1,6 @@
-// Rooms: ranges of device addresses with memory mapped only at the start. A growing tensor lies in
-// a room and keeps its address. Uses the CUDA driver's virtual memory functions, and hands tensors
-// to Python via DLPack. sparsekit/device_rooms.py calls the functions at the end.
+// Rooms: ranges of device addresses with memory mapped only at the start. A growing tensor is
+// placed in a room, and so keeps its address. Uses the CUDA driver's virtual memory functions, and
+// hands tensors to Python via DLPack. sparsekit/device_rooms.py calls the functions at the end.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

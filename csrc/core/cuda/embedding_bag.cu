@@ -64,9 +64,8 @@ void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShap
 
 // ---- backward ----
 
-// Sums over the entries of a bag: `total` is the total of the weights, and `weighted` is the
-// weighted sum of the dot products if `dots` is given. All lanes of a warp must call sum_bag with
-// the same bag.
+// Sums over a bag's entries: `total` is the total weight, and `weighted` is the weighted sum of the
+// dot products if `dots` is given. All lanes of a warp must call sum_bag with the same bag.
 template <class A>
 struct BagSums {
   A total;
@@ -147,7 +146,7 @@ struct BackwardWorkspace {
         divisors(arena.take<Acc<T>>(bags.num_bags)) {}
 };
 
-// ---- backward of the sample weights ----
+// ---- backward for the sample weights ----
 
 // Computes grad[i] as the dot product of entry i's row and its bag's gradient. Each tile handles
 // kInFlight entries.
@@ -169,7 +168,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
     const int64_t i = first + j;
     g[j] = x[j] = nullptr;
     if (i >= in.bags.n) continue;
-    // Keep the bag of the previous entry if it contains this entry, too, which is the usual case.
+    // Keep the previous entry's bag if it also contains this entry, as is usually the case.
     const bool same = bag >= 0 && i < in.bags.offsets[bag + 1];
     if (!same) bag = find_bag(in.bags, i, bag < 0 ? 0 : bag + 1);
     if (row[j] < 0 || row[j] >= in.num_rows || bag < 0) continue;

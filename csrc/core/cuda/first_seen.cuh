@@ -2,7 +2,7 @@
 // Both unique() and the insertion of new keys use it. There are three steps, each with its own
 // launch:
 //   enter  finds or claims a slot for every key; the slot keeps the smallest position and a count,
-//          and the bit of that position is set;
+//          and that position's bit is set;
 //   rank   ranks keys in order of first occurrence, by a prefix sum over the bits;
 //   emit   looks up the slot and the rank of every key; the caller provides this kernel.
 // The choice of slots depends on the order of threads, but the result does not: slots are internal.
@@ -114,7 +114,8 @@ SPARSEKIT_DEVICE int64_t first_and_count(int32_t first, uint32_t count) {
 constexpr int kEnterSteps = 4;
 constexpr int kEnterTile = kEnterSteps * kSumThreads;
 
-// Number of key-entering blocks per multiprocessor at a time; ptxas limits registers to match.
+// Number of key-entering blocks that a multiprocessor runs at a time; ptxas limits registers to
+// match.
 constexpr int kEnterBlocksAtOnce = 4;
 
 // Shared memory of a block that enters keys.

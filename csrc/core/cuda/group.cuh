@@ -61,8 +61,8 @@ SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }
 
-// Descriptors of a call in device memory. Arrays of start positions have one more element, which is
-// the end of the last range.
+// Descriptors of a call in device memory. Arrays of start positions have one extra element, the end
+// of the last range.
 struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
@@ -109,8 +109,8 @@ SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64
   return at < least ? least : at > source.n ? source.n : at;
 }
 
-// Moves the error words, with one thread for each word. Other calls may report errors at the same
-// time.
+// Moves the error words to the report, with one thread per word. Other calls may report errors at
+// the same time.
 SPARSEKIT_DEVICE void move_errors(const ErrorReport& errors) {
   const int64_t i = simt::global_thread();
   if (i >= errors.count) return;

@@ -76,8 +76,8 @@ SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, i
   return begin;
 }
 
-// Counts the keys in each piece, with one thread per piece. The threads follow the pieces by table,
-// then by rank.
+// Counts the keys in each piece, with one thread per piece. Threads are numbered by table, then by
+// rank.
 SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* counts) {
   const int64_t tile = pieces.totals.take_tile();
   const int64_t i = tile * kSumThreads + simt::thread();

@@ -4,8 +4,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients of a table's distinct rows. Each gradient is summed when it is read, with the same
-// order of additions as in sum_tables_kernel.
+// Gradients of a table's distinct rows. Each gradient is summed when it is read, in the same order
+// as in sum_tables_kernel.
 template <class T>
 struct SummedGradients {
   static constexpr bool kOfLookup = true;
@@ -93,8 +93,8 @@ int64_t descriptor_bytes(const GroupSums<T>& sums) {
          2 * Descriptors::bytes<Share>(sums.num_tables) + sum_descriptor_bytes(sums);
 }
 
-// Returns a number of blocks that suffices for the shares of a launch. `rows` is the maximum total
-// number of rows in all shares; their distribution among the shares does not matter.
+// Returns a number of blocks large enough for a launch's shares. `rows` is the maximum total number
+// of rows in all shares; their distribution among the shares does not matter.
 int64_t most_blocks(const std::vector<Share>& shares, int64_t rows) {
   int64_t threads = 0, columns = 0;
   for (const Share& share : shares) {

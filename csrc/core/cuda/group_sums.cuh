@@ -4,9 +4,9 @@
 // first chunk of each table starts at the table's first entry, so the sums have the same bits as if
 // each table were summed alone.
 //
-// An optimizer's step does not need the gradients in memory. Only rows whose entries span several
-// chunks are then summed in this way. For the other rows, only the positions of their entries are
-// found, and the update kernel adds these entries up (RowRuns).
+// An optimizer's step does not need the gradients in memory. In that case, only rows whose entries
+// span several chunks are summed in this way. For the other rows, only the positions of their
+// entries are found, and the update kernel adds these entries up (RowRuns).
 #pragma once
 
 #include <cstdint>
@@ -200,8 +200,8 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
 }
 
 // Sums a chunk of table t. Sums of whole runs are written to `out`, other sums to the next level.
-// If kAllRows is false, group.begins is given, and the first level skips rows that lie within a
-// single chunk.
+// If kAllRows is false, group.begins is given, and the first level skips rows whose entries are all
+// in a single chunk.
 template <int kWidth, bool kFirst, bool kAllRows, class T, class RowsOf>
 SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
                                 const SumLevel<T>& to, int t, uint32_t chunk, int64_t element,
@@ -270,7 +270,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     clear(next, no_row);
   }
   if (element > 0) return;
-  // Give a key to slots without a sum, too, so that the next level's entries are sorted.
+  // Give a key even to slots without a sum, so that the next level's entries are sorted.
   to.keys[slot] = from.keys[first + begin];
   to.keys[slot + 1] = from.keys[first + end - 1];
   to.values[slot] = has_head ? static_cast<int32_t>(slot) : -1;

@@ -61,7 +61,7 @@ SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* si
 
 // Number of keys per thread of insert_kernel; their accesses overlap.
 constexpr int kInsertSteps = 4;
-// Number of blocks per multiprocessor at a time; ptxas limits registers to match.
+// Number of blocks that a multiprocessor runs at a time; ptxas limits registers to match.
 constexpr int kInsertBlocksAtOnce = 5;
 constexpr int kInsertThreads = 256;
 
@@ -77,8 +77,8 @@ SPARSEKIT_DEVICE uint32_t free_slots(const Bucket& bucket) {
   return mask;
 }
 
-// Does for each pending key what insert_absent() does. In each round, each of the thread's keys
-// tries one slot or moves on to another bucket.
+// Inserts each pending key, like insert_absent(). In each round, each of the thread's keys tries
+// one slot or moves on to another bucket.
 SPARSEKIT_DEVICE bool insert_all_absent(Bucket* buckets, int64_t num_buckets, int64_t seed,
                                         const int64_t (&keys)[kInsertSteps],
                                         const int64_t (&rows)[kInsertSteps],
@@ -182,7 +182,7 @@ SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
 }
 
 // Writes each row's key to `keys`. Adds to *surplus the sum of the `spilled` counts of all buckets,
-// minus the number of buckets that keys have passed. In an undamaged table the difference is 0.
+// minus the number of buckets that keys were moved past. In an undamaged table the difference is 0.
 SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
                                      const int64_t* seed, int64_t size, int64_t* keys,
                                      int64_t* surplus) {

@@ -114,7 +114,7 @@ struct LookBack {
     }
   }
 
-  // Like total_before() for the only sum of each tile. All lanes of a warp must call this function;
+  // Like total_before(), for tiles with only one sum. All lanes of a warp must call this function;
   // they read the words of 32 tiles at a time.
   SPARSEKIT_DEVICE int32_t total_before_by_warp(int64_t tile) const {
     for (int32_t total = 0;; tile -= simt::kWarp) {

@@ -1,4 +1,4 @@
-// Scan and sort: with CUB on a device, with loops in the host runner.
+// Scans and sorts, using CUB on a device and loops in the host runner.
 #pragma once
 
 #include <cstdint>

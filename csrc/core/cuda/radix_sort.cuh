@@ -82,7 +82,7 @@ inline int digits_of(int bits) {
   return (bits + kDigitBits - 1) / kDigitBits;
 }
 
-// Returns where the pairs must be before a call of sort_by_digits(..., spare, to, ...).
+// Returns where the pairs must be before a call to sort_by_digits(..., spare, to, ...).
 inline Pairs unsorted_pairs(int num_digits, Pairs spare, Pairs to) {
   return num_digits % 2 == 0 ? to : spare;
 }

@@ -20,7 +20,7 @@ struct RowShape {
   int lanes() const { return 1 << log2_lanes; }
 };
 
-// Number of elements of T in the widest access, which has 16 bytes.
+// Number of elements of T in the widest access, which is 16 bytes wide.
 template <class T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
 
@@ -34,7 +34,7 @@ RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   RowShape shape{aligned ? kWide<T> : 1, 0, 1};
   const int64_t accesses = (dim + shape.width - 1) / shape.width;
   while (shape.log2_lanes < 5 && shape.lanes() < accesses) ++shape.log2_lanes;
-  // Have at least one column, so that row indices are checked even if rows have no elements.
+  // Use at least one column, so that row indices are checked even if rows have no elements.
   shape.columns = std::max(1, static_cast<int>((accesses + shape.lanes() - 1) / shape.lanes()));
   return shape;
 }

@@ -128,8 +128,8 @@ struct Segments {
 // ---- in order ----
 
 // The entries of a level. At level 0, their rows are the caller's rows. At other levels, their rows
-// are partial sums. Each chunk of the previous level leaves two of them: one for a run that began
-// before the chunk, and one for a run that continues after it.
+// are partial sums. Each chunk of the previous level leaves two partial sums: one for a run that
+// began before the chunk, and one for a run that continues after it.
 template <class T>
 struct Level {
   uint32_t* keys;
@@ -219,7 +219,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
                      }
                    });
   if (element > 0) return;
-  // Give a key to slots without a sum, too, so that the next level's entries are sorted.
+  // Give a key even to slots without a sum, so that the next level's entries are sorted.
   to.keys[2 * chunk] = from.keys[begin];
   to.keys[2 * chunk + 1] = from.keys[end - 1];
   to.values[2 * chunk] = has_head ? static_cast<int32_t>(2 * chunk) : -1;

@@ -94,8 +94,8 @@ SPARSEKIT_DEVICE T* shared() {
   return reinterpret_cast<T*>(sparsekit_shared_memory);
 }
 
-// Tells nvcc that a pointer is to global memory. For a pointer that was itself read from memory,
-// nvcc cannot know this and would use slower generic accesses.
+// Tells nvcc that a pointer points to global memory. For a pointer that was itself read from
+// memory, nvcc cannot know this and would use slower generic accesses.
 template <class T>
 SPARSEKIT_DEVICE T* global(T* address) {
   __builtin_assume(__isGlobal(address));

@@ -1,8 +1,8 @@
-// Counts the plain loads and stores of kernels. Kernels are plain C++, so only the compiler knows
-// where they access memory. With -fsanitize=thread, the compiler inserts a function call before
-// each access. The functions are defined here, and ThreadSanitizer's library, which also defines
-// them, is not linked. As on a device, accesses to values that the optimizer keeps in registers are
-// not counted.
+// Counts kernels' plain loads and stores. Kernels are plain C++, so only the compiler knows where
+// they access memory. With -fsanitize=thread, the compiler inserts a function call before each
+// access. The functions are defined here, and ThreadSanitizer's library, which also defines them,
+// is not linked. As on a device, accesses to values that the optimizer keeps in registers are not
+// counted.
 #include <cstddef>
 #include <cstdint>
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kUnit = size_t{1} << 16;
 constexpr int kInvalid = 1, kOutOfMemory = 2;  // as in CUresult
-// New memory is filled with these bytes, since a device does not zero new memory either.
+// New memory is filled with these bytes, since a device does not zero new memory.
 constexpr int kGarbage = 0x5B;
 
 std::mutex mutex;
@@ -100,7 +100,7 @@ int release(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = handles.find(handle);
   if (found == handles.end()) return kInvalid;
-  // A size of 0 means that the memory is mapped, and stays in use until it is unmapped.
+  // If the size is 0, the memory is mapped, and stays in use until it is unmapped.
   in_use -= static_cast<int64_t>(found->second);
   handles.erase(found);
   return 0;

@@ -1,5 +1,5 @@
 // Stands in for the CUDA driver: provides the virtual memory functions that cuda/device_room.cu
-// uses for rooms. A kernel that accesses addresses without memory ends the process.
+// uses for rooms. A kernel that accesses unmapped addresses crashes the process.
 #pragma once
 
 namespace sparsekit::simt::host {

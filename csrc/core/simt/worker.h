@@ -75,7 +75,7 @@ class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
 
-  // Waits for all workers. Returns true if all passed the same `kind` and it is not kGiveUp.
+  // Waits for all workers. Returns true if all of them gave the same `kind`, other than kGiveUp.
   bool meet(Kind kind, int participants) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (arrived_ == 0) {

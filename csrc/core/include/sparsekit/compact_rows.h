@@ -9,8 +9,8 @@ namespace sparsekit {
 
 namespace cpu {
 
-// Writes new_rows [size]: each kept row's new number, which is below size - k, or -1 for a removed
-// row. Kept rows below size - k keep their numbers; the others get, in order, the numbers of
+// Writes new_rows [size]: for a kept row, its new number, which is below size - k; for a removed
+// row, -1. Kept rows below size - k keep their numbers; the others get, in order, the numbers of
 // removed rows below size - k. gone [k], the removed rows, must be in [0, size), in ascending order
 // without repeats. Returns -1, or the first position in `gone` that violates this; new_rows is then
 // unspecified.

@@ -1,4 +1,5 @@
-// Computes how far a state decays in steps without a gradient, and after how many it has vanished.
+// Computes how far a state decays in steps without a gradient, and after how many such steps it has
+// vanished.
 #pragma once
 
 #include <cmath>

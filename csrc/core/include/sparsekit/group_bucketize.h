@@ -102,7 +102,7 @@ struct ExchangeCall {
 };
 
 // bad_place is the smallest position of an invalid element of `places`. bad_table is the smallest
-// index of an invalid table, that is, a table whose bags decrease or exceed `entries`, or which has
+// index of an invalid table, that is, a table with bags that decrease or exceed `entries`, or with
 // more keys than entries.
 struct ExchangeErrors {
   int64_t* bad_place;

@@ -126,7 +126,7 @@ int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* table
 // an index >= num_rows.
 //
 // If there is a taker, gradients are passed to the taker, in the order of `rows`; grad and
-// sorted_rows are not used. In this case, bad entries are found before the first call of the taker.
+// sorted_rows are not used. In this case, bad entries are found before the taker is first called.
 template <class T>
 int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
                                      EntryNumbers index, int64_t divisor, int32_t* order,

@@ -21,7 +21,7 @@ struct Bucket {
   int32_t spilled;
 
   // Returns true if a search that reaches this bucket must continue in the next one. The bucket may
-  // have free slots: removing one of its keys does not move back the keys that have passed it.
+  // have free slots: removing one of its keys does not move back the keys that were moved past it.
   SPARSEKIT_HOST_DEVICE bool passed() const { return spilled > 0; }
 };
 static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
@@ -86,7 +86,7 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
 // Copies the keys whose rows are below `rows` from the buckets `from` to another table, `to`, with
-// the same rows. `to` must not have any of these keys. `from` may be part of a table's buckets.
+// the same rows. `to` must not contain any of these keys. `from` may be part of a table's buckets.
 // Returns false if `to` has no free slot. Buckets are in hash order, so both tables are accessed
 // from one end to the other. Precondition: both tables have the same seed.
 bool hash_table_copy(const Bucket* from, int64_t num_from, int64_t seed, int64_t rows, Bucket* to,

@@ -10,8 +10,8 @@ namespace sparsekit {
 enum class Distribution : int64_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 
 // The initial value is a function of (seed, key, column): one draw of Philox4x32-10 with the seed
-// as its key and (key, column / 4) as its counter. So it does not depend on the device, the number
-// of ranks or the order of insertion.
+// as its key and (key, column / 4) as its counter. So the value does not depend on the device, the
+// number of ranks or the order of insertion.
 //   kConstant: a;   kUniform: [a, b);   kNormal: mean a, standard deviation b (Box-Muller).
 // Values are computed in float for every storage type, so that all dtypes start from the same
 // numbers. Rounding to BFloat16 may turn a uniform value into b.

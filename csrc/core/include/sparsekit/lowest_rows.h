@@ -53,8 +53,8 @@ int64_t lowest_rows(const ScoredRows& table, const LowestRows& found, void* work
 }  // namespace cpu
 
 // Like the CPU version, but *num_found becomes the number of rows. All pointers are to device
-// memory, and the host does not wait. In a damaged table with repeated keys, may find other rows of
-// the same order than the CPU version.
+// memory, and the host does not wait. In a damaged table with repeated keys, the choice among rows
+// of equal order may differ from the CPU version's.
 namespace cuda {
 
 int64_t lowest_rows_workspace_bytes(int64_t size);

@@ -39,14 +39,14 @@ void check(ncclComm* communicator);
 // contiguous and ordered by rank. send_bytes [world_size] and receive_bytes [world_size] are the
 // sizes of the parts. The sender and the receiver of a part must agree on its size. The parts are
 // read and written in stream order; the call returns once the work is queued in the stream. The
-// first transfer with a rank waits for that rank, since NCCL connects to it then.
+// first transfer with a rank waits for that rank, since that is when NCCL connects to it.
 void all_to_all(ncclComm* communicator, int world_size, const void* send, const int64_t* send_bytes,
                 void* receive, const int64_t* receive_bytes, void* stream);
 
 // Waits for pending work and frees the communicator. It is freed even if this call throws.
 void disconnect(ncclComm* communicator);
 
-// Ends pending work, on the device and in calls of other threads, without freeing anything. Returns
+// Ends pending work, on the device and in other threads' calls, without freeing anything. Returns
 // false if the library is older than NCCL 2.28.7 and therefore cannot do this.
 bool revoke(ncclComm* communicator) noexcept;
 

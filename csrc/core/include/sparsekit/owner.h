@@ -14,7 +14,7 @@ constexpr int64_t kMaxWorldSize = 2048;
 // Number of virtual shards that keys are hashed to. A map assigns each shard to a rank.
 constexpr int64_t kVirtualShards = int64_t{1} << 16;
 
-// Returns the virtual shard of a key. An int32 key has the same shard as an int64 key of the same
+// Returns the virtual shard of a key. An int32 key has the same shard as an int64 key with the same
 // value. Saved tables are divided among ranks by virtual shard, so a key's shard must be the same
 // on all ranks and in all versions. The hash is the finaliser of MurmurHash3 (Appleby). hash_key()
 // (hash_table.h) must not be used here: all keys of a rank would then have the same leading bits,

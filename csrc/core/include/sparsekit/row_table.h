@@ -21,7 +21,7 @@ struct RowTable {
   int64_t strides[kMostStates];
   int64_t num_rows;
   int64_t dim;
-  // [num_rows] the step count of each row; null if rows have none.
+  // [num_rows] each row's step count; null if rows do not count steps.
   int32_t* row_step;
 };
 

@@ -1,6 +1,6 @@
-// Computes XXH64, the 64-bit hash of the xxHash family, of one string or of many. Follows the
-// xxHash fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Strings of equal
-// length are hashed together: this avoids unpredictable branches on the length, and lets the
+// Computes XXH64, the 64-bit hash of the xxHash family, for one string or many. Follows the xxHash
+// fast digest algorithm specification (Y. Collet, version 0.1.1 and later). Strings of equal length
+// are hashed together: this avoids unpredictable branches on the length, and lets the
 // multiplications for different strings overlap.
 #pragma once
 
