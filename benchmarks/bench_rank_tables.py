@@ -150,7 +150,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start ranks that time all cases; "bytes" in their results is what a rank sends per step."""
+    """Start ranks that time all cases; "bytes" in the results counts what a rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     sizes = Sizes(cpu.quick)
     found = on_ranks.run(_two_ranks, WORLD, sizes)

@@ -161,7 +161,7 @@ LINES = {"step": "step on 2 ranks", "exchange": "exchange with dedupe, 2 ranks, 
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start ranks that time all cases; "bytes" in their results is what a rank sends per step."""
+    """Start ranks that time all cases; "bytes" in the results counts what a rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     found = on_ranks.run(_measure, WORLD, cpu.quick)
     for what, line in LINES.items():

@@ -92,7 +92,7 @@ def _steps(
     grad: torch.Tensor,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[Call]:
-    """Return a step for each batch; without an optimizer, a step ends with backward."""
+    """Return a step for each batch; without an optimizer, each step ends with backward."""
 
     def step(arguments: tuple[object, ...]) -> None:
         layer(*arguments).backward(grad)

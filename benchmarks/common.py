@@ -35,7 +35,7 @@ def median_and_spread(samples: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Position of a case in a plot: figure, series, the x axis's name, x, and the item count."""
+    """A case's position in a plot: figure, series, the x axis's name, x, and the item count."""
 
     figure: str
     series: str

@@ -1,4 +1,4 @@
-"""Measures throughput by size, load factor, dim and duplication, for plots, without targets."""
+"""Measures throughput for plots, by size, load factor, dim and duplication; has no targets."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -42,12 +42,12 @@ class Timing:
         return statistics.median(self.events)
 
     def on(self, clock: str) -> list[float]:
-        """Return the samples taken with a clock, "events" or "wall"."""
+        """Return the samples from the given clock, "events" or "wall"."""
         return self.wall if clock == "wall" else self.events
 
 
 class Gpu:
-    """The GPU under test; or the CPU, with toy sizes, to check that all benchmarks run."""
+    """The GPU under test, or the CPU with toy sizes to check that all benchmarks run."""
 
     repeats = 7
 
@@ -129,7 +129,7 @@ class Gpu:
             table = torch.zeros(lines, 16, device=self.device)
             n = self.size(16 << 20, 1_000)
             keys = self.randint(lines, n)
-            # The last two ops sum up the lines, so they write almost nothing.
+            # The last two ops sum the lines, so they write almost nothing.
             offsets = torch.arange(0, n + 1, 64, device=self.device)
             keys = keys[: int(offsets[-1])]
             ways: list[Callable[[], object]] = [

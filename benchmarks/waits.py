@@ -35,7 +35,7 @@ def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
     """Run a call and count its waits.
 
     Args:
-        call: called once. Call it beforehand to warm up, since a first call waits more often.
+        call: called once. Call it beforehand to warm up, since the first call waits more often.
         library: library that counts the waits; pass the host runner's library if there is no GPU.
     """
     own = ctypes.CDLL(str(library)).sparsekit_num_waits

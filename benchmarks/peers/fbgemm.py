@@ -1,4 +1,4 @@
-"""FBGEMM's table batched embeddings (TBE) on the CPU: the training module, float32.
+"""FBGEMM's table batched embeddings (TBE) on the CPU: its training module, in float32.
 
 This is FBGEMM's fastest configuration: each table has one feature, bounds are not checked
 (sparsekit checks them), and the optimizer is fused into backward.

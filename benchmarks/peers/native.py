@@ -138,7 +138,7 @@ class FlatMap:
         return self._call("map_find", keys)
 
     def emplace(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the values of keys ``[n]``; a new key gets the number of keys so far."""
+        """Return the values of keys ``[n]``; a new key's value is the number of keys before it."""
         return self._call("map_emplace", keys)
 
     def _call(self, name: str, keys: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def stream() -> Iterator[np.ndarray]:
 
 
 def time_it() -> bool:
-    """Print speed and memory for a feature with many keys; return whether memory grew little."""
+    """Print speed and memory growth for many keys; return whether the growth is small enough."""
     warm = CapacityCurve(rows=[1000], sample=1000)
     for start in range(0, 2_000_000, 10_000):
         warm.add(torch.arange(start, start + 10_000))

@@ -248,7 +248,7 @@ bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes)
   PyObject* const* slots = PySequence_Fast_ITEMS(items);
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   cpu::FirstBad bad;  // items that PlainItems cannot hash
-  // This thread keeps the GIL while others read, so no object can change.
+  // This thread keeps the GIL while others are reading, so no object can change.
   share(n, num_threads, [=, &bad](Chunks& chunks) {
     PlainItems plain(seed, codes);
     for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) {

@@ -151,7 +151,7 @@ const char* nccl_version() {
 }
 
 void add_nccl_communicator(py::module_& module) {
-  // Release the GIL while a call waits, since other threads of this rank check for errors.
+  // Release the GIL while a call is waiting, since other threads of this rank check for errors.
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<NcclCommunicator>(module, "NcclCommunicator",
                                "A communicator of libnccl on the current CUDA device.")

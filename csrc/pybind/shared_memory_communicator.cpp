@@ -17,9 +17,10 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Number of bytes to copy at a time. The receiver can read one piece while the next one is copied.
+// Number of bytes to copy at a time. The receiver can read one piece while the next one is being
+// copied.
 constexpr uint64_t kPiece = 1 << 17;
-// Maximum time that a rank sleeps before it checks that the other ranks are still alive.
+// Maximum time that a rank sleeps before checking that the other ranks are still alive.
 constexpr milliseconds kSlice{100};
 // Time to spin before sleeping, in case another rank is about to ring. A sleep takes longer than
 // this.
@@ -105,7 +106,7 @@ uint64_t Communicator::begin(const char* send, const std::vector<int64_t>& send_
       receive += room;
     }
     begun_.push_back(std::move(parts));
-    // Only send here: receiving would delay the caller.
+    // Only send here, since receiving would delay the caller.
     for (Peer& peer : peers_) send_some(peer, Segment::ring_bytes(world_size_));
   } catch (const std::exception& error) {
     hang_up(error.what());

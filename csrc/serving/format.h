@@ -84,9 +84,9 @@ struct DeltaHeader {
 };
 static_assert(sizeof(DeltaHeader) == 128);
 
-// A section: this header, int64 keys [num_keys], for upserts rows [num_keys, row_bytes], then zeros
-// up to a multiple of 8 bytes. All of a version's tombstones, from all ranks, are applied before
-// any of its upserts.
+// A section consists of this header, int64 keys [num_keys], rows [num_keys, row_bytes] if they are
+// upserts, and zeros up to a multiple of 8 bytes. All of a version's tombstones, from all ranks,
+// are applied before any of its upserts.
 enum class DeltaKind : uint32_t { kUpsert = 1, kTombstone = 2 };
 struct DeltaSection {
   uint32_t table;  // place in the directory of the base

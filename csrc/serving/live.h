@@ -1,4 +1,4 @@
-// Keeps a snapshot up to date with the folder of a delta log.
+// Keeps a snapshot up to date with a delta log's folder.
 #pragma once
 
 #include <memory>

@@ -198,7 +198,7 @@ void renumber_bucket(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t
   bool differs = false;
   for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
     const int32_t row = bucket.rows[slot];
-    // A branch for empty slots could not be predicted.
+    // Do not branch on empty slots: the branch could not be predicted.
     const bool in_use = static_cast<uint64_t>(row) < static_cast<uint64_t>(n);
     const int32_t new_row = new_rows[in_use ? row : 0];
     rows[slot] = in_use ? new_row : row;

@@ -45,7 +45,7 @@ constexpr Progress run_begins_at(int64_t offset) {
 // Minimum work per thread, in elements.
 constexpr int64_t kLeastWork = 32768;
 
-// Minimum bytes of a row per thread: half a cache line.
+// Minimum number of a row's bytes per thread: half a cache line.
 constexpr int64_t kLeastWidth = 32;
 
 // The workspace of one half.
@@ -213,7 +213,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
     const int64_t* block_ids = as_int64(ids, block, std::min(half.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
-      // List dropped entries, too, to avoid a branch. The next entry overwrites them.
+      // List dropped entries as well, to avoid a branch. The next entry overwrites them.
       const int64_t given = block_ids[i - block];
       largest = std::max(largest, given);
       const bool counts = static_cast<uint64_t>(given) < static_cast<uint64_t>(num_segments);

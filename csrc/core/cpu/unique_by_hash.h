@@ -173,7 +173,7 @@ class ByHash {
   int bits_ = 1;
   int64_t parts_;
   int64_t chunks_;
-  // [n] distinct keys of each part, starting at the part's first position
+  // [n] each part's distinct keys, starting at the part's first position
   Distinct<Key>* distinct_;
   uint32_t* ranks_;
   uint32_t* numbers_;  // [n] in the order of part_keys_: first numbers within the part, later ranks

@@ -207,8 +207,9 @@ void commit(Address address, size_t bytes, void* stream) {
   fill_bytes(reinterpret_cast<void*>(begin), 0, static_cast<int64_t>(size), stream);
 }
 
-// Frees a room. Waits for the device first: unmapping does not wait, and kernels may still use the
-// room. If the wait fails, leaks the room: when the process ends, the driver may already be gone.
+// Frees a room. Waits for the device first: unmapping does not wait, and kernels may still be using
+// the room. If the wait fails, leaks the room: when the process ends, the driver may already be
+// gone.
 void free_room(Address address, const Room& room) {
   try {
     const OnDevice current(room.device);

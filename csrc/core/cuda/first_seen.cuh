@@ -3,7 +3,7 @@
 // launch:
 //   enter  finds or claims a slot for every key; the slot keeps the smallest position and a count,
 //          and that position's bit is set;
-//   rank   ranks keys in order of first occurrence, by a prefix sum over the bits;
+//   rank   ranks keys in order of first occurrence, with a prefix sum over the bits;
 //   emit   looks up the slot and the rank of every key; the caller provides this kernel.
 // The choice of slots depends on the order of threads, but the result does not: slots are internal.
 #pragma once

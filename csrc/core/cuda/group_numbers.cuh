@@ -133,8 +133,8 @@ SPARSEKIT_DEVICE Entry number_entry(const SumGroup<T>& group, int64_t i) {
   return {key, static_cast<int32_t>(i)};
 }
 
-// Number of entries that each thread of number_entries_kernel handles. With several, a block needs
-// fewer atomics to count digits.
+// Number of entries that each thread of number_entries_kernel handles. With several per thread, a
+// block needs fewer atomics to count digits.
 constexpr int kNumberSteps = 8;
 
 // Writes the sort key and the value of each entry, and the scales of bags or entries. Counts the

@@ -1,4 +1,4 @@
-// Finds the rows with the lowest scores by a radix selection, without a sort.
+// Finds the rows with the lowest scores, using a radix selection instead of a sort.
 #include "sparsekit/lowest_rows.h"
 
 #include "cuda/prefix_sum.cuh"

@@ -15,7 +15,8 @@ using sparsekit::simt::host::counted_launches;
 
 [[maybe_unused]] const bool seen = sparsekit::simt::host::sees_plain_accesses = true;
 
-// Always inlined, so that an access is cheap while nothing is counted, which is the usual case.
+// Always inlined, so that an access is cheap while nothing is being counted, which is the usual
+// case.
 [[gnu::always_inline]] inline void plain(Access access, const void* address, size_t bytes) {
   if (__builtin_expect(counted_launches.load(std::memory_order_relaxed) == 0, 1)) return;
   sparsekit::simt::host::saw(access, address, static_cast<int64_t>(bytes));

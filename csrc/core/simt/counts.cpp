@@ -12,8 +12,8 @@ namespace {
 // synchronous, so all records of a launch belong to the launching thread.
 thread_local std::unique_ptr<std::vector<Record>> records;
 
-// Address of the next output of a call that is only planned, or 0 while calls are executed. The
-// addresses are beyond those that Linux uses.
+// Address of the next output of a call that is only planned, or 0 while calls are being executed.
+// The addresses are beyond those that Linux uses.
 constexpr uintptr_t kWithoutMemory = uintptr_t{1} << 56;
 thread_local uintptr_t next_address = 0;
 

@@ -41,8 +41,8 @@ void Worker::prepare(size_t count) {
   }
 }
 
-// Removes and returns the fiber that runs next. While accesses are counted, the fibers run in turn;
-// then, as on a device, many threads reach an atomic before the first thread has passed it.
+// Removes and returns the fiber that runs next. While accesses are being counted, the fibers run in
+// turn; then, as on a device, many threads reach an atomic before the first thread has passed it.
 Fiber* Worker::next() {
   if (!launch_->counted) std::swap(ready_[random() % ready_.size()], ready_.back());
   const auto at = launch_->counted ? ready_.begin() : ready_.end() - 1;

@@ -106,8 +106,8 @@ class Meeting {
 };
 
 struct Warp {
-  // Slots are used alternately, since a lane may enter the next collective while other lanes still
-  // read the values of the current one.
+  // Slots are used alternately, since a lane may enter the next collective while other lanes are
+  // still reading the values of the current one.
   struct Slot {
     std::atomic<uint64_t> values[kWarp];
   } slots[2];
