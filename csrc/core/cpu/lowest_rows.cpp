@@ -193,10 +193,12 @@ void read_keys(const ScoredRows& table, const Work& work, int64_t num_wanted, in
       for (const int32_t row : bucket.rows) any |= bit_of(row);
       if (any == 0) continue;
       for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-        const int64_t row = table.buckets[b].rows[slot];
-        // Do not branch on empty slots: the branch could not be predicted.
-        const bool in_use = static_cast<uint64_t>(row) < static_cast<uint64_t>(table.size);
-        if (!(has(work.wanted, in_use ? row : 0) & in_use)) continue;
+        const int64_t row = bucket.rows[slot];
+        if (bit_of(bucket.rows[slot]) == 0) continue;
+        // Stores are relaxed, since in a damaged table two slots may have the same row.
+        const int64_t key = bucket.keys[slot];
+        if (row >= last) __atomic_store_n(last_keys + (row - last), key, __ATOMIC_RELAXED);
+        if (!has(work.wanted, row)) continue;
         const int64_t w = row / kRowsOfWord;
         const uint64_t below = work.wanted[w] & ((uint64_t{1} << (row % kRowsOfWord)) - 1);
         __atomic_store_n(work.keys + work.before[w] + __builtin_popcountll(below), key,
