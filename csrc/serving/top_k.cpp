@@ -162,7 +162,7 @@ double sum_of_magnitudes(const float* query, int64_t dim) {
   return sum;
 }
 
-// Fills `integers` and the query that refers to it.
+// Quantizes `query` into `integers`, and returns a query that points to them.
 QuantizedQuery quantize(int32_t row_format, const float* query, int64_t dim,
                         std::vector<int16_t>* integers) {
   const bool is_int8 = row_format == SK_INT8;

@@ -45,7 +45,7 @@ class Background:
         self.waited = False
 
     def begin(self) -> None:
-        """Copy the tables and start writing; a collective.
+        """Copy the tables and start writing (a collective call).
 
         Raises:
             CheckpointError: the draft cannot be created, or there is not enough memory for the
@@ -73,7 +73,7 @@ class Background:
         return self._task.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete and visible; a collective.
+        """Wait until the checkpoint is complete and visible (a collective call).
 
         Returns:
             The checkpoint's folder.

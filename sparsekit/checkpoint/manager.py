@@ -109,7 +109,7 @@ class Checkpoints:
         return background
 
     def wait(self) -> None:
-        """Wait for the background save to finish, if there is one; a collective."""
+        """Wait for the background save to finish, if there is one (a collective call)."""
         # Clear `_background` only at the end, so that an interrupted wait can be repeated.
         background = self._background
         if background is not None and not background.waited and not background.lost():
@@ -142,7 +142,7 @@ class Checkpoints:
         return loaded
 
     def claim(self, step: int, module: torch.nn.Module) -> None:
-        """Claim the folder for a run that starts saving at this step or later; a collective.
+        """Claim the folder for a run that starts saving at this step or later (a collective call).
 
         The first save also claims the folder. Call this method to learn at the start of a long run
         whether the folder can be used.

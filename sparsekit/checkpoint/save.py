@@ -95,7 +95,7 @@ class CheckpointWriter:
         self.marks = marks
 
     def begin(self) -> None:
-        """Create the draft; a collective."""
+        """Create the draft (a collective call)."""
         self.together.on_first(self._what, self.draft.begin)
 
     def end(self) -> None:

@@ -30,7 +30,7 @@ def check_backend(backend: str) -> None:
 def make_transport(
     backend: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Transport:
-    """Choose a group's transport for tensors on a device; a collective.
+    """Choose a group's transport for tensors on a device (a collective call).
 
     Raises:
         RuntimeError: the backend is not available, or ranks have chosen different backends.

@@ -32,7 +32,7 @@ def missing() -> str:
 
 
 def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) -> NcclTransport:
-    """Make a group's transport for tensors on a device; a collective.
+    """Make a group's transport for tensors on a device (a collective call).
 
     The ranks tell each other whether they have libnccl, and exchange the id of the new
     communicator.

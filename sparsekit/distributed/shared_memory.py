@@ -96,7 +96,7 @@ class SharedMemoryTransport(Transport):
 
 
 def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport:
-    """Make a group's transport for tensors on the CPU; a collective.
+    """Make a group's transport for tensors on the CPU (a collective call).
 
     Args:
         teller: transport that the ranks use to exchange addresses and errors.

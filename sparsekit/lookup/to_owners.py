@@ -1,4 +1,4 @@
-"""Sends a layer's keys to the ranks that own them, along with values."""
+"""Sends a layer's keys, each with its values, to the ranks that own them."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return True
 
     def _step(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return the arguments of the update ops that do not depend on the parameters."""
+        """Return those arguments of the update ops that are the same for all parameters."""
         number, lr = rate_on(device, type(self).__name__, group["lr"])
         return {
             "rule": self.rule,

@@ -37,7 +37,7 @@ class SavedModel(torch.nn.Module):
 
     @classmethod
     def load(cls: type[_Model], path: str | os.PathLike[str]) -> _Model:
-        """Load a model written by `save`, on the CPU; a collective.
+        """Load a model written by `save` onto the CPU (a collective call).
 
         Raises:
             ValueError: the file does not contain such a model.
@@ -46,12 +46,12 @@ class SavedModel(torch.nn.Module):
         return cls.restored(read(path, cls.FORMAT))
 
     def content(self) -> dict[str, Any]:
-        """Return everything that `restored` needs, on rank 0; a collective."""
+        """Return everything that `restored` needs, on rank 0 (a collective call)."""
         raise NotImplementedError
 
     @classmethod
     def restored(cls: type[_Model], state: Mapping[str, Any]) -> _Model:
-        """Rebuild a model from the result of `content`; a collective."""
+        """Rebuild a model from the result of `content` (a collective call)."""
         raise NotImplementedError
 
 

@@ -43,7 +43,7 @@ def best_rows(
         raise ValueError(f"{name}: k must be in [1, 2**31 - 1], got {k}")
     with np.errstate(over="ignore"):  # the library refuses infinities
         rows = np.ascontiguousarray(array, np.float32).reshape(-1, dim)
-    # k may be huge, to get all rows, but memory that is never written to takes no space.
+    # Callers may pass a huge k to get all rows; memory that is never written to takes no space.
     keys, scores = np.empty(k, np.int64), np.empty(k, np.float32)
     library, found = _library.load(), ctypes.c_int32()
     parts = []

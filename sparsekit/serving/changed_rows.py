@@ -140,7 +140,7 @@ class ChangedRows:
         if own and weight is self._weight and self._marks is not None:
             self._marks.clear(weight, None if changes.compared else changes.rows)
         elif isinstance(weight, EmbeddingWeight) and weight.is_cpu and not weight.is_inference():
-            # On a device, marks would make the host wait for the rows of fused updates.
+            # On a device, marks would make the host wait, to learn which rows a fused update wrote.
             self._marks = weight.written_rows = WrittenRows(weight)
         else:
             self._marks = None

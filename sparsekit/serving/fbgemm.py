@@ -21,7 +21,7 @@ import numpy as np
 
 from . import encoding
 
-# Bytes of scale and bias in snapshots.
+# Size in bytes of a row's scale and bias together, as stored in snapshots.
 _SCALES = 4
 _BITS = {"int8": 8, "int4": 4}
 

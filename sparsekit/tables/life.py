@@ -15,8 +15,8 @@ from .fallback import Fallback
 from .options import TableOptions
 from .scores import LFU, Score
 
-# Default of max_rows, as a fraction of all ranks' rows. The rest allows for differences between
-# ranks, since a hash of the key decides which rank gets a new key.
+# Default for max_rows, as a fraction of the ranks' total capacity. The remainder is headroom: keys
+# are assigned to ranks by hash, so some ranks get more rows than others.
 DEFAULT_BUDGET = 0.9
 
 # Number of sweeps for expired rows while the clock advances by ttl.

@@ -7,7 +7,7 @@ import torch
 from .. import hashing
 from ..ops.bucketize import VIRTUAL_SHARDS
 
-# Maps by world size and device. Layers share equal maps, so maps stay in the CPU's cache.
+# Maps by world size and device. Layers share them, so that they stay in the CPU's cache.
 _even: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 

@@ -45,7 +45,7 @@ class TableTensors(RowsWithRoom, Sharded):
         shard: int64 ``[2]``, rank and world size.
         owners: int16 ``[65536]``, the rank of each virtual shard; None if keys are placed without
             this map.
-        life: the life of the rows; None for a table without scores.
+        life: the `RowLife` with the rows' clock and counts; None for a table without scores.
         scores: int64 ``[capacity]``, the score of each row; None for a table without scores.
         clock: int64 ``[1]``, the clock of the scores.
         checked_modes: modes (inserting or not) that the weight has been checked for.

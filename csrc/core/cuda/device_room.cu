@@ -142,8 +142,8 @@ Properties properties_of(int device) {
   return properties;
 }
 
-// The rooms in use, by address, and their mutex. Never destroyed, since tensors may outlive all
-// other objects.
+// The mutex and the map of all rooms in use, keyed by address. They are never destroyed, since
+// tensors may outlive all other objects.
 std::mutex& mutex() {
   static auto* one = new std::mutex;
   return *one;
@@ -324,7 +324,7 @@ SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, in
   return message_of([&] { *tensor = new_room(bytes, first, device, stream); });
 }
 
-// Sets `tensor` to a DLManagedTensor of a room's first bytes; the tensor also keeps the room alive.
+// Sets `tensor` to a DLManagedTensor that has a room's first `bytes` bytes and keeps the room alive.
 SPARSEKIT_PUBLIC const char* sparsekit_room_tensor(unsigned long long address, int64_t bytes,
                                                    void** tensor) {
   using namespace sparsekit::cuda;

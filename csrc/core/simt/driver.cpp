@@ -100,7 +100,7 @@ int release(uint64_t handle) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = handles.find(handle);
   if (found == handles.end()) return kInvalid;
-  // If the size is 0, the memory is mapped, and stays in use until it is unmapped.
+  // A size of 0 means that the memory is still mapped; it remains in use until it is unmapped.
   in_use -= static_cast<int64_t>(found->second);
   handles.erase(found);
   return 0;

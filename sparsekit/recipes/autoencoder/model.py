@@ -112,7 +112,7 @@ class Autoencoder(SavedModel):
         self.hidden = torch.nn.ModuleList([_linear(dim, generator) for _ in range(layers)])
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the codes (1, h) of this rank's users, ``[n, 1 + dim]``; a collective."""
+        """Return the codes (1, h) of this rank's users, ``[n, 1 + dim]`` (a collective call)."""
         entries, offsets, _ = self.history(rows)
         keys = self.history.items[self.history.columns[entries]]
         return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
@@ -125,7 +125,7 @@ class Autoencoder(SavedModel):
         return torch.nn.functional.pad(codes, (1, 0), value=1.0)
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return biases and vectors ``[m, 1 + dim]`` of items ``[begin, end)``; a collective."""
+        """Return biases and vectors ``[m, 1 + dim]`` of items ``[begin, end)`` (a collective call)."""
         return self._table("scored").vectors(self.history.items[begin:end])
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

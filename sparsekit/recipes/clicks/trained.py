@@ -60,7 +60,7 @@ def save(
     columns: Columns,
     buckets: QuantileBuckets | None,
 ) -> None:
-    """Write the model, and a note that describes how to read files for it; a collective.
+    """Write the model, and a note that describes how to read files for it (a collective call).
 
     Args:
         args: arguments of the command, including model, seed and ``--save``.
@@ -109,7 +109,7 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
-    """Load the model and set it to evaluation mode; a collective.
+    """Load the model and set it to evaluation mode (a collective call).
 
     Raises:
         CheckpointError: the model is damaged.

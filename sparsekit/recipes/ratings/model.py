@@ -175,7 +175,7 @@ class RatingModel(SavedModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
-        """Load a model written by `save`, on the CPU; a collective.
+        """Load a model written by `save` onto the CPU (a collective call).
 
         Args:
             path: path of the file.

@@ -142,7 +142,7 @@ class WideModel(SavedModel):
         return Ftrl(groups, lr=0.2, initial_accumulator_value=0.1 / n**2)
 
     def weights(self) -> torch.Tensor:
-        """Return the weights of the first layer for all columns, ``[width, dim]``; a collective."""
+        """Return the weights of the first layer for all columns, ``[width, dim]`` (a collective call)."""
         columns = torch.arange(self.encoder.width, device=self.head.weight.device)
         return self.embedding.vectors(columns)
 
@@ -166,7 +166,7 @@ class WideModel(SavedModel):
     def load(
         cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
     ) -> WideModel:
-        """Load a model written by `save`, on the CPU; a collective.
+        """Load a model written by `save` onto the CPU (a collective call).
 
         Args:
             path: path of the file.
