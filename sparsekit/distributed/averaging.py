@@ -52,7 +52,10 @@ class Averaging:
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """Return an `Averaging` for the default group; None without shared memory (a collective call)."""
+    """Return an `Averaging` for the default group, or None without shared memory.
+
+    A collective call.
+    """
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None

@@ -41,7 +41,7 @@ class Case:
 
 
 def samples_per_second(case: Case) -> float:
-    """Train, and return the median speed of the timed epochs (a collective call on several ranks)."""
+    """Train, and return the median speed of the timed epochs; all ranks must call this."""
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -324,7 +324,8 @@ SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, in
   return message_of([&] { *tensor = new_room(bytes, first, device, stream); });
 }
 
-// Sets `tensor` to a DLManagedTensor that has a room's first `bytes` bytes and keeps the room alive.
+// Sets `tensor` to a DLManagedTensor that has a room's first `bytes` bytes and keeps the room
+// alive.
 SPARSEKIT_PUBLIC const char* sparsekit_room_tensor(unsigned long long address, int64_t bytes,
                                                    void** tensor) {
   using namespace sparsekit::cuda;

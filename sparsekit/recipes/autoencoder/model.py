@@ -125,7 +125,10 @@ class Autoencoder(SavedModel):
         return torch.nn.functional.pad(codes, (1, 0), value=1.0)
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Return biases and vectors ``[m, 1 + dim]`` of items ``[begin, end)`` (a collective call)."""
+        """Return biases and vectors ``[m, 1 + dim]`` of items ``[begin, end)``.
+
+        A collective call.
+        """
         return self._table("scored").vectors(self.history.items[begin:end])
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

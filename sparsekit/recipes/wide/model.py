@@ -142,7 +142,10 @@ class WideModel(SavedModel):
         return Ftrl(groups, lr=0.2, initial_accumulator_value=0.1 / n**2)
 
     def weights(self) -> torch.Tensor:
-        """Return the weights of the first layer for all columns, ``[width, dim]`` (a collective call)."""
+        """Return the weights of the first layer for all columns, ``[width, dim]``.
+
+        A collective call.
+        """
         columns = torch.arange(self.encoder.width, device=self.head.weight.device)
         return self.embedding.vectors(columns)
 
