@@ -74,7 +74,7 @@ struct Dropping {
       given.check(tensors_in[first].dim() == 1, "tensors[", first,
                   "], the scores of a table, must have 1 dimension");
       for (size_t i = first; i < of_tensors[t + 1]; ++i) {
-        tensors.push_back(moved_tensor(given, i, tensors_in[i], initial[i], size));
+        tensors.push_back(moved_tensor(given, i, tensors_in[i], initial[i], size, "row in use"));
       }
       given.check(tensors[first].stride_bytes == sizeof(int64_t) || size <= 1, "tensors[", first,
                   "], the scores of a table, must be contiguous");
@@ -110,10 +110,10 @@ std::tuple<Tensor, Tensor> drop(const Tensors& buckets, const Tensors& hash_seed
   const Tensor lost = new_output(tables, {static_cast<int64_t>(lists.size())});
   std::fill_n(mutable_data<int64_t>(dropped), count, int64_t{-1});
   std::fill_n(mutable_data<int64_t>(lost), lists.size(), int64_t{0});
+  const Exclusive alone(given, Views(buckets));  // before sizes are read and checked
   Dropping dropping(given, buckets, hash_seeds, sizes, tensors, initial, lists, rows,
                     mutable_data<int64_t>(lost));
   if constexpr (!kOnDevice) {
-    const Exclusive alone(given, Views(buckets));
     std::vector<int32_t> order(rows.size());
     const ParallelFor parallel_for = torch_parallel_for();
     const Workspace memory(cpu::group_drop_lowest_workspace_bytes(dropping.tables.data(), count,

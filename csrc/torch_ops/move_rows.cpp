@@ -13,7 +13,7 @@ void move(Tensors tensors, Tensor new_rows, int64_t left, Tensors initial) {
   std::vector<MovedTensor> moved;
   moved.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    moved.push_back(moved_tensor(given, i, tensors[i], initial[i], n));
+    moved.push_back(moved_tensor(given, i, tensors[i], initial[i], n, "of new_rows"));
   }
   given.check_apart();
   new_rows = packed(new_rows);

@@ -10,13 +10,13 @@ namespace sparsekit::ops {
 
 // Checks a tensor and the initial value of its elements, and returns both.
 inline MovedTensor moved_tensor(Arguments& given, size_t i, const Tensor& tensor,
-                                const Tensor& initial, int64_t n) {
+                                const Tensor& initial, int64_t n, const char* each) {
   const Item name("tensors", i), of_initial("initial", i);
   given.written_rows(name, tensor, kAnyDtype);
   const int64_t dim = tensor.dim();
   given.check(dim >= 1, name, " must have at least 1 dimension");
-  given.check(tensor.size(0) >= n, name, " must have at least ", n,
-              " rows, one for each of new_rows, got ", tensor.size(0));
+  given.check(tensor.size(0) >= n, name, " must have at least ", n, " rows, one for each ", each,
+              ", got ", tensor.size(0));
   given.check(initial.is_cpu(), of_initial, " must be on the CPU");
   given.check_dtype(of_initial, initial, dtype_of(tensor));
   given.check_one(of_initial, initial);

@@ -111,30 +111,38 @@ def _drop_together(each: Sequence[Dropping]) -> set[EmbeddingTable]:
     if not each:
         return set()
     tables = [one.table for one in each]
-    indices = [cast(HashTable, table.table) for table in tables]
+    columns = [cast(HashTable, table.table).tensors() for table in tables]
+    buckets, hash_seeds, sizes = map(list, zip(*columns, strict=True))
     tensors = [tensor for one in each for tensor in one.tensors]
     lookups = [lookup for one in each for lookup in one.lookups]
     lists = [rows for one in each for rows in (one.own, *(x.rows().data for x in one.lookups))]
     flags = [(lookup.moved, lookup.stale, lookup.lost) for lookup in lookups]
     for lookup in lookups:  # first: an interrupt must not hide that rows have moved
         lookup.moved = lookup.stale = lookup.lost = True
-    with own_writes([table.weight for table in tables]):
-        increment_version(tensors)
-        dropped, lost = _drop_lowest(
-            *map(list, zip(*(index.tensors() for index in indices), strict=True)),
-            *(tensors, [value for one in each for value in one.initial], lists),
-            torch.tensor([one.numbers() for one in each], device="cpu"),
-        )
-    served = dropped.tolist()
-    first = 0
-    for one, count in zip(each, served, strict=True):
-        first += 1  # the rows of the lookup itself
+    try:
+        with own_writes([table.weight for table in tables]):
+            increment_version([*tensors, *buckets, *sizes])
+            dropped, lost = _drop_lowest(
+                *(buckets, hash_seeds, sizes, tensors),
+                *([value for one in each for value in one.initial], lists),
+                torch.tensor([one.numbers() for one in each], device="cpu"),
+            )
+    except Exception as refusal:  # the op has changed nothing
+        for lookup, before in zip(lookups, flags, strict=True):
+            lookup.moved, lookup.stale, lookup.lost = before
+        if isinstance(refusal, ValueError):
+            return set()  # a state may be refused beside those of other tables, but not alone
+        raise
+    of_lists, befores, served = iter(lost.tolist()), iter(flags), set()
+    for one, count in zip(each, dropped.tolist(), strict=True):
+        next(of_lists)  # that of the lookup's own rows, which stay
         for lookup in one.lookups:
-            moved, stale, was_lost = flags.pop(0)
+            before, loses = next(befores), bool(next(of_lists))
             if count > 0:
-                lookup.lost = was_lost or bool(lost[first])
+                lookup.lost = before[2] or loses
             else:
-                lookup.moved, lookup.stale, lookup.lost = moved, stale, was_lost
-            first += 1
+                lookup.moved, lookup.stale, lookup.lost = before
         life_of(one.table).evicted += max(0, count)
-    return {table for table, count in zip(tables, served, strict=True) if count >= 0}
+        if count >= 0:
+            served.add(one.table)
+    return served

@@ -69,6 +69,10 @@ class EmbeddingGroup(torch.nn.Module):
         >>> out = group(keyed_jagged_tensor)  # [batch, 3 * dim]
     """
 
+    # The `_tables` that `_check_slots` has last found to have one slot each. A default for all
+    # groups, since groups pickled earlier do not have it.
+    _single: Sequence[EmbeddingTable] | None = None
+
     def __init__(
         self,
         layers: Mapping[str, EmbeddingLayer],
@@ -100,8 +104,6 @@ class EmbeddingGroup(torch.nn.Module):
             features = {name: whole(name, layer) for name, layer in layers.items()}
         self.features = settled(features, layers)
         self._asked: list[EmbeddingLayer] = []
-        # The `_tables` that `_check_slots` has last found to have one slot each.
-        self._single: Sequence[EmbeddingTable] | None = None
         self._layers_asked = [name_in_state(feature.layer) for feature in self.features.values()]
         check_choice(GROUP, "output", output, OUTPUTS)
         self.output = output

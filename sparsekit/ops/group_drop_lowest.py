@@ -1,5 +1,7 @@
 """Drops the rows with the lowest scores from many tables."""
 
+from typing import cast
+
 import torch
 from torch.autograd.graph import increment_version
 
@@ -44,9 +46,10 @@ def group_drop_lowest_(
         lists: int32 ``[n]`` each, row numbers that are renumbered, table by table: -1 if the row
             has been dropped. Numbers outside [0, size) stay as they are.
         tables: int64 ``[T, 7]`` on the CPU; the columns are a `ScorePolicy`, LRU or LFU;
-            halve_every; the clock at which LFU counts are read; the number of rows to drop, or of
-            which to drop as many as need not stay; the number of the table's ``tensors`` and of
-            its ``lists``; and how many of these lists, the first, have rows that must stay.
+            halve_every; the clock at which LFU counts are read; the number of rows to drop; the
+            number of the table's ``tensors``; the number of its ``lists``; and how many of them
+            have rows that must stay. These lists come first. If fewer rows need not stay than
+            are to be dropped, all of those are dropped.
 
     Returns:
         dropped: int64 ``[T]`` on the CPU, the number of rows that each table has lost; -1 for
@@ -56,10 +59,12 @@ def group_drop_lowest_(
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape, a mix of devices, a number out of range, or arguments that share
-            memory.
+            memory. Nothing has been changed.
+        RuntimeError: another thread is inserting into one of the tables.
     """
-    increment_version(tensors)
-    return _drop(buckets, hash_seeds, sizes, tensors, initial, lists, tables)
+    results = _drop(buckets, hash_seeds, sizes, tensors, initial, lists, tables)
+    increment_version([*buckets, *sizes, *tensors, *lists])
+    return cast(tuple[torch.Tensor, torch.Tensor], results)
 
 
 @_drop.fake

@@ -65,6 +65,13 @@ def remove_rows(table: EmbeddingTable, gone: torch.Tensor) -> torch.Tensor:
     of_rows += [(tensor, 0.0) for tensor in (table.scores, grad) if tensor is not None]
     dense = [(tensor.detach(), initial) for tensor, initial in of_rows if not tensor.is_sparse]
     tensors = [tensor for tensor, _ in dense]
+    for tensor in tensors:
+        if not tensor.is_contiguous() and len(tensor) and not tensor[0].is_contiguous():
+            raise ValueError(
+                f"{table.name}: its rows cannot be dropped, since an optimizer has a state "
+                f"{list(tensor.shape)} with strides {list(tensor.stride())}, whose rows are not "
+                f"contiguous; make it contiguous"
+            )
     initials = [element(initial, tensor.dtype) for tensor, initial in dense]
     calls: list[partial[Any]] = [
         partial(_renumber, buckets, hash_seed, new_rows),

@@ -6,6 +6,7 @@ import torch
 import sparsekit
 from sparsekit import optim
 from sparsekit.lookup import drop_rows
+from sparsekit.lookup.sweep import Sweep
 
 NAMES = "a", "b"
 
@@ -104,6 +105,55 @@ def test_versions_show_that_rows_have_moved():
     assert len(moved) == 3
     assert all(x._version > then for x, then in zip(moved, before, strict=True))
     assert weight.noted_version == weight._version  # the library's own write
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let tables be swept alone again."""
+    monkeypatch.setattr(drop_rows, "Sweep", Sweep)
+
+
+def test_states_that_are_refused_together_are_moved_table_by_table(alone):
+    group = new_group()
+    optimizer = torch.optim.Adagrad(group.parameters())
+    rows = torch.arange(80.0).view(40, 2, 1).repeat(1, 1, 6).view(40, 2, 2, 3)
+    for t, name in enumerate(NAMES):  # apart, but in one allocation, with rows of two dimensions
+        optimizer.state[group.layers[name].weight]["sum"] = rows[:, t]
+        group.layers[name].weight.is_stepped_by(optimizer)
+    old_and_retained(group)
+    look(group, a=[40], b=[41])
+    assert keys_of(group) == [{*range(5), 40}, {*range(5), 41}]
+    for t in range(2):
+        assert rows[:, t, 0, 0][:6].tolist() == [2 * row + t for row in (6, 7, 8, 9, 10, 5)]
+        assert not rows[6:11, t].any()
+
+
+def test_a_state_whose_rows_cannot_move_leaves_all_tables_as_they_were(alone):
+    group = new_group()
+    optimizer = torch.optim.Adagrad(group.parameters())
+    outs = old_and_retained(group)
+    weight = group.layers["b"].weight
+    optimizer.state[weight]["sum"] = torch.zeros(2, 40).T
+    weight.is_stepped_by(optimizer)
+    before = [group.layers[name].table.keys().tolist() for name in NAMES]
+    with pytest.raises(ValueError, match=r"^b: its rows cannot be dropped, since .* \[40, 2\]"):
+        look(group, a=[], b=[41])
+    for name, keys in zip(NAMES, before, strict=True):
+        assert group.layers[name].table.keys().tolist()[:10] == keys
+    sum(out.sum() for out in outs.values()).backward()  # no row has moved
+
+
+def test_a_table_in_use_by_another_thread_leaves_earlier_lookups_as_they_were(monkeypatch):
+    group = new_group()
+    outs = old_and_retained(group)
+
+    def refuse(*_):
+        raise RuntimeError("another thread is inserting into this table")
+
+    monkeypatch.setattr(drop_rows, "_drop_lowest", refuse)
+    with pytest.raises(RuntimeError, match="another thread"):
+        look(group, a=[40], b=[41])
+    sum(out.sum() for out in outs.values()).backward()
 
 
 def test_counts_of_each_table():

@@ -200,6 +200,20 @@ def test_tensors_that_are_refused(position, place, wrong, message):
     assert_equal(given.state()[1:], before)
 
 
+def test_versions_rise_only_if_something_is_written():
+    given = _two_lists()
+    arguments = given.arguments()
+    written = [x for k in (0, 2, 3, 5) for x in arguments[k]]
+    before = [x._version for x in written]
+    given.rows[0, 3] = -1
+    with pytest.raises(ValueError, match="count"):
+        ops.group_drop_lowest_(*arguments)
+    assert [x._version for x in written] == before
+    given.rows[0, 3] = 5
+    ops.group_drop_lowest_(*arguments)
+    assert all(x._version > then for x, then in zip(written, before, strict=True))
+
+
 def test_what_is_written_shares_no_memory():
     given = _two_lists()
     given.lists[1] = given.lists[0]

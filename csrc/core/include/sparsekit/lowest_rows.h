@@ -36,7 +36,7 @@ struct LowestRows {
   int64_t* rows;
   int64_t* orders;
   int64_t* keys;
-  // On the CPU: [count] keys of the rows from size - count on; null if they are not needed.
+  // On the CPU: [count] keys of the last `count` rows, for count <= size; null if not needed.
   int64_t* last_keys = nullptr;
 };
 
