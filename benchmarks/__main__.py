@@ -39,7 +39,7 @@ from .gpu import Gpu
 
 Benchmarks = dict[str, Callable[[Any], Iterator[Comparison]]]
 
-# Each suite's benchmarks, by their names on the command line.
+# Each suite's benchmarks, keyed by their names on the command line.
 SUITES: dict[str, Benchmarks] = {
     "cpu": {
         "hash_table": bench_hash_table.run,

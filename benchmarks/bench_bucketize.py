@@ -38,7 +38,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time bucketize on a GPU, against just reading keys, then writing them with a permutation."""
+    """Time bucketize on a GPU, against just reading keys and writing them with a permutation."""
     for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
         keys = gpu.randint(2**62, n)
         for world_size in (8, 64):

@@ -85,7 +85,7 @@ def _pandas(path: Path) -> None:
 
 
 def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
-    """Train a small DLRM for an epoch; compare time waiting for batches with step time."""
+    """Train a small DLRM for an epoch; compare its time waiting for batches with its step time."""
     dim, batch = cpu.size(16, 4), cpu.size(2048, 16)
     torch.manual_seed(0)
     reader = CriteoReader(path, batch, shuffle=True)
@@ -114,7 +114,7 @@ def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
     case = f"waiting for batches of {batch:,} of that format, {rows:,} rows, DLRM of 26 x {dim}"
     line, against = "waiting for batches", "the whole step"
     target = target_of(CPU_TARGETS, line, against)
-    # Average over fifths of the epoch, since only some batches wait for a block of the file.
+    # Average each fifth of the epoch, since only some batches wait for a block of the file.
     means = [
         [part.mean().item() for part in torch.tensor(times).tensor_split(5)]
         for times in (waits, steps)

@@ -209,7 +209,7 @@ def _mlperf(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def _same_keys(cpu: Cpu, dim: int) -> Iterator[Comparison]:
-    """Time the same total number of keys and rows, divided among 1 to 500 tables.
+    """Time steps with the same total numbers of keys and rows, divided among 1 to 500 tables.
 
     Inputs and outputs are one tensor each: with hundreds of outputs, autograd would take longer
     than the lookup.

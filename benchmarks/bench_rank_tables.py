@@ -123,7 +123,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
     for _ in range(2):  # the second measurement refines the first estimate
         each = time_in_turns({ALONE: exchange, DENSE: dense}, rounds)
         found = [round(times * statistics.median(each[ALONE]) / statistics.median(each[DENSE]))]
-        dist.broadcast_object_list(found)  # the same number on all ranks
+        dist.broadcast_object_list(found)  # all ranks use rank 0's number
         times = max(1, found[0])
 
     def step_of(group: sparsekit.EmbeddingGroup, prefetch: bool) -> Step:

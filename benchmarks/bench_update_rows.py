@@ -79,7 +79,7 @@ def _steps(
 
 
 # Optimizers, and how many passes each makes over a row's elements: one to read the gradient, and
-# two (a read and a write) for the weight and for each full-width state.
+# two each (a read and a write) for the weight and every full-width state.
 PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "SGD": (lambda p: optim.SGD(p, lr=0.01), 3),
     "SGD momentum": (lambda p: optim.SGD(p, lr=0.01, momentum=0.9), 5),

@@ -46,7 +46,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     ours = [partial(xxh64, column) for column in columns]
     line = "xxh64 of 1M mixed strings, Arrow"
     case = f"xxh64 of an Arrow column of {n:,} mixed str"
-    num_bytes = columns[0].nbytes + 8 * n  # strings, offsets and hashes
+    num_bytes = columns[0].nbytes + 8 * n  # size of strings, offsets and hashes
     peers = loops.get("mixed str", {})
     yield from cpu.compare(case, ours, peers, line, num_bytes=num_bytes)
 

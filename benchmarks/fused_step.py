@@ -17,10 +17,10 @@ class FusedStep:
     """A step that sums bags and runs LazyAdam. A CUDA graph can capture it after the first call.
 
     Args:
-        capacity: rows of the table.
+        capacity: number of rows of the table.
         dim: size of a vector.
         offsets: bag offsets, int64 ``[bags + 1]``, the same in all calls.
-        seed: seed of the initial vectors.
+        seed: seed for the initial vectors.
         lr: learning rate.
     """
 

@@ -47,7 +47,7 @@ class Timing:
 
 
 class Gpu:
-    """The GPU under test, or the CPU with toy sizes to check that all benchmarks run."""
+    """The GPU under test or, to check that all benchmarks run, the CPU with toy sizes."""
 
     repeats = 7
 

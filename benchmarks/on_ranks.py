@@ -52,7 +52,7 @@ def _rank(
 def time_in_turns(
     sides: Mapping[str, Step | None], rounds: int, together: dist.ProcessGroup | None = None
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of each side's steps, from a barrier before a step to one after it.
+    """Return each side's step times in milliseconds, from a barrier before a step to one after it.
 
     Args:
         sides: steps that take turns. None means that this rank waits in gloo's barrier during the
@@ -76,7 +76,7 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one rank in one step: collectives that it starts, and bytes that it sends."""
+    """Traffic of one rank in one step: how many collectives it starts and bytes it sends."""
 
     collectives: int
     bytes: int

@@ -153,14 +153,14 @@ def _in_turns(row: Row) -> bool:
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:
-    """Return the ratio of the medians of `_quotients`, with bounds from opposite quartiles."""
+    """Return the new median of `_quotients` over the old; bounds use opposite quartiles."""
     old, new = _quotients(before), _quotients(after)
     (a25, a50, a75), (b25, b50, b75) = (statistics.quantiles(x, n=4) for x in (old, new))
     return b50 / a50, b25 / a75, b75 / a25
 
 
 def _quotients(row: Row) -> list[float]:
-    """Divide our samples by the peer's pairwise, or by the peer's median if the counts differ."""
+    """Divide our samples pairwise by the peer's, or by the peer's median if the counts differ."""
     ours, theirs = row["samples"], row["against_samples"]
     if len(ours) != len(theirs):
         theirs = [statistics.median(theirs)] * len(ours)

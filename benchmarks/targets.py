@@ -75,7 +75,7 @@ TARGETS = {"cpu": CPU_TARGETS, "gpu": GPU_TARGETS}
 
 
 def target_of(targets: dict[tuple[str, str], float], line: str, against: str) -> float | None:
-    """Return a line's target against a roof or a peer; None if it has none.
+    """Return a line's target against a given roof or peer; None if there is none.
 
     Raises:
         KeyError: no target has this line, so the line is misspelled.

@@ -51,7 +51,7 @@ def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
 
 
 def int8_tables(shapes: Sequence[tuple[int, int]]) -> Any:
-    """Return a module for inference, whose int8 rows have random content.
+    """Return an inference module whose int8 rows have random content.
 
     It maps int32 (row numbers, offsets), feature by feature, to float32 ``[batch, sum of dims]``.
 

@@ -29,7 +29,7 @@ int64_t sum_lines(const int64_t* lines, const int64_t* keys, int64_t begin, int6
 
 extern "C" {
 
-// Returns zeros, in pages of 2 MiB if requested and available; null if there is no memory.
+// Returns zeroed memory, in pages of 2 MiB if requested and available; null if there is none.
 void* pages_new(int64_t bytes, int huge) {
   constexpr int64_t kHuge = 2 << 20;
   const int64_t size = (bytes + kHuge - 1) / kHuge * kHuge;

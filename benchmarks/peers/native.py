@@ -92,7 +92,7 @@ def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def pages(num_bytes: int, huge: bool) -> torch.Tensor:
-    """Return uint8 zeros ``[num_bytes]``; with a compiler, uses 2 MiB (`huge`) or 4 KiB pages."""
+    """Return uint8 zeros ``[num_bytes]``, in 2 MiB (`huge`) or 4 KiB pages if "gather" exists."""
     if missing("gather") is not None:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     address = _function("gather", "pages_new", ctypes.c_void_p)(
@@ -112,7 +112,7 @@ def _free(library: str, function: str, address: int) -> None:
 
 
 def gather(array: torch.Tensor, keys: torch.Tensor) -> int:
-    """Read line ``keys[i]`` of a float32 array ``[lines, 16]`` for each key; return the sum."""
+    """Read line ``keys[i]`` of a float32 array ``[lines, 16]`` for each i; return their sum."""
     return _function("gather", "gather", ctypes.c_int64)(
         _pointer(array),
         _pointer(keys),
@@ -138,7 +138,7 @@ class FlatMap:
         return self._call("map_find", keys)
 
     def emplace(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the values of keys ``[n]``; a new key's value is the number of keys before it."""
+        """Return the values of keys ``[n]``; a new key's value is the number of keys so far."""
         return self._call("map_emplace", keys)
 
     def _call(self, name: str, keys: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.systems.at_capacity [--steps 60] [--threads 1]
 
-26 tables have 5,000 to 200,000 ids, dim 16. Batches have 2,048 samples, with one key per table from
-twice as many ids, by a zipf law whose popular keys drift. The tables at capacity have rows for half
-of the ids. All tables are updated in backward by LazyAdam, alone and in a DLRM. Sides take turns.
-Exits with 1 if a step of the DLRM is less than 0.7 times as fast as with tables that never fill.
+26 tables have nominal sizes of 5,000 to 200,000 ids, dim 16. Batches have 2,048 samples, with one
+key per table. Keys follow a zipf law over twice the nominal size, and the popular keys drift. The
+budget of a table at capacity is half its nominal size. All tables are updated in backward by
+LazyAdam, alone and in a DLRM. Sides take turns. Exits with 1 if a step of the DLRM is less than 0.7
+times as fast as with tables that never fill.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def batches() -> Iterator[Keyed]:
 
 
 def _rows(options: dict[str, Any]) -> dict[str, int]:
-    """Return each table's rows. By default, a table's budget is 0.9 of them."""
+    """Return each table's number of rows; the default budget is 0.9 of this number."""
     share = 2.2 if not options else 0.5 / 0.9
     return {f"t{t}": round(share * ids) for t, ids in enumerate(IDS)}
 

@@ -73,7 +73,7 @@ bool dict_is(const py::dict& dict, const py::list& keys, const py::list& values)
   return true;
 }
 
-// Looks up all keys in one dict before the next dict, since reaching a dict takes longer than
+// Looks up all keys in one dict, then in the next, since reaching a dict takes longer than
 // looking up a key in it.
 bool each_dict_has(const py::list& dicts, const py::list& keys, const py::list& values) {
   const Py_ssize_t count = size_of(keys);
@@ -131,7 +131,7 @@ void count_up(const py::list& objects, const py::str& name) {
   }
 }
 
-// Addresses and layouts of tensors.
+// Records the addresses and layouts of tensors, to check later that they are unchanged.
 class TensorPlaces {
  public:
   explicit TensorPlaces(const py::list& tensors) {

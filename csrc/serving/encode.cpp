@@ -59,7 +59,7 @@ inline uint32_t nearest(float x) {
   return bits_of(x + 0x1.8p23F) & 0xFF;
 }
 
-// Writes q, scale and bias. Returns false, and writes nothing, if they cannot hold the row.
+// Writes q, scale and bias. Returns false, and writes nothing, if they cannot represent the row.
 template <int kBits>
 bool quantize(const float* x, int64_t dim, uint8_t* out) {
   constexpr float kMost = (1 << kBits) - 1;

@@ -19,7 +19,7 @@ class RowsByPart {
   RowsByPart(const int64_t* keys, int64_t n, int64_t seed, int64_t num_buckets)
       : keys_(keys), n_(n), seed_(seed), num_buckets_(num_buckets) {}
 
-  // Returns false if there is no memory.
+  // Returns false if there is not enough memory.
   bool sort() {
     rows_.reset(new (std::nothrow) int32_t[std::max<int64_t>(n_, 1)]);
     if (!rows_) return false;
@@ -33,7 +33,7 @@ class RowsByPart {
   int32_t operator[](int64_t i) const { return rows_[i]; }
 
  private:
-  // Home buckets are proportional to hashes, and so are parts.
+  // Scales the hash to the number of parts, as home buckets scale it to the number of buckets.
   int64_t part(int64_t key) const {
     return home_bucket(key, seed_, std::min(num_buckets_, kMostParts));
   }

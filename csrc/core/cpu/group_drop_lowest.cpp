@@ -9,9 +9,9 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Minimum number of rows of tables per thread.
+// Minimum number of table rows per thread.
 constexpr int64_t kWorth = 1 << 15;
-// Number of keys whose buckets are prefetched.
+// Prefetch distance for home buckets, in keys.
 constexpr int64_t kAhead = 16;
 
 SharedJobs shared_tables(const DroppingTable* tables, int64_t num_tables, int32_t* order,
@@ -49,7 +49,7 @@ int64_t workspace_bytes(const DroppingTable& table) {
   return table.count <= 0 ? 0 : Arena::bytes_of<Work>(table);
 }
 
-// Returns the most bytes that one of the tables at these places of the order needs.
+// Returns the largest workspace, in bytes, that any of the jobs [begin, end) needs.
 int64_t most_bytes(const DroppingTable* tables, const SharedJobs& jobs, int64_t begin,
                    int64_t end) {
   int64_t most = 0;
@@ -70,8 +70,8 @@ int64_t find_lowest(const DroppingTable& table, const Work& work, const Parallel
   return lowest_rows(scored, work.lowest, work.memory, parallel_for);
 }
 
-// Searches the bucket of a key that has this row, and calls use(bucket, slot). Does nothing if
-// there is none, as in a damaged table.
+// Finds the slot that holds this key and row, and calls use(bucket, slot). Does nothing if there is
+// no such slot, which happens only in a damaged table.
 template <class Use>
 void with_slot(const DroppingTable& table, int64_t key, int64_t row, const Use& use) {
   int64_t b = home_bucket(key, table.hash_seed, table.num_buckets);
@@ -85,7 +85,7 @@ void with_slot(const DroppingTable& table, int64_t key, int64_t row, const Use& 
   }
 }
 
-// Empties a slot. Used slots come first, so those after it move up.
+// Empties a slot, and moves up the used slots after it, since used slots come first.
 void empty_slot(const DroppingTable& table, int64_t key, int64_t b, int slot) {
   const int64_t home = home_bucket(key, table.hash_seed, table.num_buckets);
   for (int64_t passed = home; passed != b; passed = next_bucket(passed, table.num_buckets)) {
@@ -111,7 +111,7 @@ void each_key(const DroppingTable& table, const int64_t* keys, int64_t n, const 
   }
 }
 
-// Drops rows from a table, and returns their number.
+// Drops rows from a table, and returns how many.
 int64_t drop(const DroppingTable& table, void* workspace, const ParallelFor& parallel_for) {
   if (table.count <= 0) return 0;
   Arena arena(workspace);
@@ -122,7 +122,7 @@ int64_t drop(const DroppingTable& table, void* workspace, const ParallelFor& par
   const int64_t* const gone = work.lowest.rows;
   std::fill_n(work.gone, (size + 63) / 64, uint64_t{0});
   for (int64_t k = 0; k < n; ++k) work.gone[gone[k] / 64] |= uint64_t{1} << (gone[k] % 64);
-  // The last rows that stay move to the places of the rows that go, in order.
+  // Move the kept rows at the end, in order, to the places of the dropped rows.
   const int64_t* place = gone;
   for (int64_t row = left; row < size; ++row) {
     work.new_rows[row - left] = work.goes(row) ? -1 : static_cast<int32_t>(*place++);

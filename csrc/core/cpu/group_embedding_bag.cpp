@@ -137,7 +137,7 @@ int64_t work_of(const SummedTable<T>& table) {
   return table.n * table.dim;
 }
 
-// Scratch memory for the gradient of a table.
+// Scratch memory for computing the gradient of a table.
 template <class T>
 struct Memory {
   RowSort sort;
@@ -294,8 +294,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
   const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
   int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
-    // A unit waits for its first rows, so make only as many units per feature as it takes to
-    // balance the threads.
+    // Each unit must wait for its first rows, so make only as many units per feature as it takes
+    // to balance the threads.
     const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
     return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };

@@ -59,8 +59,7 @@ struct Lookup {
     for (int64_t j = 0; j < n; ++j) to[j] = static_cast<int32_t>(found[j]);
   }
 
-  // Inserts the keys with new rows into the larger table. Returns false if that table has no free
-  // slot.
+  // Inserts the keys that have new rows into table.larger. Returns false if that has no free slot.
   static bool insert_new(const GroupTable& table, int64_t size_before, const int64_t* keys,
                          const int64_t* found, int64_t n) {
     int64_t next_row = size_before;

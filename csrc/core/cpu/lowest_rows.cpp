@@ -13,7 +13,7 @@ constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 
 constexpr int64_t kRowsOfWord = 64;
-// Minimum number of rows, or of buckets, per thread.
+// Minimum numbers of rows and of buckets per thread.
 constexpr int64_t kRows = 1 << 15;
 constexpr int64_t kBuckets = 2048;
 
@@ -100,7 +100,7 @@ Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& p
   return {least, most};
 }
 
-// The highest order of the wanted rows, and how many rows of this order are wanted.
+// The limit on the order of wanted rows, and how many rows of exactly this order are wanted.
 struct Limit {
   int64_t order;       // the highest order
   int64_t tied;        // number of rows with this order; 0 if all are taken
@@ -167,7 +167,7 @@ int64_t number_wanted(const ScoredRows& table, const Work& work, int64_t limit,
   return before;
 }
 
-// Reads the keys of the wanted rows and, if asked for, those of the last rows.
+// Reads the keys of the wanted rows and, unless last_keys is null, of the last table.count rows.
 void read_keys(const ScoredRows& table, const Work& work, int64_t num_wanted, int64_t* last_keys,
                const ParallelFor& parallel_for) {
   std::fill_n(work.keys, num_wanted, int64_t{0});
@@ -180,8 +180,8 @@ void read_keys(const ScoredRows& table, const Work& work, int64_t num_wanted, in
     read[row / kRowsOfWord] |= uint64_t{1} << (row % kRowsOfWord);
   }
   const auto size = static_cast<uint32_t>(table.size);
-  // Empty slots, with row -1, and rows that only a damaged table has count as row `size`, which is
-  // not read. Most buckets have no row to be read, so one branch a bucket is well predicted.
+  // Treat empty slots (row -1), and rows that only a damaged table has, as row `size`, whose key is
+  // not read. Most buckets have no key to read, so one branch per bucket is predicted well.
   const auto bit_of = [=](int32_t row) {
     const uint32_t r = std::min(static_cast<uint32_t>(row), size);
     return read[r / kRowsOfWord] >> (r % kRowsOfWord) & 1;

@@ -24,8 +24,8 @@ int64_t rows_ahead(int64_t dim) {
 }
 
 // Prefetches a row into the second-level cache, which allows far more requests in flight than the
-// first-level cache. With pages of 2 MiB, this gathers rows of 256 bytes in 4.6 ms instead of 7.2
-// ms, and rows of 1 KiB in 19 ms instead of 32 ms.
+// first-level cache. With pages of 2 MiB, this reduced the time of a gather from 7.2 to 4.6 ms for
+// rows of 256 bytes, and from 32 to 19 ms for rows of 1 KiB.
 template <class T>
 inline void prefetch_row(const T* row, int64_t dim) {
   const char* bytes = reinterpret_cast<const char*>(row);

@@ -22,7 +22,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Copies of the driver's types: the host runner is built without CUDA's headers.
+// Copies of the driver's types, since the host runner is built without CUDA's headers.
 using Address = unsigned long long;
 using Handle = unsigned long long;
 struct Location {
@@ -283,7 +283,7 @@ Managed* tensor_at(Address address, int64_t bytes) {
   return made;
 }
 
-// Creates a room with memory for its first bytes, and returns a tensor in it.
+// Creates a room with memory for its first `first` bytes; returns a tensor of the whole room.
 Managed* new_room(int64_t bytes, int64_t first, int device, void* stream) {
   const Address address = reserve(static_cast<size_t>(bytes), device);
   Managed* const tensor = tensor_at(address, bytes);
@@ -315,9 +315,9 @@ const char* message_of(const Call& call) {
 
 #define SPARSEKIT_PUBLIC extern "C" __attribute__((visibility("default")))
 
-// Reserves addresses for `bytes` bytes on a device, and sets `tensor` to their DLManagedTensor. The
-// first `first` bytes get memory, as if from sparsekit_commit_room(). Like the next two functions,
-// returns an error message or null.
+// Reserves addresses for `bytes` bytes on a device, maps memory for the first `first` of them, like
+// sparsekit_commit_room(), and sets `tensor` to a DLManagedTensor of all `bytes` bytes. Like the
+// next two functions, returns an error message or null.
 SPARSEKIT_PUBLIC const char* sparsekit_new_room(int64_t bytes, int64_t first, int device,
                                                 void* stream, void** tensor) {
   using namespace sparsekit::cuda;

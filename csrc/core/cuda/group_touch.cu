@@ -42,8 +42,8 @@ struct Touched {
   }
 };
 
-// Writes the scores of all distinct rows for the advanced clocks: final scores for LRU, and scores
-// that lack the new touches for LFU.
+// Writes the scores of all distinct rows as of the advanced clocks. LRU scores are then final; LFU
+// scores still lack the new touches.
 SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
   const FoundRows& found = touched.found;
   for (int64_t e = simt::global_thread(); e < found.entries; e += simt::global_threads()) {
@@ -59,9 +59,9 @@ SPARSEKIT_KERNEL touch_rows_kernel(Touched touched) {
   }
 }
 
-// Adds touches to the count of an LFU word. The result does not depend on the order of the
-// additions: if one of them overflows, its thread then sets the count to the maximum, and anything
-// added to that overflows again.
+// Adds touches to the count in an LFU word. The result does not depend on the order of the
+// additions: if one of them overflows, its thread then sets the count to the maximum, and any
+// further addition overflows again.
 SPARSEKIT_DEVICE void add_touches(int64_t* score, uint64_t touches) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the count is the second half");
   auto* count = reinterpret_cast<uint32_t*>(score) + 1;

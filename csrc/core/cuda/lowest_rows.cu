@@ -25,8 +25,8 @@ struct Digit {
   }
 };
 
-// The limit of the rows to take: all rows with a lower order, and rows with this order up to this
-// hash. Digits that are not yet known are zeros.
+// Determines the rows to take: all rows with a lower order, and rows with this order whose hash is
+// at most this one. Digits that are not yet known are zeros.
 struct Limit {
   uint64_t order, hash;
   int64_t missing;  // number of rows to take among those with the same digits; 0 if all are known

@@ -97,7 +97,7 @@ struct LookBack {
     simt::store(words + 1 + tile * sums + sum, state << 32 | static_cast<uint32_t>(value));
   }
 
-  // Returns the total of a sum over the tiles before `tile` > 0.
+  // Returns a sum's total over all tiles before `tile`, which must not be 0.
   SPARSEKIT_DEVICE int32_t total_before(int64_t tile, int sum) const {
     constexpr int kAhead = 4;  // number of words that are loaded at a time
     int32_t total = 0;

@@ -5,7 +5,7 @@
 // of the sorted entries. A segment that crosses a chunk's bounds leaves partial sums, which are the
 // entries of the next level, and so on until one chunk is left. So all tiles of the device share
 // the work on a frequent segment, and the order of additions depends only on the ids. With atomics:
-// one pass over the entries in the given order.
+// the entries are added in a single pass, in the given order.
 #pragma once
 
 #include <cstdint>

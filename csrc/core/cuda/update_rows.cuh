@@ -65,9 +65,9 @@ struct Block {
   StepConstants numbers;
 };
 
-// Updates rows. Tables has `shares`, the shares of a launch, and `first_blocks`, the first block of
-// each share; the last element of first_blocks is the number of blocks in use. For each share i,
-// table(i) returns its table, and gradients(i) its gradients. The type of gradients(i) has
+// Updates rows. The type Tables has `shares`, the shares of a launch, and `first_blocks`, the first
+// block of each share; the last element of first_blocks is the number of blocks in use. For each
+// share i, table(i) returns its table, and gradients(i) its gradients. The type of gradients(i) has
 //   n                                the number of gradients;
 //   find(i)                          returns the location of gradient i; its `row` is -1 if i >= n;
 //   read<kWidth>(found, i, dim, at)  returns elements [at, at + kWidth) of gradient i;

@@ -17,7 +17,7 @@ constexpr int kInvalid = 1, kOutOfMemory = 2;  // as in CUresult
 constexpr int kGarbage = 0x5B;
 
 std::mutex mutex;
-// Memory sizes by handle, and sizes of ranges and mappings by address.
+// Sizes of allocations, keyed by handle; sizes of ranges and of mappings, keyed by address.
 std::map<uint64_t, size_t> handles, ranges, mappings;
 uint64_t last_handle = 0;
 int64_t limit = INT64_MAX, in_use = 0;

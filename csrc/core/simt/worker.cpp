@@ -42,7 +42,7 @@ void Worker::prepare(size_t count) {
 }
 
 // Removes and returns the fiber that runs next. While accesses are being counted, the fibers run in
-// turn; then, as on a device, many threads reach an atomic before the first thread has passed it.
+// turn, so that, as on a device, many threads reach an atomic before the first one has passed it.
 Fiber* Worker::next() {
   if (!launch_->counted) std::swap(ready_[random() % ready_.size()], ready_.back());
   const auto at = launch_->counted ? ready_.begin() : ready_.end() - 1;

@@ -93,9 +93,9 @@ struct GroupCall {
   int64_t entries;   // upper bound on the number of entries
 };
 
-// Smallest position of each kind of error. The caller initializes these positions to INT64_MAX.
-// Positions of offsets and bags are indices into the concatenated offsets of all sources; positions
-// of keys are indices into the concatenated keys of all sources.
+// The smallest position where each kind of error occurs. The caller initializes these positions to
+// INT64_MAX. Positions of offsets and bags are indices into the concatenated offsets of all
+// sources; positions of keys are indices into the concatenated keys of all sources.
 struct GroupErrors {
   int64_t* bad_offset;
   int64_t* long_bag;

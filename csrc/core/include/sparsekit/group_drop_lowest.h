@@ -37,11 +37,11 @@ namespace cpu {
 int64_t group_drop_lowest_workspace_bytes(const DroppingTable* tables, int64_t num_tables,
                                           int32_t* order, const ParallelFor& parallel_for);
 
-// Drops the `count` rows with the lowest scores from each table, or all rows that need not stay, if
-// those are fewer: finds the rows that lowest_rows() finds, removes their keys, and then changes
-// everything that belongs to rows as compact_rows(), hash_table_renumber() and move_rows() do.
-// dropped[t] becomes the number of rows that table t has lost. The lists get the rows' new numbers,
-// and -1 for a dropped row; numbers outside [0, *size) stay.
+// Drops from each table the `count` rows with the lowest scores, or all unpinned rows if there are
+// fewer. Finds the same rows as lowest_rows(), removes their keys, and then has the same effect as
+// compact_rows(), hash_table_renumber() and move_rows(). dropped[t] becomes the number of rows
+// dropped from table t. In the lists, row numbers are replaced by the new numbers, or by -1 for
+// dropped rows; numbers outside [0, *size) are kept.
 void group_drop_lowest(const DroppingTable* tables, int64_t num_tables, int64_t* dropped,
                        int32_t* order, void* workspace, const ParallelFor& parallel_for);
 

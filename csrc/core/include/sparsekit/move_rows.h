@@ -26,9 +26,9 @@ int64_t move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t
 
 }  // namespace cpu
 
-// Like the CPU version, but new_rows [n] has the rows before `left`, too. Leaves a row as it is if
-// its new row is outside [-1, left), and sets *bad_row to the first such row. `tensors` is in host
-// memory.
+// Like the CPU version, but new_rows [n] begins with row 0, not with row `left`. Leaves a row as it
+// is if its new row is outside [-1, left), and sets *bad_row to the first such row. `tensors` is in
+// host memory.
 namespace cuda {
 
 void move_rows(const MovedTensor* tensors, int64_t num_tensors, const int32_t* new_rows,

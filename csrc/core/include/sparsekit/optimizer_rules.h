@@ -39,7 +39,7 @@ template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 
 // The terms that a rule averages over a row, or their means. They are 0 for a row without elements.
-// The struct is not an array, since an array would cost the CUDA kernel 6 registers.
+// This is a struct rather than an array, which would cost the CUDA kernel 6 registers.
 template <class A>
 struct RowMeans {
   A first, second;

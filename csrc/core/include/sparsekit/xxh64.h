@@ -26,7 +26,7 @@ constexpr int kTogether = 32;    // number of strings of equal length hashed tog
 constexpr int kFew = 5;          // fewer strings than this are hashed one by one
 constexpr size_t kTooLong = 64;  // in bytes; strings of at least this size are hashed immediately
 
-// Prefetch distances ahead of the current string, as a number of codes and as bytes of strings.
+// Prefetch distances from the current string: in codes, and in bytes of strings.
 constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 
