@@ -19,7 +19,7 @@ TABLES, DENSE = 26, 13
 
 
 class Dense(torch.nn.Module):
-    """The model without its tables: two stacks of layers, and all pairwise dot products."""
+    """The model without its tables: two stacks of layers, and pairwise dot products of vectors."""
 
     pairs: torch.Tensor  # int64: indices of the distinct pairs in the flattened products
 
@@ -46,7 +46,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time steps with one key per bag. 1M ids per table need 40 GB; halve that until it fits."""
+    """Time steps with one key per bag. 1M ids per table need 40 GB; use fewer if they do not fit."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))

@@ -14,7 +14,7 @@ from .peers import native
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time inserting new keys and finding known keys in random order, in and out of cache."""
+    """Time inserting new keys and finding known keys at random, in tables in and out of cache."""
     for full, line in (
         (30_000_000, "find, 10M+ keys, 1 thread"),
         (10_000_000, "find, 10M+ keys, 1 thread"),

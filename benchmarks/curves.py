@@ -13,7 +13,7 @@ from .common import Comparison, Curve, random_keys
 from .cpu import Call, Cpu, Side
 from .peers import native
 
-# Upper bound on the memory per key for one point of a plot, including R2's arrays.
+# Upper bound on the memory per key while one point of a plot is measured, with R2's arrays.
 BYTES_PER_KEY = 160
 DIMS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -41,7 +41,7 @@ def hash_table(cpu: Cpu) -> Iterator[Comparison]:
             cpu.has(f"curves of {n:,} keys", reason)
             continue
         yield from _find(cpu, n)
-        if n <= 10**7:  # ten times as many keys would take a minute each
+        if n <= 10**7:  # with ten times as many keys, each case would take a minute
             yield from _insert(cpu, n)
 
 

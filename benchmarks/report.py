@@ -153,7 +153,7 @@ def _in_turns(row: Row) -> bool:
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:
-    """Return the new median of `_quotients` over the old; bounds use opposite quartiles."""
+    """Return the new median of `_quotients` divided by the old; bounds use opposite quartiles."""
     old, new = _quotients(before), _quotients(after)
     (a25, a50, a75), (b25, b50, b75) = (statistics.quantiles(x, n=4) for x in (old, new))
     return b50 / a50, b25 / a75, b75 / a25

@@ -92,7 +92,7 @@ def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def pages(num_bytes: int, huge: bool) -> torch.Tensor:
-    """Return uint8 zeros ``[num_bytes]``, in 2 MiB (`huge`) or 4 KiB pages if "gather" exists."""
+    """Return uint8 zeros ``[num_bytes]``; with a C++ compiler, in 2 MiB (`huge`) or 4 KiB pages."""
     if missing("gather") is not None:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     address = _function("gather", "pages_new", ctypes.c_void_p)(

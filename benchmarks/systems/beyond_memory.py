@@ -4,7 +4,7 @@
         [--optimizer LazyAdam] [--folder FOLDER]
 
 The file is created in FOLDER, which should be on a disk. If run as root with control groups, the
-process that uses the file may use only 1.5 times the budget, plus 32 bytes per row, plus what it
+process that uses the file is limited to 1.5 times the budget, plus 32 bytes per row, plus what it
 needs without a table. The check also shows that a table in memory exceeds this limit. Batches take
 90% or 99% of their keys from a twentieth of the rows, scattered over the file, and the rest from
 all rows. Halfway through, the table in the file is saved, and a new process continues. Exits with 1

@@ -66,7 +66,7 @@ def _run(folder: Path, args: argparse.Namespace) -> int:
     )
     if process.stdin is None or process.stdout is None:
         return 1
-    lines = [process.stdout.readline() for _ in range(3)]  # pin, warm, quiet
+    lines = [process.stdout.readline() for _ in range(3)]  # lines pin, warm and quiet
     process.stdin.write("\n")
     process.stdin.flush()
     trained, costs, steps = _train(layer, optimizer, log, args)

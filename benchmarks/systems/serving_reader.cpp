@@ -1,7 +1,7 @@
 // Looks keys up while another thread follows a log, for serving_live.py.
 // Usage: serving_reader FOLDER QUIET_SECONDS LIVE_SECONDS ROWS. Prints the line "pin NS"; the lines
-// "quiet" and "live", each with the p50, p99 and p99.9 of lookup times in ns and the number of
-// lookups; and for each version "seen DENSE_VERSION NS", the time since 1970 of the first lookup
+// "warm", "quiet" and "live", each with the p50, p99 and p99.9 of lookup times in ns and the number
+// of lookups; and for each version "seen DENSE_VERSION NS", the time since 1970 of the first lookup
 // that saw it. The LIVE_SECONDS begin when a line arrives on stdin.
 #include <algorithm>
 #include <atomic>

@@ -33,7 +33,7 @@ class RowsByPart {
   int32_t operator[](int64_t i) const { return rows_[i]; }
 
  private:
-  // Scales the hash to the number of parts, as home buckets scale it to the number of buckets.
+  // Scales the key's hash to the number of parts, just as it is scaled to find the home bucket.
   int64_t part(int64_t key) const {
     return home_bucket(key, seed_, std::min(num_buckets_, kMostParts));
   }

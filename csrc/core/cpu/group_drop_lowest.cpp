@@ -49,7 +49,7 @@ int64_t workspace_bytes(const DroppingTable& table) {
   return table.count <= 0 ? 0 : Arena::bytes_of<Work>(table);
 }
 
-// Returns the largest workspace, in bytes, that any of the jobs [begin, end) needs.
+// Returns the largest workspace, in bytes, that any table in order[begin : end] needs.
 int64_t most_bytes(const DroppingTable* tables, const SharedJobs& jobs, int64_t begin,
                    int64_t end) {
   int64_t most = 0;

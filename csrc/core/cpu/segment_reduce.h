@@ -45,7 +45,7 @@ constexpr Progress run_begins_at(int64_t offset) {
 // Minimum work per thread, in elements.
 constexpr int64_t kLeastWork = 32768;
 
-// Minimum number of bytes of each sum that a thread handles: half a cache line.
+// Minimum number of bytes that a thread handles in each sum: half a cache line.
 constexpr int64_t kLeastWidth = 32;
 
 // The workspace of one half.

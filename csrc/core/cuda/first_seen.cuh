@@ -135,8 +135,8 @@ inline simt::Grid enter_grid(int64_t n) {
 }
 
 // Adds `count` equal keys, the first of them at `position`, to the slot that has this key. `first`
-// is a value that the slot's `first` has held. Returns true if the key has not been seen before
-// `position`.
+// is an earlier or current value of the slot's `first`. Returns true if the key has not been seen
+// before `position`.
 //
 // The bit of a position is flipped once when the position becomes its key's first and once more
 // when a smaller position replaces it; the two flips may happen in either order. The caller flips

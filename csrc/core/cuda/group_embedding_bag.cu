@@ -187,8 +187,8 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   }
 }
 
-// Launch bounds: drawing initial vectors needs more registers than are available with two blocks
-// per multiprocessor.
+// Request only one block per multiprocessor if there are initial vectors: drawing them needs more
+// registers than are available with two blocks.
 template <class T, bool kShortBags, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {

@@ -17,8 +17,8 @@ struct GroupTable : AskedTable {
   const int64_t* device_hash_seed;  // replaces hash_seed on a device
   int64_t* size;
   int64_t capacity, world_size;
-  // A larger table that has the same seed and is about to replace this one, so new keys are inserted
-  // into both. Null if there is none.
+  // A larger table that has the same seed and is about to replace this one, so that new keys are
+  // inserted into both. Null if there is none.
   Bucket* larger;
   int64_t num_larger;
 };

@@ -16,8 +16,8 @@ constexpr int kSlotsPerBucket = 5;
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
   int32_t rows[kSlotsPerBucket];
-  // Number of keys in the table that found this bucket full and moved on. If none did, a search
-  // ends here.
+  // Number of keys in the table that were moved past this bucket because it was full. If it is 0, a
+  // search ends here.
   int32_t spilled;
 
   // Returns true if a search that reaches this bucket must continue in the next one. The bucket may
