@@ -46,7 +46,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Time steps with one key per bag. 1M ids per table need 40 GB; use fewer if they do not fit."""
+    """Time steps with one key per bag. Uses 1M ids per table (40 GB), halved until they fit."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))

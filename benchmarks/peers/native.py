@@ -64,7 +64,7 @@ def _library(name: str) -> ctypes.CDLL:
     target = BUILD / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        # Compile to a temporary file and rename it: another process may be loading the library.
+        # Compile to a temporary file, then rename it: another process may be loading the library.
         part = target.with_suffix(f".{os.getpid()}")
         command = [compiler, *flags, str(source), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, text=True)

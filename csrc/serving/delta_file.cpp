@@ -18,7 +18,7 @@ namespace {
 
 class File {
  public:
-  // O_NONBLOCK prevents a wait for a writer if the path is a pipe.
+  // Without O_NONBLOCK, opening a pipe would wait for a writer.
   explicit File(const char* path) : fd_(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {}
   ~File() {
     if (fd_ >= 0) ::close(fd_);

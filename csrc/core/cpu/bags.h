@@ -1,4 +1,4 @@
-// Computes divisors of pooled sums, gradients of bags, and the minimum number of bags per thread.
+// Computes divisors of pooled sums, bag gradients, and the minimum number of bags per thread.
 #pragma once
 
 #include <algorithm>

@@ -51,7 +51,7 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int64_t
 constexpr int64_t kFewRanks = 16;
 
 // Computes, for each key of a table, the row of the receive buffer where its vector begins.
-// Unsigned intermediate results may wrap around; only the final rows must fit in an int32.
+// Unsigned intermediate results may wrap around; only the final row numbers must fit in an int32.
 void rows_of_few_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
                        const int32_t* places, int64_t num_keys, int32_t* rows) {
   const auto at = [=](int64_t r, int64_t place) {

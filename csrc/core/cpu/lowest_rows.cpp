@@ -70,8 +70,8 @@ struct Range {
 };
 
 // Writes each row's order, and returns the range of the orders. The loops here and below visit all
-// rows without a branch, so that compilers vectorize them: a sweep of a small table reads every
-// score to drop a few hundred rows.
+// rows without a branch, so that compilers vectorize them. This matters because a sweep of a small
+// table reads every score to drop a few hundred rows.
 Range order_rows(const ScoredRows& table, const Work& work, const ParallelFor& parallel_for) {
   constexpr Range kNone{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
   std::atomic<int64_t> least{kNone.least}, most{kNone.most};
