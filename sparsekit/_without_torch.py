@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _WithoutTorch(ModuleType):
-    """A package whose public names, except its version, raise ImportError: torch is missing."""
+    """A package whose public names, except its version, raise ImportError, as torch is missing."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("__all__", ()):

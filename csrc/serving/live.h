@@ -25,8 +25,8 @@ class Live {
   int apply(const char* const* paths, int32_t num_paths, sk_progress* progress);
 
  private:
-  // A step of follow(): kAgain if there may be more to do, kListAgain if the folder has, or may
-  // have, changed in the meantime.
+  // The result of a step of follow(): kAgain if there may be more to do, kListAgain if the folder
+  // may have changed in the meantime.
   enum class Next { kDone, kAgain, kListAgain };
 
   const Version& newest() const { return versions_[pins_.active()]; }

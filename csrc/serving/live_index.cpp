@@ -31,7 +31,8 @@ bool LiveIndex::copy(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
 }
 
 bool LiveIndex::reserve(int64_t more) {
-  // Indexes in files have fewer keys per bucket, so that the first delta need not copy the index.
+  // Indexes in files have fewer keys per bucket than this limit, so that the first delta need not
+  // copy the index.
   constexpr int64_t kMostPerBucket = 4;
   if (num_keys_ + more <= kMostPerBucket * num_buckets_) return true;
   const int64_t larger = std::max(sk_num_buckets(num_keys_ + more), num_buckets_ * 3 / 2);
@@ -63,7 +64,7 @@ bool LiveIndex::locate(int64_t key, int64_t* bucket, int* slot) const {
   for (int64_t step = 0; step < num_buckets_; ++step) {
     const Bucket& here = buckets()[b];
     const uint32_t slots = cpu::match_slots(here, key);
-    // An empty slot matches key 0, but used slots come first.
+    // Empty slots match key 0, too, but they follow all used slots.
     if (slots != 0 && here.rows[__builtin_ctz(slots)] >= 0) {
       *bucket = b;
       *slot = __builtin_ctz(slots);

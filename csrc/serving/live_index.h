@@ -1,4 +1,4 @@
-// One side's index of a table, which can be changed.
+// A modifiable index of a table, for one side of a snapshot.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace sparsekit::serving {
 
 // No lookup may read the buckets while they change. `spilled` always counts only keys that are
-// present, as in hash tables in training (csrc/core/cpu/hash_table.cpp).
+// present, as in the hash tables used in training (csrc/core/cpu/hash_table.cpp).
 class LiveIndex {
  public:
   LiveIndex() = default;

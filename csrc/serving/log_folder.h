@@ -25,13 +25,13 @@ struct LogFolder {
   uint64_t newest_base = 0;
   std::map<uint64_t, Parts> deltas;
 
-  // Reads the folder; returns an sk_status. Files added or removed in the meantime may or may not
+  // Reads the folder; returns an sk_status. Files added or removed during the call may or may not
   // be listed.
   int read(const std::string& folder);
 
   bool is_complete(uint64_t version) const;
 
-  // Returns true if a later version is complete, so this one should be, too.
+  // Returns true if a later version is complete; this version should then be complete, too.
   bool has_complete_after(uint64_t version) const;
 
   // Returns the name of a file that is missing from this version.

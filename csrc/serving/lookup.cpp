@@ -152,7 +152,7 @@ class Lookup {
     ++num_keys_;
   }
 
-  // Prefetches the buckets for a part's keys, the last ones in the chunk so far.
+  // Prefetches the buckets for a part's keys, which are the last keys in the chunk so far.
   int ask(Part* part) {
     const TableView& table = tables_[part->feature->table];
     part->num_keys = static_cast<int32_t>(num_keys_) - part->first_key;
@@ -207,7 +207,8 @@ class Lookup {
                 static_cast<long long>(table.num_fallbacks));
   }
 
-  // Finds the rows of a part's keys, and prefetches them; null stands for a key without a row.
+  // Finds the rows of a part's keys, and prefetches them. A null pointer means that the key has no
+  // row.
   int find_rows(Part* part) {
     const sk_feature& feature = *part->feature;
     const TableView& table = tables_[feature.table];
@@ -242,10 +243,11 @@ class Lookup {
     return feature.out + bag * (feature.out_stride == 0 ? table.dim : feature.out_stride);
   }
 
-  // Returns true if keys in the chunk's places [begin, end) have vectors that are not in the table.
+  // Returns true if any key at positions [begin, end) in the chunk has a vector that is not in the
+  // table.
   bool has_absent(const sk_feature& feature, const TableView& table, int64_t begin,
                   int64_t end) const {
-    // Sums skip rows of zeros.
+    // A sum skips null rows, which stand for zeros.
     const bool is_sum = feature.combiner != SK_MAX && feature.combiner != SK_NONE;
     if (is_sum && table.miss != SK_MISS_INITIAL) return false;
     return std::find(rows_ + begin, rows_ + end, nullptr) != rows_ + end;

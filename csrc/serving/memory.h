@@ -23,7 +23,7 @@ class Memory {
     return *this;
   }
 
-  // Returns zeroed memory, in huge pages where available; empty if there is not enough.
+  // Returns zeroed memory, in huge pages where available. The result is empty on failure.
   static Memory zeros(size_t bytes) {
     Memory memory(
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), bytes);

@@ -37,8 +37,8 @@ class Pins {
   uint32_t active() const { return active_.load(); }
   uint32_t inactive() const { return 1 - active_.load(); }
 
-  // Returns true if no lookup is reading this side. While the side stays inactive, none will begin
-  // to: a pin() that is too late notices, and pins the other side instead.
+  // Returns true if no lookup is reading this side. While the side stays inactive, no lookup will
+  // begin to: a pin() that comes too late notices this, and pins the other side instead.
   bool idle(uint32_t side) const {
     int64_t sum = 0;
     for (const Count& each : counts_[side]) sum += each.value.load();

@@ -14,7 +14,7 @@ int choose_kernels(const PoolKernels** kernels) {
     const PoolKernels* kernels;
     bool supported;
   };
-  // Best first.
+  // In order of preference.
   const Choice choices[] = {
 #ifdef SPARSEKIT_SERVING_X86
       {"avx512", &avx512::kernels, avx512::is_supported()},

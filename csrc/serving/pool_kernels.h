@@ -7,10 +7,10 @@
 
 namespace sparsekit::serving {
 
-// Sums are formed as in training (csrc/core/cpu/sum_rows.h): in runs of this length.
+// Sums are computed in runs of this length, as in training (csrc/core/cpu/sum_rows.h).
 constexpr int64_t kSumRun = 256;
 
-// A table's index and rows, to find the row of a key.
+// A table's index and rows, used to find a key's row.
 struct RowIndex {
   const void* buckets;  // Bucket [num_buckets]
   int64_t num_buckets;

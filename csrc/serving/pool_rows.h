@@ -10,7 +10,7 @@ constexpr int kMostLanes = 8;
 #else
 constexpr int kMostLanes = 4;
 #endif
-// Number of vectors of sums that a loop keeps in registers.
+// Maximum number of SIMD vectors of sums that a loop keeps in registers.
 constexpr int kMostVectors = 8;
 
 template <int kLanes>
@@ -88,7 +88,7 @@ inline Ints<kLanes> widen8(const uint8_t* bytes) {
   }
 }
 
-// The first number's `column` must be even if kLanes is above 1.
+// Widens kLanes numbers, starting at `column`, which must be even if kLanes is above 1.
 template <int kLanes>
 inline Ints<kLanes> widen4(const uint8_t* row, int64_t column) {
   const uint8_t* pairs = row + column / 2;
@@ -298,7 +298,7 @@ inline void max_block(const Run& run, int64_t column, float* out, bool with_out)
 }
 
 // Calls block(lanes, vectors) for as many of the remaining columns as registers can hold, and
-// returns their number.
+// returns how many columns that was.
 template <int kLanes = kMostLanes, int kVectors = kMostVectors, class Block>
 inline int64_t with_block(int64_t width, const Block& block) {
   if (width >= kLanes * kVectors) {
@@ -396,7 +396,7 @@ void decode_row(const uint8_t* bytes, int64_t dim, int64_t begin, int64_t end, f
   }
 }
 
-// Calls use() with a value of the row format's struct.
+// Calls use() with an instance of the row format's struct.
 template <class Use>
 inline void with_format(int32_t row_format, const Use& use) {
   switch (row_format) {
@@ -450,8 +450,8 @@ struct Line {
   int32_t spilled;
 };
 
-// Returns a mask of the slots that have this key. An empty slot matches key 0, but used slots come
-// first.
+// Returns a mask of the slots that have this key. Empty slots match key 0, too, but they follow all
+// used slots.
 inline uint32_t match(const Line& line, int64_t key) {
 #if defined(__AVX512F__)
   return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(&line), _mm512_set1_epi64(key)) & 31U;
@@ -484,7 +484,7 @@ inline int64_t row_of(const RowIndex& index, int64_t key, int64_t bucket) {
   return -1;
 }
 
-// Maximum bytes of a row to prefetch. The processor itself prefetches the bytes after these.
+// Maximum number of bytes to prefetch per row. The processor itself prefetches those that follow.
 constexpr int64_t kAskedBytes = 512;
 
 int64_t find(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,

@@ -1,4 +1,4 @@
-// A query of top_k, converted to integers.
+// A top_k query, converted to integers.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace sparsekit::serving {
 // Maximum number of rows per call to a top_k kernel.
 constexpr int64_t kMostAtOnce = 256;
 
-// A query as integers, for fast products with int8 and int4 rows:
+// A query converted to integers, for fast dot products with int8 and int4 rows:
 //     query[j] = unit * integers[j] + a residual.
 // The score of a row with scale a, bias b and integers u[j] is then at most
 //     a * unit * sum(integers[j] * u[j]) + b * sum

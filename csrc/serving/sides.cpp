@@ -37,7 +37,7 @@ int no_room_in_index(const Side& side, size_t table, int64_t more) {
               side.version.tables[table].name, more);
 }
 
-// Updates a table in the version that lookups read, after its index has changed.
+// After a table's index has changed, updates the table in the version that lookups read.
 void show_table(Side* side, size_t table) {
   TableView& view = side->version.tables[table];
   const LiveIndex& index = side->indexes[table];
@@ -57,7 +57,7 @@ void make_room(std::vector<T>* vector, size_t more) {
   if (needed > vector->capacity()) vector->reserve(std::max(needed, 2 * vector->capacity()));
 }
 
-// Makes all allocations, which may fail, before anything is changed.
+// Makes all allocations before anything is changed, since any of them may fail.
 int prepare(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
   const size_t num_tables = side->indexes.size();
   std::vector<int64_t> upserts(num_tables), keys(num_tables);
@@ -89,8 +89,8 @@ int prepare(const std::vector<DeltaFile>& parts, Side* side, Batch* batch) {
                     view.name, upserts[t], view.row_bytes);
     }
     if (!side->indexes[t].reserve(upserts[t])) return no_room_in_index(*side, t, upserts[t]);
-    // reserve() may have replaced the index. Show it now: if the next table has no room, lookups
-    // get this side as earlier versions in the batch left it.
+    // reserve() may have replaced the index. Show the new one now: even if the next table has no
+    // room, lookups will read this side, with the batch's earlier versions applied.
     show_table(side, t);
   }
   return SK_OK;

@@ -12,7 +12,7 @@
 
 namespace sparsekit::serving {
 
-// A side. `indexes` is empty while the side's tables are still those of the file.
+// One side of a snapshot. `indexes` is empty while its tables are still those of the file.
 struct Side {
   std::shared_ptr<Base> base;
   std::vector<LiveIndex> indexes;
@@ -40,7 +40,7 @@ struct Batch {
 // Makes a side that equals the file and can be changed. Returns an sk_status.
 int begin_side(std::shared_ptr<Base> base, Side* side);
 
-// Applies a version, given the parts of all ranks, to a side that no lookup is reading. On
+// Applies the parts of a version from all ranks to a side that no lookup is reading. On
 // SK_NO_MEMORY, nothing has changed. On SK_DAMAGED (an index is damaged), the side is unusable.
 int apply_version(const std::vector<DeltaFile>& parts, Side* side, Batch* batch);
 

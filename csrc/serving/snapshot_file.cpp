@@ -239,7 +239,7 @@ int private_index(const SnapshotFile& file, size_t table, Memory* index) {
                   bytes);
   if (!*index) return fail_of_system(file.path.c_str(), "map its index");
   // Populate the pages by reading: unlike mlock(), this does not copy them. Older kernels support
-  // neither call below, which only makes lookups slower.
+  // neither call below; lookups are then merely slower.
 #ifdef MADV_POPULATE_READ
   if (file.options.prefault || file.options.lock) madvise(index->data(), bytes, MADV_POPULATE_READ);
 #endif

@@ -21,8 +21,8 @@ struct FileTable {
   TableRecord record;
   std::string name;
   Memory index;  // of the file, read-only
-  // The file's rows, read-only, followed by reserved addresses, without memory (PROT_NONE), for
-  // rows from deltas. The latter have the numbers [spare_begin, spare_end), and start after the
+  // The file's rows, read-only, followed by addresses reserved for rows from deltas, without memory
+  // (PROT_NONE). Rows from deltas have the numbers [spare_begin, spare_end), and start after the
   // file's pages.
   Memory rows;
   int64_t spare_begin = 0;
@@ -65,7 +65,7 @@ int open_file(const std::string& path, const sk_open_options& options,
 // mappings.
 int private_index(const SnapshotFile& file, size_t table, Memory* index);
 
-// Describes the tables to lookups. The file must outlive the result.
+// Returns the description of the file's tables for lookups. The file must outlive the result.
 Version version_of(const SnapshotFile& file);
 
 }  // namespace sparsekit::serving

@@ -32,9 +32,9 @@ SpareRows::Room SpareRows::reserve(int64_t n) {
   const int64_t limit = std::min(most_, limit_ + step);
   batch_of_.resize(limit - first_);
   free_.reserve(limit - first_);  // so that give_back() cannot fail
-  // The page with the first byte may have memory already; asking again is harmless. The first time,
-  // also back the row that begins in the file's last page: only a damaged index refers to it, but
-  // lookups read all rows below the limit.
+  // The page with the first byte may have memory already; requesting it again is harmless. On the
+  // first call, also back the row that begins in the file's last page: only a damaged index refers
+  // to it, but lookups may read any row below the limit.
   const int64_t row = limit_ > first_ ? limit_ : std::max<int64_t>(0, first_ - 1);
   const auto begins = reinterpret_cast<uintptr_t>(rows_ + row * row_bytes_);
   const auto from = (limit_ > first_ ? begins : begins + kPage - 1) / kPage * kPage;

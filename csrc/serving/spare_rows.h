@@ -1,4 +1,4 @@
-// A table's rows in memory beyond those in its file.
+// A table's additional rows, which are in memory but not in its file.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace sparsekit::serving {
 
-// Hands out rows that no side refers to. Both sides of a snapshot share them. The addresses after
-// the file's rows are reserved, and are backed with memory as rows are needed.
+// Hands out rows that neither side of a snapshot refers to; both sides may then use them. The
+// addresses after the file's rows are reserved, and are backed with memory as rows are needed.
 class SpareRows {
  public:
   SpareRows() = default;
@@ -32,7 +32,7 @@ class SpareRows {
 
   uint8_t* at(int32_t row) const { return rows_ + row * row_bytes_; }
 
-  // Returns the end of the rows that are backed with memory; 0 until reserve() has made some.
+  // Returns the end of the rows that are backed with memory; 0 until reserve() has backed some.
   int64_t limit() const { return limit_ > first_ ? limit_ : 0; }
   int64_t in_use() const { return next_ - first_ - static_cast<int64_t>(free_.size()); }
 

@@ -16,7 +16,7 @@
 namespace sparsekit::serving {
 namespace {
 
-// A set of rows of a table. Numbers that are not rows are never in it; inserting them does nothing.
+// A set of a table's rows. A number that is not a row is never in it; inserting one has no effect.
 class RowSet {
  public:
   explicit RowSet(int64_t limit) : limit_(limit), words_(limit / 64 + 1) {}
@@ -183,9 +183,9 @@ QuantizedQuery quantize(int32_t row_format, const float* query, int64_t dim,
   }
   const double magnitudes = sum_of_magnitudes(query, dim);
   residuals += magnitudes * 0x1p-50;  // in case that they have been rounded to less
-  // Each term of a score is rounded three times on its own (scale * u, + bias, * query), then by
-  // each addition in its lane and by four sums of lanes. The factor 1.01 covers products of these
-  // errors, and the roundings of this computation in double.
+  // Each term of a score is rounded three times on its own (scale * u, + bias, * query), then once
+  // in each addition in its lane and in each of four sums of lanes. The factor 1.01 covers products
+  // of these errors, and the rounding errors of this computation, which uses double.
   const double roundings = static_cast<double>(3 + (dim + 15) / 16 + 4) * kRoundoff * 1.01;
   const double levels = static_cast<double>(most_of_row);
   return {integers->data(),
@@ -201,7 +201,7 @@ QuantizedQuery quantize(int32_t row_format, const float* query, int64_t dim,
 
 int32_t top_k(const PoolKernels& kernels, const TableView& table, const float* query, int32_t k,
               int64_t* keys, float* scores) {
-  // Bounds hold only if no score overflows.
+  // The bounds on scores are valid only if no score overflows.
   const bool bounded = (table.row_format == SK_INT8 || table.row_format == SK_INT4) &&
                        sum_of_magnitudes(query, table.dim) * kMostOfColumn < 1e38;
   std::vector<int16_t> integers;

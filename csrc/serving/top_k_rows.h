@@ -3,7 +3,7 @@
 constexpr int kScoreLanes = 16;
 constexpr int kScoreVectors = kScoreLanes / kMostLanes;
 
-// Adds lanes i and i + 8, then i and i + 4, i + 2, i + 1.
+// Adds lanes i and i + 8, then i and i + 4, then i and i + 2, then i and i + 1.
 inline float sum_lanes(const Floats<kMostLanes>* lanes) {
   Floats<4> fours[4];
   __builtin_memcpy(fours, lanes, sizeof fours);

@@ -1,4 +1,4 @@
-// Describes the tables of one version to lookups.
+// Describes the tables of one version, for lookups.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace sparsekit::serving {
 // The rows that unknown keys share have the lowest keys, beginning with this one.
 constexpr int64_t kFirstFallback = INT64_MIN;
 
-// Values of sk_row_format, sk_miss and sk_combiner are used in the files, too.
+// The file formats use the same values of sk_row_format, sk_miss and sk_combiner.
 struct TableView {
   const Bucket* buckets;
   int64_t num_buckets;

@@ -1,5 +1,5 @@
-// Checks the arguments of an op. Refuses outputs that share memory with another argument: once a
-// kernel has checked a size, a key or a row index, it relies on that value while it writes.
+// Checks the arguments of an op. Refuses outputs that share memory with another argument: a write
+// could change a size, a key or a row index that a kernel has already checked and still relies on.
 #pragma once
 
 #include <algorithm>
@@ -162,8 +162,8 @@ constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
-// Sets of kept tensors, with the memory of each set. The tensors in a set are known not to overlap:
-// checking this for hundreds of tables takes as long as looking up keys in them.
+// Sets of kept tensors that are known not to overlap, with the memory of each set. They are
+// remembered, since checking hundreds of tables takes as long as looking up keys in them.
 class KnownApart {
  public:
   struct Range {

@@ -141,7 +141,7 @@ int64_t* DeviceContext::error_word(DeviceError error) const {
   return error_words_ + static_cast<int64_t>(error);
 }
 
-// Raises older errors: with checks on, an error found after a call must come from that call.
+// Raises earlier errors: with checks on, an error found after a call must have come from that call.
 void DeviceContext::begin() const {
   if (!checking()) return;
   int64_t positions[kNumErrors];
@@ -165,8 +165,8 @@ int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
   cuda::read_back(&piece, 1, stream_);
   const int64_t position = positions[static_cast<int64_t>(error)];
   if (position == cuda::kNoPosition) return -1;
-  // The position is not from this call, so another stream on the device must have reported an
-  // error.
+  // A position beyond the limit is not from this call: another stream on the device must have
+  // reported an error.
   if (position >= limit) raise_left_over(positions);
   cuda::fill_bytes(error_word(error), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
@@ -188,8 +188,8 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   }
 }
 
-// Each stream has its own copies. A copy is made before the first kernel that reads it. Once a copy
-// is dropped, its memory is reused only after the last such kernel. Stream order ensures both
+// Each stream has its own copies. A copy is made before the first kernel that reads it runs. Once a
+// copy is dropped, its memory is reused only after the last such kernel. Stream order ensures both
 // without a wait. A graph is captured on a different stream than the previous step used, but runs
 // after that step. The graph keeps the copies that it uses.
 Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {

@@ -310,8 +310,8 @@ struct DeviceCall {
   cuda::GroupBags bags;
   Workspace memory;
 
-  // `tables` holds the fields that `input` does not determine. workspace_bytes(call) returns the
-  // size of the workspace.
+  // `tables` holds those fields of the call that `input` does not determine. workspace_bytes(call)
+  // returns the size of the workspace.
   template <class WorkspaceBytes>
   DeviceCall(const GroupInput& input, const cuda::GroupCall& tables,
              const WorkspaceBytes& workspace_bytes, const std::pair<Tensor, Tensor>& results,

@@ -200,7 +200,7 @@ class GroupArguments {
     return packed(tensor);
   }
 
-  // Checks each source's tensor, with one element per key, and appends the tensors to `list`.
+  // Checks the sources' tensors, which have one element per key, and appends them to `list`.
   void add_of_sources(Arguments& given, const char* name, const Tensors& tensors,
                       Tensors& list) const {
     if (tensors.empty()) return;

@@ -6,7 +6,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// Returns each table's map of owners and its range of allowed keys.
+// Returns each table's owner map and range of allowed keys.
 std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
                                        const std::vector<int64_t>& maps,
                                        const std::vector<int64_t>& ends, int64_t world_size,
@@ -32,8 +32,8 @@ std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
   return tables;
 }
 
-// Gives each table a fixed number of places for its keys, if `max_keys` is not empty. Returns the
-// number of places for one rank's keys.
+// Gives each table a fixed number of places for its keys, unless `max_keys` is empty. Returns the
+// total number of places for one rank's keys in all tables.
 int64_t fix_places(Arguments& given, const std::vector<int64_t>& max_keys, int64_t world_size,
                    std::vector<RoutedTable>& tables) {
   if (max_keys.empty()) return 0;

@@ -13,8 +13,8 @@ struct DropRow {
 };
 static_assert(sizeof(DropRow) == 7 * sizeof(int64_t));
 
-// Returns the parts of the lists `tensors` and `lists` that belong to each table, as positions: of
-// table t from result[t] to result[t + 1].
+// Divides the items of the list with this name among the tables: table t gets the items at
+// positions [result[t], result[t + 1]).
 std::vector<size_t> parts_of(const Arguments& given, const char* list, size_t length,
                              const Descriptor<DropRow>& rows, int64_t DropRow::* count) {
   std::vector<size_t> ends{0};

@@ -118,8 +118,8 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward(
                             divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
-  // The caller needs the row counts in host memory. Device code uses new_empty(), since
-  // new_output() may return an address without memory on the host runner.
+  // The caller needs the row counts in host memory. Device code uses new_empty(), since on the host
+  // runner new_output() may return an address without memory.
   const auto count = static_cast<int64_t>(dims.size());
   Tensor num_rows = kOnDevice ? torch::stable::new_empty(features, {count}, ScalarType::Long)
                               : new_output(features, {count}, ScalarType::Long);

@@ -6,7 +6,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The tables of a call. Their arguments have been checked, except for the values in tensors.
+// The tables of a call. Their arguments have been checked, except for the contents of tensors.
 struct GroupTables {
   std::vector<GroupTable> tables;
   std::vector<int64_t> hash_tables;  // for each table, the index of its hash table, or -1

@@ -1,5 +1,5 @@
-// Computes gradients of the rows of many tables, for ops that return them, write them or apply an
-// optimizer.
+// Computes the gradients of the rows of many tables, for ops that return them, write them to an
+// argument, or use them in an optimizer step.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +73,7 @@ class Gradients {
     return tables;
   }
 
-  // Writes zeros to the gaps between the gradients of tables.
+  // Writes zeros to the gaps between the gradients of different tables.
   template <class T>
   void clear_gaps(T* grad) const {
     for (size_t t = 1; t < counts.size(); ++t) {
@@ -138,7 +138,7 @@ class Gradients {
                        ", which is no row of its table");
   }
 
-  // On a device: makes an optimizer's step without reading back the number of rows. With checks on,
+  // On a device: takes an optimizer step without reading back the number of rows. With checks on,
   // throws the error found by the device, if there is one.
   template <class Rule, class T>
   void update_on_device(const std::vector<FeatureBags<T>>& features,

@@ -40,8 +40,8 @@ class KeptList {
     if (!item.is_cpu() || dtype_of(item) != ScalarType::Long) return nullptr;
     if (!item.is_contiguous() || item.numel() != kWords) return nullptr;
     const int64_t* words = int64_data(item);
-    // A copy of the words has a different address. It does not keep the tensors alive, so it does
-    // not represent the list.
+    // A copy of the words has a different address. Such a copy does not keep the tensors alive, so
+    // it does not represent the list.
     if (!std::equal(kMark, kMark + kMarkWords, words) || words[kMarkWords] != address(words)) {
       return nullptr;
     }
@@ -65,8 +65,8 @@ class KeptList {
   };
 
   // Returns the current tensors. A tensor whose memory has been replaced is recognized by its new
-  // address. A tensor with a new shape in the same memory keeps its old facts, as for an op that
-  // began before the change.
+  // address. A tensor with a new shape in the same memory keeps its old facts, as if the op had
+  // begun before the change.
   std::shared_ptr<const Facts> current() {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -91,8 +91,8 @@ class KeptList {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(words));
   }
   static void free(void* words) {
-    // When this memory is reused, it must not look like a list; a plain write would be optimized
-    // away.
+    // Erase the mark, so that this memory does not look like a list when it is reused. A plain
+    // write would be optimized away.
     *static_cast<volatile int64_t*>(words) = 0;
     delete static_cast<KeptList*>(words);
   }

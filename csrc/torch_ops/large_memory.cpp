@@ -56,7 +56,7 @@ void* map(size_t bytes) {
   return reinterpret_cast<void*>(first);
 }
 
-// The maximum number of bytes in use during the last kPatience to 2 * kPatience requests.
+// Tracks the peak number of bytes in use over the last kPatience to 2 * kPatience requests.
 class RecentPeak {
  public:
   void note(size_t in_use, uint64_t taken) {

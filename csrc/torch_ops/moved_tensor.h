@@ -1,4 +1,5 @@
-// Checks the tensors with a row for each row of a table, whose rows move when others are dropped.
+// Checks tensors that have one row for each row of a table, and whose rows move when table rows are
+// dropped.
 #pragma once
 
 #include <cstring>

@@ -9,8 +9,8 @@ namespace {
 
 // Returns the first `count` elements of a buffer. The result is a view if it covers most of the
 // buffer, otherwise a copy, so that it does not keep alive much more memory than it needs. Even
-// copies of 512 KiB should come from the pool: the first access to new memory took several times as
-// long as copying.
+// copies as small as 512 KiB should come from the pool: the first access to new memory was measured
+// to take several times as long as copying.
 Tensor trimmed(Tensor buffer, int64_t count) {
   const int64_t size = buffer.size(0);
   if (count == size) return buffer;

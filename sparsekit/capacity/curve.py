@@ -23,9 +23,10 @@ POLICIES = tuple(Policy(score, count) for count in (1, 2) for score in ("lru", "
 _SIZES = 5
 # Minimum number of rows in a miniature: a smaller one says little about a large table.
 _LEAST_ROWS = 512
-# Number of keys to process together: the number so far divided by _PART, within these bounds.
+# Number of keys to process together: the number of keys so far divided by _PART, but at least
+# _LEAST_KEYS and at most _MOST_KEYS.
 _LEAST_KEYS, _PART, _MOST_KEYS = 1 << 14, 16, 1 << 17
-# Number of keys to collect before the first pass; a lookup's overhead, expressed in keys.
+# Number of keys to collect before the first pass. Each lookup's overhead counts as _LOOKUP keys.
 _FIRST, _LOOKUP = 1 << 20, 64
 
 
@@ -200,7 +201,7 @@ class CapacityCurve:
         return min(_MOST_KEYS, max(_LEAST_KEYS, self._occurrences // _PART))
 
     def _make_room(self, keys: torch.Tensor, reserve: bool = False) -> None:
-        """Make room in the sample for chosen keys; if `reserve`, insert those still chosen."""
+        """Make room in the sample for chosen keys; if `reserve`, also insert those still chosen."""
         unique, _, _ = ops.unique(keys)
         kept = self._sample.make_room(unique)
         if kept is not None:
@@ -236,7 +237,7 @@ class CapacityCurve:
         self._expiry.run(lookups, sample)
 
     def _add_tables(self, i: int, held: int) -> None:
-        """Add the tables that are about to fill up for the first time, and drop the smallest."""
+        """Add the tables that are about to fill up for the first time; drop the smallest ones."""
         # Until now, these tables have behaved like the one that never fills up.
         limited, sample = self._limited[i], self._sample
         sizes = [2**power for power in range(62)] if self._rows is None else self._rows

@@ -48,7 +48,7 @@ class Expiry:
             self.rows[i] = max(self.rows[i], alive / sample.scale)
 
     def points(self, clock: int) -> list[tuple[int, float, float]]:
-        """Return each ttl with its rows and misses; omit default powers of two above the clock."""
+        """Return each ttl with its rows and misses; omit default ttls not below the clock."""
         shown = len(self._ttls)
         if self._all:
             shown = int(np.searchsorted(self._ttls, clock))

@@ -157,7 +157,7 @@ class Miniature:
         else:
             gone, kept = np.arange(count), np.arange(0)
         pinned = words[gone] == _STAYS
-        if pinned.any():  # all others are dropped
+        if pinned.any():  # drop only the others
             gone, kept = gone[~pinned], np.concatenate([kept, gone[pinned]])
         dropped = held[gone]
         self._since[dropped] = total[dropped]

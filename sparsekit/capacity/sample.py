@@ -183,7 +183,7 @@ def distinct(
         occurrences in that lookup, int64 ``[u]``; and the number of distinct keys up to and
         including each position, int64 ``[n]``.
     """
-    # Different keys with equal words would be counted as one; with 64 bits, that is improbable.
+    # Different keys with equal 64-bit words would be counted as one, but that is improbable.
     words = mixed(keys) ^ mixed(clock ^ _SALT)
     _, numbers, times = ops.unique(words)
     so_far = np.maximum.accumulate(numbers.numpy())  # numbers are in order of first occurrence

@@ -21,7 +21,7 @@ def counts_for(
 ) -> ExactCounts | Sketch | None:
     """Return a layer's key counts as they were saved; None if the layer does not count keys.
 
-    An exact count goes to the rank that owns its key, and is added to that rank's sketch if it uses
+    An exact count goes to the rank that owns its key, and is added to the rank's sketch if there is
     one. If sketches were saved and keys may have changed owners, each rank gets the sketches'
     elementwise maximum.
 

@@ -237,5 +237,5 @@ class ToLoad(torch.Tensor):
         )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> ToLoad:
-        """Return a ToLoad: async_save copies into it, and must not save that copy either."""
+        """Return a ToLoad: async_save copies into the result, and must not save it, either."""
         return super().new_empty(*args, **kwargs).as_subclass(ToLoad)

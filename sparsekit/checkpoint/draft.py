@@ -21,9 +21,9 @@ from .manifest import new_id
 # Name of the lock file in each draft; the draft's writer keeps it locked.
 _WRITER = ".writer"
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
-# Name of a checkpoint that is being replaced, on systems where replacing takes two renames.
+# Matches a checkpoint that is being replaced, on systems where replacing takes two renames.
 _OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
-# Name of a checkpoint that is being removed.
+# Matches a checkpoint that is being removed.
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
 # Number of attempts to create a draft, a millisecond apart: another job may remove the new folder.
 _ATTEMPTS = 1000

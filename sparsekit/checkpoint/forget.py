@@ -87,8 +87,8 @@ def forget(
     removed = 0
     for related in _related(chains):
         files = _Files(related, names, wanted)
-        # Start with the newest: a checkpoint that lists keys as removed works with or without them
-        # in its base.
+        # Start with the newest checkpoint: if it lists keys as removed, it can be loaded whether or
+        # not its base still has them.
         removed += sum(map(files.rewrite, sorted(related, key=len, reverse=True)))
     _verify([chain(links[-1][0]) for links in chains])
     return removed
@@ -132,7 +132,7 @@ def _tables(chains: Iterable[Chain], table: str | None) -> list[str]:
 
 
 class _Files:
-    """Finds the keys to remove, in all files of checkpoints that share one complete checkpoint.
+    """Finds the keys to remove in all files of checkpoints that build on the same complete one.
 
     Args:
         chains: the chain of each checkpoint.

@@ -102,7 +102,7 @@ class TablePlan:
         )
 
     def _is_same_place(self) -> bool:
-        """Return whether this rank owns exactly the rows in its own file in each checkpoint."""
+        """Return whether this rank owns exactly the rows in its own file, in every checkpoint."""
         layer = self.layer
         return all(
             len(table.shards) == layer.world_size

@@ -201,7 +201,7 @@ class Checkpoints:
             if links[-1][1].id != marks.base.id or target in [folder for folder, _ in links]:
                 return ""
             if any(manifest.forgotten for _, manifest in links):
-                return ""  # the marks belong to rows that no longer exist
+                return ""  # the marks may describe rows that were removed
             return marks.base.id
 
         if self.complete_every == 1:

@@ -71,7 +71,7 @@ class Lookups:
 
     Attributes:
         miss: what a key without a row gets: ``"initial"``, its initial vector; ``"zeros"``;
-            ``"fallback"``, a row that such keys share; or ``"error"``, without a hash table.
+            ``"fallback"``, a row that such keys share; or, if there is no hash table, ``"error"``.
         fallbacks: number of rows that such keys share; these rows have the smallest int64 keys.
         combiner: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"``; ``"none"`` for vectors that are
             not pooled, or if slots have several combiners.

@@ -306,8 +306,8 @@ def shard_of(
     Args:
         name: name of the table.
         layer: the layer.
-        optimizer: index of its optimizer in the manifest; None if it has none.
-        kept: what the optimizer keeps for its weight, by name.
+        optimizer: index of the layer's optimizer in the manifest; None if it has none.
+        kept: what the optimizer keeps for the layer's weight, by name.
 
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved.

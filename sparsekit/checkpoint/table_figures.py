@@ -36,9 +36,9 @@ _EXAMPLES = 5
 # States to ignore when looking for dead rows: `row_step` is the last step applied to a row, in
 # optimizers that let rows fall behind.
 _ANY_VALUE = {"row_step"}
-# For each file column: the part that it belongs to, unless both have the same name.
+# For each file column: the part of the table that it belongs to, unless both have the same name.
 _PARTS = {"keys": "index", "rows": "changes", "removed": "changes"}
-# Scores used to decode stored words; LFU counts are not halved here.
+# Scores used to decode stored words, by name; LFU(0) does not halve counts.
 _SCORES: dict[str, Score] = {one.name: one for one in (LRU(), LFU(0), UserScore(None))}
 _INITIALIZERS: dict[str, type[Initializer]] = {
     kind.__name__: kind for kind in (Uniform, Normal, Constant)

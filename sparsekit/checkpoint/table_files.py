@@ -50,7 +50,7 @@ def parts_of(
 
 
 def _described(table: Table) -> str:
-    """Return a string that describes everything that must be equal in a table's files."""
+    """Return a string that describes everything that must be equal in all of a table's files."""
     return f"dim {table.dim}, {table.dtype}, states {table.states}, scores {table.score_kind}"
 
 

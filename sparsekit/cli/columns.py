@@ -82,7 +82,7 @@ def _open(
         name: Keys(kind, args.separator, seed=args.seed) for kind in _KINDS for name in named[kind]
     }
     options |= {"label": args.label, "dense": named["dense"], "sparse": sparse}
-    # A pipe has already been opened, and cannot be opened again.
+    # Pass a single file as it was opened above: if it is a pipe, it cannot be opened again.
     reader = form.reader(source if len(files) == 1 else files, batch_size, **options)
     return reader, sparse if args.separator else lists
 

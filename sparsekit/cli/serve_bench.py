@@ -130,7 +130,7 @@ def _as_json(times: Times) -> dict[str, Any]:
 
 
 def _plot(measured: Sequence[Times], out: str | os.PathLike[str]) -> None:
-    """Plot the quantiles against the batch: warm on the left, cold on the right."""
+    """Plot the quantiles against the batch size: warm lookups on the left, cold on the right."""
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
     for each, cold in zip(axes, (False, True), strict=True):
         for color, threads in enumerate(sorted({times.load.threads for times in measured})):

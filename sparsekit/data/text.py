@@ -62,9 +62,9 @@ class CsvReader(Reader):
         TypeError, ValueError: an argument is out of range, or a column is missing.
         OSError: a file cannot be read.
         DataFormatError: the first bytes of a file are not text. While iterating: a line is
-            malformed (the message gives file, line and column); a quote is never closed, even
-            with ``on_error="skip"``; a compressed file is truncated or damaged; or a file has
-            become shorter.
+            malformed (the message gives file, line and column); a quote is never closed (raised
+            even with ``on_error="skip"``); a compressed file is truncated or damaged; or a file
+            has become shorter.
 
     Example:
         >>> sparse = {"user": "int", "tags": Keys("hash", separator="|")}

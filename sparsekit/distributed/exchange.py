@@ -295,7 +295,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
-        """Abandon the exchange if the body fails, since other ranks wait for this rank."""
+        """Abandon the exchange if the body fails, since other ranks are waiting for this rank."""
         try:
             yield
         except BaseException as error:  # for example out of memory, or Ctrl-C
