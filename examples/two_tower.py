@@ -28,7 +28,7 @@ class Towers(torch.nn.Module):
 
 
 torch.manual_seed(0)
-users, items = torch.arange(400), torch.arange(200)  # user u likes item i if u = i mod 20
+users, items = torch.arange(400), torch.arange(200)  # user u likes item i if u % 20 == i % 20
 liked = torch.rand(400, 200).where(users[:, None] % 20 == items % 20, 2).argsort(1)[:, :10]
 liked, held_out = liked[:, :8], liked[:, 8:]  # [400, 8] for training, [400, 2] for testing
 user_ids, item_ids = users * 2**40 - 7, items * 10**15 + 3  # any int64 is a key

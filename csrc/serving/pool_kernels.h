@@ -37,8 +37,8 @@ struct PoolKernels {
   int64_t (*find)(const RowIndex& index, const int64_t* keys, const int64_t* homes, int64_t n,
                   const uint8_t** rows);
   // Pools bags into `out`. Bag b consists of the rows from the end of bag b - 1 (for bag 0, from
-  // `begin`) to ends[b]. Rows are added in order, in runs of kSumRun. Among equal elements, the
-  // maximum is the first one; the first NaN, if any, beats all numbers.
+  // `begin`) to ends[b]. Rows are added in order, in runs of kSumRun. A maximum is the first of
+  // the largest elements; the first NaN, if any, beats all numbers.
   void (*pool)(const PoolBags& bags, int64_t begin, const int32_t* ends, int64_t num_bags,
                float* out);
   // Decodes the columns [begin, end) of a row. `begin` must be a multiple of 4.

@@ -11,7 +11,7 @@ namespace sparsekit::serving {
 // Finds the k rows with the highest scores: writes their keys [k] and scores [k], best first, ties
 // in ascending order of keys, and returns their number, which is below k if the table has fewer
 // rows. The padding key's row and rows that unknown keys share are left out, and so are rows whose
-// score is NaN, because they contain infinities or products overflow. Throws std::bad_alloc.
+// score is NaN (infinities in a row and overflow can cause this). Throws std::bad_alloc.
 // Precondition: query [dim] is finite, and k > 0.
 //
 // The score of a row is the same number on every machine: with its vector v, as lookups return it,

@@ -96,9 +96,9 @@ class DeviceContext {
 
 constexpr bool kOnDevice = true;
 
-// Makes a call's device and stream current during its lifetime. Workspace comes from torch's
-// allocator, which ties memory to the current stream. So an op may free its workspace as soon as
-// its kernels are launched.
+// Keeps a call's device and stream current as long as this object exists. Workspace comes from
+// torch's allocator, which ties memory to the current stream. So an op may free its workspace as
+// soon as its kernels are launched.
 //
 // Kernels report invalid values in one word per device and kind of error; the word holds the
 // smallest bad position. Reading the words means waiting for the device, so a call reads them only
@@ -141,7 +141,7 @@ class DeviceContext {
 
 #endif
 
-// Owns the workspace of a call to core, on the engine's device. It may have zero bytes.
+// Owns the workspace for a call to core, on the engine's device. It may have zero bytes.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Tensor& beside) {

@@ -112,8 +112,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
   return {by_owner, counts, numbers, inverse, places, results.first, results.second};
 }
 
-// Arguments of group_exchange_rows. They have been checked, except for the values of bags and
-// places.
+// Arguments of group_exchange_rows. They have been checked, except for the values in `bags` and
+// `places`.
 struct Exchanged {
   const Arguments& given;
   int64_t num_tables, world_size, entries;

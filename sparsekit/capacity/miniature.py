@@ -23,8 +23,8 @@ class Miniature:
     Miniature Simulations", USENIX ATC 2017. A lookup that would bring the table over its budget
     first sweeps down to the low watermark, as layers do.
 
-    Between two sweeps, nothing has to be written: a key has a row if it has occurred often enough
-    since it lost its last row.
+    Between two sweeps, many lookups can be processed at once: a key has a row if it has occurred
+    often enough since it lost its last row.
 
     Args:
         policy: a policy with a score.
