@@ -114,12 +114,12 @@ def pool_bytes() -> PoolBytes:
 def empty_cache() -> int:
     """Release the memory that sparsekit's ops keep for reuse.
 
-    The memory of CPU outputs and workspace of 2 MiB or more is not freed with its tensor, but kept
-    for a later tensor, since allocating memory can take longer than the op itself. Without this
-    call, a block is released once 128 later tensors have been allocated without using it. The
-    oldest blocks are also released while idle blocks exceed the recent peak by more than 64 MiB
-    (see `pool_bytes`). An output in such a block cannot grow: ``resize_`` to more elements raises
-    RuntimeError. CUDA memory belongs to torch; use `torch.cuda.empty_cache` to free it.
+    CPU memory blocks of 2 MiB or more, for outputs and workspaces, are not freed with their
+    tensors, but kept for later tensors, since allocating memory can take longer than the op itself.
+    Without this call, a block is released once 128 later tensors have been allocated without using
+    it. The oldest blocks are also released while idle blocks exceed the recent peak by more than 64
+    MiB (see `pool_bytes`). An output in such a block cannot grow: ``resize_`` to more elements
+    raises RuntimeError. CUDA memory belongs to torch; use `torch.cuda.empty_cache` to free it.
 
     Returns:
         The number of bytes released.
@@ -160,8 +160,8 @@ def untouched_zeros(
         dtype: dtype of the elements.
         device: device of the tensor; None means torch's default.
         first: how many leading rows will be used soon; None means all. On a device only these have
-            memory (see `device_rooms`). On the CPU the first 2 MiB use small pages, where random
-            access takes a little longer.
+            memory (see `device_rooms`). On the CPU, the first 2 MiB then use small pages, where
+            random access takes a little longer.
 
     Raises:
         RuntimeError: there is not enough memory or address space for the tensor.

@@ -138,7 +138,7 @@ class TorchTransport(Transport):
         return [bytes(part.tolist()) for part in received.split(sizes.tolist())]
 
     def results(self, step: Callable[[], Any]) -> list[Any]:
-        """Return all ranks' results of a function; raise `Unavailable` if it fails on any rank."""
+        """Call `step`; return all ranks' results, or raise `Unavailable` if any rank fails."""
         result, reason, lacking = None, "", False
         try:
             result = step()

@@ -70,8 +70,8 @@ class Watch(threading.Thread):
         self._communicator = communicator
         self._seconds = seconds
         self._finished = finished
-        # Time by which the last launch must have finished, and whether the call that launches is
-        # still running.
+        # Time by which the last launch must have finished, and whether the launching call is still
+        # running.
         self._deadline: float | None = None
         self._launching = False
         self._settled: float | None = None  # `_deadline` of the last launch known to have finished
@@ -80,7 +80,7 @@ class Watch(threading.Thread):
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """Watch the launch made in the body."""
+        """Watch the launch made in the ``with`` body."""
         self._launching = True
         self._deadline = time.monotonic() + self._seconds
         try:

@@ -48,7 +48,7 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
     """Write the same head to the parts at these byte offsets."""
     words, firsts = data.view(torch.int64), [begin // 8 for begin in begins]
     if data.is_cpu:
-        of_host = words.numpy()  # ten times as fast as with torch
+        of_host = words.numpy()  # ten times as fast as torch
         for first in firsts:
             of_host[first : first + len(head)] = head
         return
@@ -65,7 +65,7 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
 
 
 def heads_of(data: torch.Tensor, begins: Sequence[int], words: int = 0) -> torch.Tensor:
-    """Return the heads of parts and the words after the heads, as int64 ``[parts, 2 + words]``."""
+    """Return each part's head and the words after it, as int64 ``[parts, 2 + words]``."""
     size = _HEAD_BYTES // 8 + words
     # Copy everything in one go, since each read from a device waits for the device.
     heads = [data.view(torch.int64)[begin // 8 : begin // 8 + size] for begin in begins]
@@ -148,7 +148,7 @@ def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[in
 
 
 def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the size of each part that `pack` writes; the arguments are as for `unpack`."""
+    """Return the size in bytes of each part that `pack` writes; arguments are as for `unpack`."""
     sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     return [part_bytes(sum(map(padded, of_rank))) for of_rank in zip(*sizes, strict=True)]
 
@@ -197,7 +197,7 @@ class RaggedBags(NamedTuple):
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return a part's size in bytes, given numbers of (bags, keys, weight bytes) for each table."""
+    """Return a part's size in bytes, given each table's numbers of (bags, keys, weight bytes)."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, weights]

@@ -166,8 +166,8 @@ class SplitHashEncoder:
         for name, hashes in self._hashes(columns).items():
             distinct = hashes.unique()
             block = self.buckets[name] // self.splits
-            # Combine the columns of a value into one integer. It is unique, although it may wrap
-            # around to a negative number.
+            # Combine the columns of a value into one integer, which differs for different columns,
+            # even if it wraps around to a negative number.
             places = [block**k for k in range(self.splits)]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
             values, sets = len(distinct), block**self.splits

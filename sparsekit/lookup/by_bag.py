@@ -124,7 +124,7 @@ class ByBag:
             for table, bags in zip(tables, _bags_of_ranks(tables, self._received()), strict=True)
         ]
 
-        # Empty tensors with the dtype and row length of the sums that are sent.
+        # For each table, an empty tensor with its sums' dtype on the wire and row length.
         like = [
             self.requests[0].keys.new_empty(
                 0, table.embedding_vec_size, dtype=table.sum_dtype_on_wire
@@ -285,7 +285,7 @@ class _WayBack:
     found: list[torch.Tensor | None]
 
     def gradients(self, grads: Gradients) -> Gradients:
-        """Return this rank's weight gradients, computed from the gradients of its bag sums."""
+        """Exchange the gradients of bag sums; return the gradients of this rank's weights."""
         given = cast("Sequence[torch.Tensor]", grads)
         exchange, owned = self.exchange, self.owned
         theirs, own = self.sizes

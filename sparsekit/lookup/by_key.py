@@ -186,7 +186,7 @@ class ByKey:
             parts.payload(rank, 8 * len(counts)).view(torch.int64)[:] = counts
 
     def _size_at_once(self, most: Sequence[int]) -> int:
-        """Return the size of a part with the counts and up to `most` keys for each table."""
+        """Return the size in bytes of a part with counts and up to `most` keys for each table."""
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:

@@ -28,9 +28,9 @@ class Dropping(NamedTuple):
         table: the table.
         to_drop: number of rows to drop.
         own: rows that must stay, int32 ``[n]``, renumbered in place.
-        tensors: the tensors with a row for each row, the scores first.
-        initial: the initial value of each.
-        lookups: lookups whose backward has run; it may run again.
+        tensors: the scores, then all other tensors with a row for each row of the table.
+        initial: for each tensor, the value of rows that become free.
+        lookups: lookups whose backward has run, and may run again.
     """
 
     table: EmbeddingTable
@@ -44,8 +44,8 @@ class Dropping(NamedTuple):
     def of(table: EmbeddingTable, to_drop: int, own: torch.Tensor) -> Dropping | None:
         """Return the arguments for a table; None if only a `Sweep` can drop its rows.
 
-        That is so while a backward is pending or the weight has a gradient, and if an optimizer has
-        a sparse state.
+        This is the case while a backward is pending, while the weight has a gradient, and if an
+        optimizer has a sparse state.
         """
         weight = table.weight
         lookups = list(in_flight(weight))
@@ -60,7 +60,7 @@ class Dropping(NamedTuple):
         return Dropping(table, to_drop, own, tensors, initials, lookups)
 
     def numbers(self) -> list[int]:
-        """Return the table's row of the argument ``tables``."""
+        """Return this table's row in the op's argument ``tables``."""
         life, lists = life_of(self.table), 1 + len(self.lookups)
         now = life.now(cast(torch.Tensor, self.table.clock)) + (not life.set_by_user)
         policy = life.score.compared_as, life.score.halve_every
@@ -107,7 +107,7 @@ def drop_rows(
 
 
 def _drop_together(each: Sequence[Dropping]) -> set[EmbeddingTable]:
-    """Drop the rows of several tables in one call; return the tables that the op has served."""
+    """Drop the rows of several tables in one call; return the tables that the op supports."""
     if not each:
         return set()
     tables = [one.table for one in each]
@@ -117,7 +117,8 @@ def _drop_together(each: Sequence[Dropping]) -> set[EmbeddingTable]:
     lookups = [lookup for one in each for lookup in one.lookups]
     lists = [rows for one in each for rows in (one.own, *(x.rows().data for x in one.lookups))]
     flags = [(lookup.moved, lookup.stale, lookup.lost) for lookup in lookups]
-    for lookup in lookups:  # first: an interrupt must not hide that rows have moved
+    # Set these before the call, so that an interrupt cannot hide that rows have moved.
+    for lookup in lookups:
         lookup.moved = lookup.stale = lookup.lost = True
     try:
         with own_writes([table.weight for table in tables]):

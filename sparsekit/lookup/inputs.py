@@ -12,7 +12,7 @@ import torch
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .feature_matrix import is_scipy_csr, read_scipy_csr, read_torch_csr
 
-# Offsets are cached for up to this many bags: half a megabyte for each of up to 64 shapes.
+# Largest number of bags whose offsets are cached: half a megabyte for each of up to 64 shapes.
 _MOST_KEPT = 65536
 
 FORMS = (

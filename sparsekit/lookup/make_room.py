@@ -77,7 +77,7 @@ def make_room_here(
         tables: distinct tables that evict, or whose rows expire.
         most: for each table, an upper bound on the number of rows in use.
         asked: for each table, an upper bound on the number of its keys.
-        keys: returns a table's keys; called only if they may matter.
+        keys: returns a table's keys; called only for tables that may have to make room.
         by_hand: true for `assign`, which admits all keys.
         absent: returns, for each table, how many of its keys have no row, counting repeats.
     """
@@ -133,7 +133,7 @@ def _crowded(
 
 
 def swept_columns(plan: LookupPlan) -> list[int]:
-    """Return the indices in the plan of the tables that may have to make room."""
+    """Return the plan's indices of the tables that may have to make room."""
     return [
         columns.start + t
         for batch, columns in zip(plan.batches, plan.columns, strict=True)

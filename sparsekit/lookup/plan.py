@@ -39,7 +39,7 @@ class TableBatch:
         dtype: dtype of the weights.
         wire_dtype: dtype of vectors and gradients sent between ranks.
         row_bytes: for each table, size in bytes of a row on the wire.
-        sum_bytes: for each table, size in bytes of a sum of rows on the wire.
+        sum_bytes: for each table, size in bytes of a bag's sum on the wire.
         key_ends: for each table, the end of its range of keys; -1 if all keys are valid.
         dedupe: whether a rank sends each distinct key only once.
         described: int64 ``[T, 3]``, the argument ``tables`` of the ops.
@@ -249,8 +249,8 @@ class LookupPlan:
     Attributes:
         batches: the tables, grouped into batches that one call to an op can handle.
         columns: for each batch, the range of its tables among all tables.
-        derived: values that callers derived from the tables for one form of input; see `remember`.
-        strategies: the distinct values of the tables' option `strategy`.
+        derived: values that callers derive from the tables, keyed by form of input; see `remember`.
+        strategies: the distinct values of the tables' `strategy` option.
         most_keys: for each table, the maximum number of keys that a rank may request from another
             rank; None unless all tables have a limit.
         redirects: whether any table has fallback rows; see `redirected`.

@@ -45,8 +45,8 @@ class LookupRecord:
         calls: for each of `LookupPlan.batches`, the record of its call to the ops.
         weights: weights of the distinct tables.
         autograd_inputs: tensors that autograd passes gradients to: the weights, or only one of them
-            if `fused`. A single input saves time, and gradients that an optimizer applies in
-            backward do not pass through autograd.
+            if `fused`. A single input saves time, and is enough, since gradients that an
+            optimizer applies in backward do not pass through autograd.
         fused: whether one optimizer applies all gradients in backward.
         key_changes: the value of `tables.weight.key_changes` at the time of the lookup.
     """
@@ -193,7 +193,7 @@ class CallRecord:
             ops.group_embedding_bag_update_(given, *asked_of, *lists, **options)
 
         everything = len(taken) == len(self.weights)
-        # Pass the same list as in the previous step, so that the optimizer recognizes its weights.
+        # Pass the same list as in the previous step, so that the optimizer recognizes it.
         taking = self.weights if everything else [self.weights[t] for t in taken]
         if (in_backward := update_of_all(taking)) is not None:
             everything = everything and given[0].dtype == self.weights[0].dtype
@@ -272,8 +272,8 @@ def grads_or_zeros(
 ) -> list[torch.Tensor]:
     """Return the gradients of all requests to these tables, with zeros instead of None.
 
-    With several ranks, all gradients may be None on one rank. That rank must still take part for
-    each table; the zeros then have the dtype and device of `like`.
+    With several ranks, all gradients may be None on one rank. That rank must still take part in
+    exchanging gradients; its zeros have the dtype and device of `like`.
     """
     given = [grad for grad in grads if grad is not None]
     if len(given) == len(grads):

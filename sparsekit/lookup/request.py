@@ -43,7 +43,7 @@ class Request:
     # If several requests share `bags`, each uses a range of them; this is the index of this
     # request's first bag.
     first_bag: int | None = None
-    # If requests share an output: this request's first column, and the total number of columns of
+    # If requests share an output: this request's first column, and the total number of columns in
     # the output.
     columns: tuple[int, int] | None = None
     # If the output is jagged, with a vector for each key: the offsets of the bags.

@@ -110,7 +110,8 @@ def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
 
 
 def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Local:
-    # With hundreds of tables, checking again that the plan fits them would take noticeable time.
+    # Use the requests' own plan if there is one: with hundreds of tables, checking again that the
+    # cached plan fits them would take noticeable time.
     known = asked.plan if isinstance(asked, LazyRequests) else None
     plan: LookupPlan = cache.plan_for(tables) if known is None else known
     if not plan.fits_alone:
@@ -124,7 +125,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass
 class _Redirected:
-    """A lookup that redirects keys only when it finishes, as earlier lookups may admit some."""
+    """Redirects keys only when the lookup finishes, since earlier lookups may admit some keys."""
 
     plan: LookupPlan
     exchange: Exchange

@@ -68,7 +68,7 @@ class Scored:
 
 def tables_at(batch: Any, indices: Sequence[int]) -> list[EmbeddingTable]:
     """Return the tables of a `TableBatch` with these indices."""
-    tables = batch.tables  # once, since it makes a list
+    tables = batch.tables  # read once, since each read makes a list
     return [tables[t] for t in indices]
 
 

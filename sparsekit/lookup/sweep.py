@@ -147,7 +147,8 @@ class Sweep:
             *(self._scores, self._index.tensors()[0], size, score.compared_as, score.halve_every),
             *(self._now, self._pinned(rows), count),
         )
-        if self._exchange is not None:  # the lowest overall are among the lowest on their ranks
+        # Rows that are among the lowest overall are also among the lowest on their own rank.
+        if self._exchange is not None:
             of_ranks = self._of_ranks([int(order.max()) if len(order) else 0])
             bits = int(of_ranks.max()).bit_length()
             gone = gone[lowest(order, keys, count, bits, self._sums)]

@@ -41,15 +41,15 @@ def touch(
         scored: the tables with scores.
         found: results of the lookup.
         given: the lookup's keys.
-        new: number of new rows, by table; 0 for tables not listed. With None, clocks and counters
-            do not change.
+        new: number of new rows, by table; 0 for tables not listed. None leaves clocks and counters
+            unchanged.
         user_scores: the scores of keys in the tables of `Scored.by_user`.
     """
     lives = scored.clocks(batch.buffers)
     ticks = [int(new is not None and not life.set_by_user) for life, _ in lives]
     scores, clocks = scored.lists(batch.buffers)
     index, rows, counts, bags = found
-    if rows is None:  # keys that were admitted have already been inserted
+    if rows is None:  # a plain find, since admitted keys were inserted before it
         index, rows, counts = numbered(
             index, entries_of_tables(bags, given.features, len(batch.dims))
         )

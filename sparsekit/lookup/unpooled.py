@@ -78,7 +78,8 @@ def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
         of_slots = request.of_slots()
         parts = vectors.split([len(slot.keys) for slot in of_slots])
         return torch.cat([_pooled(*each) for each in zip(of_slots, parts, strict=True)])
-    # The host does not know where a slot's keys begin, so put all other keys in two extra bags.
+    # The host does not know where a slot's keys begin, so pool all keys, with those before and
+    # after the slot in two extra bags.
     pooled = []
     for slot, name in enumerate(combiner):
         own = offsets[slot * samples : (slot + 1) * samples + 1]

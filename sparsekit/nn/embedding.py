@@ -81,7 +81,7 @@ class DistributedEmbedding(EmbeddingLayer):
         max_resident_bytes: how many bytes of the file may stay in memory; a batch may temporarily
             take more. None means half of the system's memory.
         max_rows: largest number of rows in use over all ranks, with on_full="evict". None means 0.9
-            times all ranks' rows.
+            times the ranks' total capacity.
         low_watermark: fraction of max_rows, in (0, 1], left in use after making room. Lower
             values are faster, since fewer lookups have to make room, but evict keys sooner.
         score: value of a row; rows with the lowest values are evicted first. ``"lru"``: the time of
@@ -93,8 +93,8 @@ class DistributedEmbedding(EmbeddingLayer):
             raised on all ranks, with nothing changed. ``"given"``: the value in ``scores`` at the
             last lookup in training. None means ``"lru"`` where scores are needed.
         admission: `sparsekit.MinCount` or `sparsekit.Probability` decides in training which new
-            keys get a row. The others are read as specified by before_admission, and get no
-            gradient, unless that is a `Fallback`. None admits all.
+            keys get a row. before_admission gives the vectors of the others, which get no
+            gradient unless it is a `Fallback`. None admits all.
         before_admission: vector of a key that has no row, in evaluation too: ``"initial"``, its
             initial vector; ``"zero"``; or `sparsekit.Fallback`, trainable rows shared between keys.
         ttl: a row expires if it is not looked up in training for this many units of the table's

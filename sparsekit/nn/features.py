@@ -223,7 +223,7 @@ def ask_keyed(
             f"{max(bags.count, 0)} bags"
         )
     # Share bags only if there is a single batch of tables: with several, every op call would check
-    # the bags of all of them.
+    # the bags of all batches.
     share = len(plan.batches) == 1
 
     # On a device all bags are changed together, so that the host need not know where a feature's

@@ -90,7 +90,7 @@ class EmbeddingLayer(EmbeddingTable):
         Raises:
             TypeError, ValueError: a wrong dtype or device, or a layer without the hash table;
                 nothing has been changed.
-            RuntimeError: the weight has a gradient, and its rows would then belong to other keys;
+            RuntimeError: the weight has a gradient, whose rows would then belong to other keys;
                 the layer is on the meta device; or ranks disagree. After `erase`, the backward of
                 an earlier forward also raises RuntimeError.
         """
@@ -144,7 +144,7 @@ class EmbeddingLayer(EmbeddingTable):
     def row_counts(self) -> RowCounts:
         """Return, as `RowCounts`, how many rows this rank has in use, has added and has dropped.
 
-        Reading the counts costs nothing, but on CUDA it waits for the device. A copy of the layer
+        Reading the counts is cheap, but on CUDA it waits for the device. A copy of the layer
         continues from the original's counts; they are not part of the state.
 
         Raises:
@@ -158,7 +158,7 @@ class EmbeddingLayer(EmbeddingTable):
     def clear(self) -> int:
         """Remove all keys, and overwrite their vectors and optimizer states.
 
-        With several ranks this is a collective. `reset_parameters` also draws a new seed.
+        With several ranks this is a collective. Unlike `reset_parameters`, it draws no new seed.
 
         Returns:
             The number of keys removed, over all ranks.
@@ -175,7 +175,7 @@ class EmbeddingLayer(EmbeddingTable):
 
         This is not a collective: each rank yields its own keys, and all ranks together yield all
         keys. Keys are in row order, starting at row 0, so the i-th key belongs to row i, in
-        optimizer states too. All keys are read first, and vectors chunk by chunk, so do not
+        optimizer states too. All keys are read first, then vectors chunk by chunk, so do not
         insert keys during the iteration. Without the hash table all rows have keys.
 
         Args:

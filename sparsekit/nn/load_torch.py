@@ -53,7 +53,7 @@ def load_torch_state_dict(
             where = f"{_WHERE}: {name}" if name else _WHERE
             weights[f"{prefix}weight"] = _checked(where, layer, state_dict[f"{prefix}weight"])
     rest = {name: value for name, value in state_dict.items() if name not in weights}
-    own = model.state_dict()  # state_dict() applies missed optimizer steps first
+    own = model.state_dict()  # this first applies missed optimizer steps
     given = tuple(name.removesuffix("weight") for name in weights)
     missing = [n for n in own if n not in state_dict and not (given and n.startswith(given))]
     unexpected = [name for name in rest if name not in own]

@@ -20,8 +20,8 @@ class Bytes(NamedTuple):
 
     Attributes:
         in_use: the part that belongs to rows in use.
-        reserved: size of the tensors, with room for as many rows as the capacity. For a table that
-            grows on CUDA, only the memory allocated so far.
+        reserved: size of the tensors, including the part for free rows. For a table that grows on
+            CUDA, only the memory allocated so far.
     """
 
     in_use: int

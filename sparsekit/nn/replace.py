@@ -75,9 +75,9 @@ def replace_embeddings(
 
     References to the old layer or its weight in the model's attributes, lists, dicts, tuples and
     closures are changed to the new one, so that a regulariser keeps working. A layer is kept if
-    this is impossible, for example if an optimizer holds the reference. A warning lists methods
-    that read a layer's ``.weight`` by name, for example for a softmax over all items, if the rows
-    of the new weight are not exactly the old ids.
+    this is impossible, for example if an optimizer holds the reference. If the rows of the
+    new weight are not exactly the old ids, a warning lists methods that read the layer's
+    ``.weight`` by name, for example for a softmax over all items.
 
     Args:
         model: changed in place; if an error is raised, no layer is changed.

@@ -36,7 +36,7 @@ def tables_of(module: torch.nn.Module) -> dict[str, EmbeddingLayer]:
 
 
 def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Make DistributedDataParallel skip tables; call this before it has sent anything."""
+    """Make DistributedDataParallel skip tables; call this before it sends anything."""
     names = sharded_tensors(model) - ddp.parameters_to_ignore
     if not names or ddp.process_group.size() == 1:
         return
@@ -61,7 +61,7 @@ def _average_tables(averaged: AveragedModel) -> None:
 def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
     """Run `AveragedModel.update_parameters` after writing new keys' initial vectors to the average.
 
-    Until a key has a row, its vector is the initial vector, so its average must start from it.
+    Until a key has a row, its vector is the initial vector, so its average must start there too.
     """
     of_average = list(tables_of(averaged.module).values())
     if averaged.use_buffers:

@@ -32,19 +32,19 @@ def group_drop_lowest_(
 
     The results are those of `lowest_rows`, then `compact_rows`, `hash_table_renumber_` and
     `move_rows_`, but only the buckets of keys that leave or move are written, and one call serves
-    many tables. It changes tables on the CPU only.
+    many tables. Tables on other devices are left unchanged.
 
     Args:
         buckets: int64 ``[num_buckets, 8]`` for each table, changed in place.
         hash_seeds: int64 ``[1]`` for each table.
         sizes: int64 ``[1]`` for each table, its number of rows in use, changed in place.
-        tensors: the tensors of all tables that have a row for each row, changed in place, table by
-            table. The first of each table has its scores, int64 ``[capacity]``. Rows must be
+        tensors: table by table, all tensors with a row for each row of the table, changed in
+            place. Each table's first tensor is its scores, int64 ``[capacity]``. Rows must be
             contiguous, but there may be gaps between them.
         initial: one element for each of ``tensors``, in its dtype, on the CPU: the value of rows
             that have become free.
-        lists: int32 ``[n]`` each, row numbers that are renumbered, table by table: -1 if the row
-            has been dropped. Numbers outside [0, size) stay as they are.
+        lists: table by table, lists of row numbers, int32 ``[n]`` each, changed in place to the
+            rows' new numbers, or -1 for a dropped row. Numbers outside [0, size) stay as they are.
         tables: int64 ``[T, 7]`` on the CPU; the columns are a `ScorePolicy`, LRU or LFU;
             halve_every; the clock at which LFU counts are read; the number of rows to drop; the
             number of the table's ``tensors``; the number of its ``lists``; and how many of them
@@ -54,7 +54,7 @@ def group_drop_lowest_(
     Returns:
         dropped: int64 ``[T]`` on the CPU, the number of rows that each table has lost; -1 for
             tables that are not on the CPU, which are unchanged.
-        lost: int64 ``[len(lists)]`` on the CPU, 1 for a list that had a dropped row, otherwise 0.
+        lost: int64 ``[len(lists)]`` on the CPU, 1 for a list with a dropped row, otherwise 0.
 
     Raises:
         TypeError: a wrong dtype.

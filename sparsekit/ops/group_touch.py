@@ -46,7 +46,7 @@ def group_touch_(
 
     Args:
         scores: int64 ``[capacity]`` for each table, changed in place; ``[0]`` for a table without
-            scores. Rows outside it are skipped.
+            scores. Rows out of range are skipped.
         index: int32 with one element per entry, the result ``inverse`` of `group_find_or_insert_`.
             Entries whose index does not identify a distinct row are not counted.
         rows: int32, as `group_find_or_insert_` returns them.

@@ -32,8 +32,8 @@ def move_rows_(
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape or layout, a mix of devices, tensors share memory with one another
-            or with new_rows, or a new row is out of range. On the CPU, nothing has been changed; on
-            CUDA, the row that it belongs to is unchanged.
+            or with new_rows, or ``new_rows[r]`` is out of range. On the CPU, nothing has been
+            changed; on CUDA, row r is unchanged.
     """
     _move(tensors, new_rows, left, initial)
     increment_version(tensors)

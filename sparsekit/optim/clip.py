@@ -37,7 +37,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: one parameter or several, such as a module's ``parameters()``.
-        max_norm: the norm to allow, >= 0.
+        max_norm: the largest norm to allow, >= 0.
         norm_type: the p of the p-norm, > 0; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN; this check waits for the device.
             Otherwise, such a norm makes all gradients zero or NaN.

@@ -51,7 +51,7 @@ class FusedCall:
     of_states: list[torch.Tensor] = field(default_factory=list)  # these states, weight by weight
 
     def is_for(self, weights: Sequence[torch.Tensor], optimizer: Steps) -> bool:
-        """Return whether the call was for these weights, with states in the same dicts as now."""
+        """Return whether the call was for these weights, and their states' dicts are the same."""
         return (
             weights is self.weights
             and any(group is self.group for group in optimizer.param_groups)
@@ -70,9 +70,9 @@ class FusedCall:
         if kept is None:
             return False
         step = optimizer._step(group, weights[0].device)
-        optimizer._updated |= self.distinct  # first, so as not to repeat an interrupted update
+        optimizer._updated |= self.distinct  # first: an interrupted update must not be repeated
         update(*kept.arguments, **step)
-        increment_version(kept.aliases)  # `update` gets a stand-in, so it cannot do this
+        increment_version(kept.aliases)  # `update` sees only a stand-in, so it cannot do this
         count_own_writes(weights)
         return True
 
