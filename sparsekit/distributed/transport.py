@@ -49,7 +49,7 @@ class Transport(ABC):
         A part for another rank may be shorter than the receiver's buffer; the rest of the buffer is
         then undefined. The part for the sender itself must have the exact size. A part must not be
         longer: gloo would end the receiving process, and shared memory raises an error. With nccl
-        the sizes must be equal.
+        every part must have the exact size.
 
         Args:
             send: 1-D, contiguous; the part for rank 0 first. Do not write to it until the wait is

@@ -201,7 +201,7 @@ def items(layer: EmbeddingTable, chunk: int, min_score: int | None) -> Iterator[
 
 
 def scores_of(layer: EmbeddingTable) -> torch.Tensor:
-    """Return the scores of the rows in use, as in `Evicted.scores`, int64 ``[rows]``.
+    """Return the scores of the rows in use, in the form of `Evicted.scores`, int64 ``[rows]``.
 
     Raises:
         ValueError: rows have no scores.
@@ -271,7 +271,7 @@ def _checked_pairs(
 
 
 def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Return the vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as in evaluation."""
+    """Return the vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as read in evaluation."""
     layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
     absent = rows < 0

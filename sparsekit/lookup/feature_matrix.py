@@ -23,7 +23,7 @@ def is_scipy_csr(inputs: Any) -> bool:
 
 
 def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Parts:
-    """Return keys, offsets and weights of a scipy CSR matrix ``[bags, columns]`` on the device.
+    """Return, on the device, a scipy CSR matrix ``[bags, columns]`` as keys, offsets and weights.
 
     Raises:
         TypeError: the values are complex, or wider than 64 bits.

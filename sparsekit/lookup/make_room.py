@@ -127,7 +127,7 @@ def rows_now(
 def _crowded(
     tables: Sequence[EmbeddingTable], most: Sequence[float], new: Sequence[int]
 ) -> list[bool]:
-    """Return which tables may exceed their budgets with these numbers of new keys."""
+    """Return which tables may exceed their budgets, given these numbers of new keys."""
     each = zip([life_of(table).max_rows for table in tables], most, new, strict=True)
     return [limit is not None and rows + count > limit for limit, rows, count in each]
 

@@ -307,8 +307,7 @@ class TableOps:
         except Exception as refusal:
             explain_refusal(refusal, self._requests, self._batch.tables)
         self._checked = True
-        # Keep the rows only if there are no listeners, since a table's listener may change another
-        # table before it is swept.
+        # Keep the rows unless there are listeners, which may change tables that are swept later.
         if all(life_of(table).on_evict is None for table in tables):
             self._rows_before = dict(zip(tables, rows, strict=True))
         absent = torch.stack([(of_table < 0).sum() for of_table in rows])
