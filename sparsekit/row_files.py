@@ -52,7 +52,7 @@ class _File(MappedMemory):
     """A file of records, mapped in full; only its first records have disk space."""
 
     fd: int
-    table: tuple[str, str]  # the table's name and folder
+    table: tuple[str, str]  # the table's name, and the folder for its files
     record_bytes: int
     allocated: int = 0
 
@@ -64,7 +64,7 @@ class _File(MappedMemory):
         try:
             os.posix_fallocate(self.fd, begin, end - begin)
         except OSError:
-            first = -(-begin // _PAGE) * _PAGE  # a page before it holds earlier rows, too
+            first = -(-begin // _PAGE) * _PAGE  # the previous page may also hold earlier rows
             if end > first:
                 _fallocate(self.fd, _PUNCH_HOLE, first, end - first)
             raise
@@ -76,7 +76,7 @@ class _File(MappedMemory):
             tensor[part].zero_()
 
     def parts_written(self, tensor: torch.Tensor) -> Iterator[slice]:
-        """Yield the ranges of a tensor's rows that have been written to, or whose states have."""
+        """Yield ranges of a tensor's rows in which vectors or states have been written to."""
         origin = (tensor.data_ptr() - self.address) // self.record_bytes
         count = min(len(tensor), self.allocated - origin)
         for begin, end in self.bytes_written(origin * self.record_bytes):
@@ -86,7 +86,7 @@ class _File(MappedMemory):
             yield slice(first, min(count, -(-end // self.record_bytes) - origin))
 
     def bytes_written(self, begin: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield the bounds of each part of the file, after `begin`, that has been written to."""
+        """Yield the bounds of each written part of the file, from `begin` on."""
         while True:
             try:
                 begin = os.lseek(self.fd, begin, os.SEEK_DATA)
@@ -120,7 +120,7 @@ class _File(MappedMemory):
         self.drop(first, end)
 
     def begin_writing(self, first: int, end: int) -> None:
-        """Start writing pages to the disk; errors are left to the system, which tries again."""
+        """Start writing pages to the disk; the system handles errors by retrying."""
         _sync_range(self.fd, *self.bytes_of(first, end), _WRITE)
 
     def wait(self) -> None:
@@ -261,7 +261,7 @@ class RowFiles:
                 file.fd, file.record_bytes = os.dup(made.fileno()), record
                 file.table = self.name, self.folder
                 weakref.finalize(file, os.close, file.fd)
-            file.madvise(mmap.MADV_RANDOM)  # else a read would load neighbouring pages
+            file.madvise(mmap.MADV_RANDOM)  # else a read would also load adjacent pages
             file.allocate(allocated)
         except OSError as error:
             raise self._refused(error, allocated, record) from None
@@ -274,7 +274,7 @@ class RowFiles:
         return tensors, file
 
     def holding(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a new weight like `vectors`, with copies of those `rows` that have disk space."""
+        """Create a weight as `vectors` does; copy those of `rows` that have disk space into it."""
         return self._new_main({"": (rows.shape[1:], rows.dtype)}, rows)
 
     def allocate(self, rows: int) -> None:
@@ -297,7 +297,7 @@ class RowFiles:
         return OSError(error.errno, f"{self.name}: {told}: {os.strerror(error.errno or 0)}")
 
     def ask_for(self, rows: torch.Tensor) -> None:
-        """Start reading rows from the disk; drop other rows from memory if there are too many.
+        """Start reading rows from the disk; if too many are in memory, drop others.
 
         Args:
             rows: int32 or int64, any shape; -1 stands for no row.
@@ -357,7 +357,7 @@ class RowFiles:
         return max(1, most // _PAGE)
 
     def _drop(self, file: _File, most: int) -> None:
-        """Drop pages until at most `most` are left, beginning with those not asked for.
+        """Drop pages until at most `most` are left, beginning with those not recently asked for.
 
         This call only starts writing them to the disk; the next call removes them from memory, so
         no step has to wait.
@@ -371,7 +371,7 @@ class RowFiles:
             if self._resident <= most:
                 return
             begin = self._hand if self._hand < pages else 0
-            if begin == 0:  # count again, in case a call was interrupted
+            if begin == 0:  # count again, in case an earlier call was interrupted
                 self._resident = int(np.count_nonzero(self._known))
             known = self._known[begin : min(begin + _PAGES_AT_A_TIME, pages)]
             old = np.flatnonzero(known == _OLD)[: self._resident - most]

@@ -121,7 +121,7 @@ def rounded(number: float) -> str:
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Format a table of our ops and, if wanted, their kernels; torch's ops and the total last."""
+    """Format a table of our ops (if wanted, with their kernels), torch's ops, and the total."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}

@@ -173,10 +173,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Args:
             weights: the weights to update.
-            updates: returns the weights with their distinct rows and the gradients of the rows.
-            update: sums the gradients and applies a step to these rows, given the arguments of
-                `group_embedding_bag_update_` from `weights` on. None if the gradients themselves
-                are needed.
+            updates: returns the weights, each with its distinct rows and the rows' gradients.
+            update: sums the gradients and applies a step to these rows; takes the arguments of
+                `group_embedding_bag_update_` from `weights` onward. None if the gradients
+                themselves are needed.
         """
         last = self._fused.find(weights, self)
         wanted = set(weights) if last is None else last.distinct
@@ -221,13 +221,13 @@ class RowOptimizer(torch.optim.Optimizer):
         return False
 
     def forget_updates(self) -> None:
-        """Forget the updates in backward since the last step, after a failed graph capture."""
+        """Forget updates made in backward since the last step; called after a failed capture."""
         self._updated.clear()
 
     def _take_over(self, parameter: torch.Tensor) -> None:
         """Move each state to its key's current row, before the parameter is updated.
 
-        If rows have missed steps of another optimizer, that optimizer applies these steps first.
+        If another optimizer has yet to apply some steps to the rows, it does so first.
         """
         if "keys" in self.state.get(parameter, ()) and isinstance(parameter, EmbeddingWeight):
             parameter.settle(self)
@@ -274,7 +274,7 @@ class RowOptimizer(torch.optim.Optimizer):
             write.done([rows for _, rows, _ in taken])
 
     def _may_sum(self, group: dict[str, Any], weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether one pass may sum and update; it could not report the rows it writes."""
+        """Return whether `_update_summing` is possible; it can neither mark rows nor maximize."""
         return not (group["maximize"] or have_marks(weights))
 
     def _update_summing(
@@ -337,7 +337,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return, by name, each state's value for a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # Unless rows count their own steps, an untouched row has made all steps so far.
+            # Unless rows count their own steps, an untouched row counts as having taken all steps.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial
@@ -353,7 +353,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # groups from torch or other versions may lack some
+        for group in state["param_groups"]:  # those from torch or other versions may be incomplete
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__

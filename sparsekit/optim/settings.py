@@ -45,7 +45,7 @@ class _AllowedRates(Allowed):
     """Allowed values for a learning rate: a number, or a one-element tensor that kernels read."""
 
     def check(self, name: str, argument: str, value: Any) -> None:
-        """Raise the errors of `Allowed.check`, and TypeError for a dtype unknown to kernels."""
+        """Raise the errors of `Allowed.check`, and TypeError for a dtype that kernels lack."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             if value.dtype not in (torch.float32, torch.float64):
                 raise TypeError(

@@ -58,7 +58,7 @@ def forget_marks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class ChangedRows:
-    """Follows one rank's part of a table; everything counts as changed at first.
+    """Tracks changes to one rank's part of a table; at first, everything counts as changed.
 
     Lookups and optimizers mark the rows that they write to (`WrittenRows`). After any other write,
     all rows are compared by their XXH64 hashes, which miss a change with probability 2^-64. Changes
@@ -75,13 +75,13 @@ class ChangedRows:
         self._weight: torch.Tensor | None = None
         self._marks: WrittenRows | None = None  # marks of `_weight`; another log may replace them
         self._keys_changed_at = 0
-        self._address = 0  # of the rows: assigning to `data` does not change the version
+        self._address = 0  # of the rows; assigning to `data` changes it, but not the version
 
     def find(self) -> Changes:
         """Find what has changed since the last `done`.
 
         Rows that an optimizer would bring up to date later are brought up to date first, and count
-        as changed; with Adam's ``mode="catch_up"``, these are all rows.
+        as changed; with Adam's ``mode="catch_up"``, this applies to all rows.
 
         Raises:
             IndexError, ValueError, TableFullError: see `sparsekit.raise_errors`.
@@ -172,7 +172,7 @@ class ChangedRows:
 
 
 def facts_of(table: Exported, layer: EmbeddingTable) -> tuple[Any, ...]:
-    """Return what a base records of a table besides rows, and settings that the rows depend on."""
+    """Return what a base records about a table besides rows, and settings that affect the rows."""
     numbers = None if table.initializer is None else table.initializer.numbers
     norms = layer.max_norm, layer.norm_type
     return table.name, table.dim, table.dtype, table.seed, numbers, table.lookups, norms

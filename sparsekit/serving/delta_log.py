@@ -30,7 +30,7 @@ from .merge import BaseFile
 from .rank_parts import encoded, joined, write_part
 from .writer import SnapshotWriter
 
-# Total size of deltas that is not worth compacting; number of deltas that slows down listings.
+# Deltas up to this total size, and fewer than this number to list, are not worth compacting.
 _FEW_BYTES, _MOST_DELTAS = 4 << 20, 4096
 
 
@@ -64,7 +64,7 @@ class DeltaLog:
         folder: folder of the log, created if missing. Only one job may write to it at a time.
         module: module with sparsekit layers.
         rows: format of rows, as for `export_module`.
-        miss: what a key without a row gives; None means the layers' setting.
+        miss: how lookups treat a key without a row; None means the layers' setting.
         tables: names of the tables to write; None for all.
         every_steps: number of calls of `step` from one delta to the next. Required on several
             ranks, since their clocks differ.
@@ -173,7 +173,7 @@ class DeltaLog:
                 changes = found[name] = changed.find()
                 shared = FIRST_FALLBACK + self._shared[number]
                 if self._keeps[number] and (changes.removed < shared).any():
-                    news.add("base")  # has fallback rows again, now with their initial vectors
+                    news.add("base")  # to restore fallback rows, with their initial vectors
                 sections.extend(self._sections(number, name, changes))
 
         self._together.do("find changed rows", find)
@@ -245,7 +245,7 @@ class DeltaLog:
         return f"{log_id or secrets.randbits(63) + 1} {log.last_version}"
 
     def _facts(self) -> list[tuple[Any, ...]]:
-        """Return what a base records of tables besides rows; see `facts_of`."""
+        """Return what a base records about tables besides rows; see `facts_of`."""
         return [facts_of(of_layer(*each), each[1]) for each in self._layers.items()]
 
     def _write_base(self, version: int, step: int | None) -> None:
@@ -329,7 +329,7 @@ class DeltaLog:
 
         If a part is missing after an error, the others are removed, and the next attempt uses the
         same version. If all parts exist despite an error, readers may have seen them, so the
-        version counts as written. After an interrupt it counts, too, and a base comes next.
+        version counts as written. An interrupted version does, too, and the next one is a base.
         """
         rank, ranks = self._together.rank, self._together.world_size
         path = self.folder / delta_name(version, rank, ranks)
@@ -388,7 +388,7 @@ class DeltaLog:
             self.compaction_error = None
         except Exception as error:
             self.compaction_error = error
-            self._deltas = self._delta_bytes = 0  # wait for as many again before retrying
+            self._deltas = self._delta_bytes = 0  # retry only after as many more deltas
 
     def _end_compaction(self) -> None:
         """Wait for a compaction, and show its error, if any, as a warning."""

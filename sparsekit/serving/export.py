@@ -88,7 +88,7 @@ def export_module(
         rows: format of rows: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or
             ``"int4"``; or a dict with formats by table. With None, and for tables that are not in
             the dict, the format is that of the table, but ``"float32"`` (rounded) for float64.
-        miss: what a key without a row gives: ``"initial"``, ``"zeros"``, ``"fallback"`` or
+        miss: how lookups treat a key without a row: ``"initial"``, ``"zeros"``, ``"fallback"`` or
             ``"error"``; or a dict by table. None means the layer's setting.
         tables: names of the tables to write; None for all.
         step: training step to record.
@@ -129,7 +129,7 @@ def export_checkpoint(
         checkpoint: a checkpoint, or a folder whose latest checkpoint is used. It is verified first.
         path: file to write; see `export_module` for this and other arguments.
         rows: format of rows.
-        miss: what a key without a row gives. None means the layer's setting or, for older or
+        miss: how lookups treat a key without a row. None means the layer's setting or, for older or
             imported checkpoints that do not record it, the initial vector, if known.
         tables: names of the tables to write; None for all.
         dense_version: the trainer's number for the dense part that belongs to these tables.
@@ -314,7 +314,7 @@ def _add(
 
 
 def _miss(table: Exported) -> str:
-    """Return what a key without a row gives in the layer."""
+    """Return how the layer's lookups treat a key without a row."""
     if table.lookups is not None:
         return table.lookups.miss
     if table.counts_keys:
@@ -326,7 +326,7 @@ def _miss(table: Exported) -> str:
 
 
 def _numbers(table: Exported) -> tuple[str, float, float]:
-    """Return the distribution of initial vectors, in the form used in files."""
+    """Return the numbers that represent the distribution of initial vectors in files."""
     if table.initializer is None:
         raise ValueError(
             f"table {table.name}: a snapshot cannot give its initial vectors: {table.why_unknown}; "

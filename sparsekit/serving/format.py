@@ -31,7 +31,7 @@ FIRST_FALLBACK = -(2**63)
 
 
 def _layout(size: int, *fields: tuple[str, str]) -> np.dtype:
-    """Return a dtype without gaps; a field whose type is empty fills the remaining bytes."""
+    """Return a dtype without gaps; a field whose type is ``""`` fills the remaining bytes."""
     known = sum(np.dtype(kind).itemsize for _, kind in fields if kind)
     whole = [(name, kind or f"V{size - known}") for name, kind in fields]
     dtype = np.dtype(whole)

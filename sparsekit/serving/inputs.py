@@ -20,10 +20,10 @@ class Keys:
     """Bags of keys: bag b holds ``values[offsets[b]:offsets[b + 1]]``."""
 
     values: np.ndarray  # int64 [n]
-    offsets: np.ndarray | None  # int64 [bags + 1]; None: each key is a bag
+    offsets: np.ndarray | None  # int64 [bags + 1]; None if each key is a bag
     weights: np.ndarray | None  # float32 [n]
     shape: tuple[int, ...]  # shape of the pooled result without its last dimension
-    each: tuple[int, ...]  # likewise, for a result with a vector for each key
+    each: tuple[int, ...]  # the same for a result that has a vector for each key
     is_torch: bool
     slot_major: bool = False  # the bags of each slot are contiguous; there are shape[1] slots
 

@@ -101,7 +101,7 @@ def compacting(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing would not unlock it if a process forked in the meantime still has a copy.
+            # Unlock explicitly: closing has no effect while a forked process has a copy open.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 

@@ -22,10 +22,10 @@ class TableInfo:
         dim: length of a vector.
         row_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
         row_bytes: size of a row in bytes.
-        miss: what a key without a row gives: its ``"initial"`` vector in training, ``"zeros"``, a
-            ``"fallback"`` row that unknown keys share, or an ``"error"``.
+        miss: how lookups treat a key without a row: its ``"initial"`` vector in training, ``"zeros"``,
+            a ``"fallback"`` row that unknown keys share, or an ``"error"``.
         combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` or ``"none"``.
-        padding_key: key that stands for nothing, or None.
+        padding_key: key that lookups leave out; None if there is none.
     """
 
     name: str
@@ -113,7 +113,7 @@ def joined(arrays: list[np.ndarray | None]) -> tuple[np.ndarray | None, list[int
 
 
 def room(counts: list[int], dtype: Any) -> tuple[list[np.ndarray], list[int]]:
-    """Return uninitialized arrays of these lengths, and addresses (0 for a negative length)."""
+    """Return uninitialized arrays of these lengths, and each address (0 for a negative length)."""
     whole = np.empty(sum(max(count, 0) for count in counts), dtype)
     address, begin, parts, addresses = whole.ctypes.data, 0, [], []
     for count in counts:

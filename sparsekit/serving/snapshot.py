@@ -49,7 +49,7 @@ class _Reader:
             combiner: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` (without weights), or
                 ``"none"`` for a vector for each key, without weights. None means the combiner of
                 the layer that the table comes from, or "none" for single keys without weights.
-            found: whether to return also which keys have a row.
+            found: whether to also return which keys have a row.
 
         Returns:
             float32 vectors: ``[bags, dim]``, or ``[*keys.shape[:-1], dim]`` for a dense array of
@@ -252,7 +252,7 @@ class Snapshot(_Reader):
 
     @property
     def tables(self) -> Mapping[str, TableInfo]:
-        """Return a description of each table by name, in the order of the file."""
+        """Return a description of each table by name, in the file's order."""
         return {name: self._describe_table(t) for name, (t, _) in self._numbers.items()}
 
     @property
@@ -291,7 +291,7 @@ class Snapshot(_Reader):
         Raises:
             ValueError: the snapshot was opened from a file, not from the folder of its log.
             SnapshotError: a file is damaged or missing; the message names it. The last good version
-                stays, and the next call tries again.
+                stays in use, and the next call tries again.
             BusyError: an older version is pinned; nothing has changed.
             OSError: a file cannot be read.
             MemoryError: there is not enough memory for the new rows.

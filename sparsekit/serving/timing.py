@@ -14,7 +14,7 @@ from .format import BUCKET, SNAPSHOT_HEADER, TABLE_RECORD
 from .request import TableInfo
 from .snapshot import Snapshot
 
-# Fraction of the calls that are for warming up and not counted, unless the measurement is cold.
+# Fraction of the calls that serve as a warm-up and are not counted; 0 for a cold measurement.
 _WARM_UP = 0.1
 # Maximum number of buckets per table to draw keys from; buckets are read one by one.
 _MOST_BUCKETS = 1 << 16

@@ -110,8 +110,8 @@ class SnapshotWriter:
             dim: number of elements in a vector.
             rows: format of rows: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or
                 ``"int4"``.
-            miss: what a key without a row gives: ``"initial"``, its initial vector in training;
-                ``"zeros"``; ``"fallback"``, one of the rows that unknown keys share; or
+            miss: how lookups treat a key without a row: ``"initial"``, its initial vector in
+                training; ``"zeros"``; ``"fallback"``, one of the rows that unknown keys share; or
                 ``"error"``.
             initializer: for ``miss="initial"``: ``"constant"`` with a value, ``"uniform"`` with low
                 and high, or ``"normal"`` with mean and standard deviation.

@@ -74,7 +74,7 @@ class Probability:
         seed: a different seed gives different choices; in [0, 2^63).
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type or is out of range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
     """
 
     p: float
@@ -125,12 +125,12 @@ class ExactCounts:
         return sums
 
     def removal(self, gone: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that remove the counts, if any, of int64 keys ``[n]``."""
+        """Return calls, for `run_all`, that remove any counts of int64 keys ``[n]``."""
         rows = self.index.find(gone)
         return [partial(torch.Tensor.index_fill_, self.words, 0, rows[rows >= 0], 0)]
 
     def erasure(self, gone: torch.Tensor) -> list[partial[Any]]:
-        """Return the calls that remove int64 keys ``[n]`` themselves, not just their counts.
+        """Return calls, for `run_all`, that remove int64 keys ``[n]`` along with their counts.
 
         The calls take time proportional to the total number of counts.
         """

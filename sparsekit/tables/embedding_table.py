@@ -337,7 +337,7 @@ class EmbeddingTable(TableTensors):
         # Apply missed steps while the optimizer's state still fits the weight's device and dtype.
         self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
-        vars(self.weight).pop("written_rows", None)  # assigning `data` keeps the version
+        vars(self.weight).pop("written_rows", None)  # its marks would miss assignments to `data`
         with self.rows_in_reach(fn):
             super()._apply(fn, *args, **kwargs)
         device = self.weight.device

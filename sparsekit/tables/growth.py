@@ -20,12 +20,12 @@ from .rows_of import RowsOf
 _STEPWISE = 1 << 16
 # Fraction of the capacity C that is in use when work on a larger index begins.
 _BEGIN = 0.7
-# Buckets to clear or to copy for each new key: 2/3 C are cleared and C/3 copied during C/4 new
-# keys, so the index is replaced when 0.95 C rows are in use. Starting earlier would waste room.
+# Buckets to clear or to copy for each new key: 2/3 C are cleared and C/3 copied while C/4 keys
+# are added, so the index is replaced when 0.95 C rows are in use. Starting earlier wastes room.
 _BUCKETS_PER_KEY = 4
-# Further buckets to clear or to copy in each lookup with new keys.
+# Additional buckets to clear or to copy in each lookup with new keys.
 _LEAST_BUCKETS = 1024
-# Maximum number of rows beyond those in use that are brought into reach at a time.
+# Maximum number of rows to bring into reach ahead of need.
 _ROWS_AHEAD = 1 << 14
 
 # Counts growth steps of all tables.
@@ -248,7 +248,7 @@ class CanGrow(torch.nn.Module):
 
     def _replace(self, growth: Growth) -> None:
         own = cast(dict[str, Any], self._buffers)
-        changes_of_growth.next()  # counted twice, in case an interrupt falls in between
+        changes_of_growth.next()  # counted before and after, in case of an interrupt in between
         saved.replace_all(
             [
                 (own, {"buckets": growth.buckets}),

@@ -158,7 +158,7 @@ class HashTable(CanGrow):
         Raises:
             TableFullError: there are more new keys than free rows; the table is unchanged.
             RuntimeError: another thread is inserting into this table.
-            TypeError, ValueError: keys has a wrong type or dtype, or is on another device.
+            TypeError, ValueError: keys has the wrong type or dtype, or is on another device.
         """
         self._check_keys(keys)
         if keys.dim() == 1:
@@ -166,7 +166,7 @@ class HashTable(CanGrow):
         return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
     def make_room_for(self, keys: int) -> bool:
-        """On a device, grow if this number of new keys might not fit; return whether it has grown.
+        """On a device, grow if this many new keys might not fit; return whether the table grew.
 
         The call waits for the device only if the table grows, or might exceed max_capacity. If
         there is no memory to grow, the keys may still fit; only the lookup can tell.
@@ -282,7 +282,7 @@ class HashTable(CanGrow):
         return {"buckets": buckets, "hash_seed": hash_seed, "size": size}
 
     def _make_room(self, rows: int) -> None:
-        """Make room like `reserve`, even in a table that is on meta or uninitialized."""
+        """Make room as `reserve` does, even in a table that is on meta or uninitialized."""
         buckets, _, size = self.tensors()
         if rows > self.capacity and (buckets.is_meta or not 0 <= int(size) <= self.capacity):
             capacity = min(max(rows, 2 * self.capacity), self.max_capacity)

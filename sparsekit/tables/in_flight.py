@@ -14,8 +14,8 @@ class InFlight:
 
     Args:
         name: name of the table.
-        rows: returns the lookup's rows in this table, 1-D int32, in the memory of `found`; -1 for a
-            key without a row.
+        rows: returns the lookup's rows in this table, 1-D int32, sharing memory with `found`; -1
+            for a key without a row.
         found: the lookup's results ``index`` and ``rows``.
 
     Attributes:

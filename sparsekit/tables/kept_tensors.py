@@ -33,9 +33,9 @@ OF_HASH_TABLE = ["buckets", "hash_seed", "size"]
 class KeptTensors:
     """Lists of tensors, and the arguments that ops on many tables take instead; see `kept_list.h`.
 
-    Ops get plain tensors themselves, and notice changes to their memory. For parameters, they get
-    aliases instead: a parameter's hooks may refer to the module that keeps this object, so a
-    reference from C++ to the parameter would keep both from being collected. Aliases keep the
+    Plain tensors are passed to ops as they are, and ops notice changes to their memory. Parameters
+    are replaced by aliases: a parameter's hooks may refer to the module that keeps this object, so
+    a reference from C++ to the parameter would keep both from being collected. Aliases keep the
     memory alive, so a parameter that gets new memory has a new address.
 
     Attributes:

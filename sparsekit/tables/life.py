@@ -260,7 +260,7 @@ class RowLife:
         self.counts.load(state)
 
     def forget_counts(self, device: torch.device) -> None:
-        """Drop the counts of keys that have not been admitted; keep new counts on `device`."""
+        """Drop the counts of keys that have not been admitted; keep future counts on `device`."""
         self.counts = counts_of(self.admission, device)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class TableOptions:
         Initializer and name are not changed, and a seed that must be drawn stays None.
 
         Raises:
-            TypeError, ValueError: an option has a wrong type or is out of range.
+            TypeError, ValueError: an option has the wrong type or is out of range.
             NotImplementedError: this build has no kernels for the device.
         """
         if self.max_vocabulary_size_per_gpu is None:
@@ -183,9 +183,9 @@ class TableOptions:
                 f"are as many as there are keys"
             )
         if self.max_capacity is None:
-            # Choose more rows than fit into memory or on the disk, so that a copy of the room, such
-            # as a state in one of torch's optimizers, fails at once rather than when memory is used
-            # up.
+            # Choose more rows than fit into memory or on the disk, so that allocating as much
+            # again, as torch's optimizers do for a state, fails at once rather than when memory is
+            # used up.
             disk = None if folder is None else shutil.disk_usage(folder)
             bound = memory.total_bytes(device) if disk is None else disk.total
             rows = 5 * bound // (4 * row_bytes)

@@ -13,7 +13,7 @@ from ..distributed import Exchange
 
 
 class OwnShard(torch.Tensor):
-    """A saved ``shard``: a plain tensor, except that torch.distributed.checkpoint refuses it.
+    """A saved ``shard``: a plain tensor, except that torch.distributed.checkpoint cannot save it.
 
     torch.distributed.checkpoint mistakes tensors with the same name on several ranks for copies of
     one tensor, and would save only one of them.

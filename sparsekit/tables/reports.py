@@ -90,7 +90,7 @@ class Report:
         bounds: result of `bounds_of` for the tables in `inserting`.
 
     Attributes:
-        words: the argument ``report`` of the op: the error words, then the words of each table.
+        words: the op's argument ``report``: the error words, then the words of each table.
             None in a graph without `captured_reports`.
     """
 
@@ -201,7 +201,7 @@ def raise_errors(device: torch.device | str | None = None) -> None:
     nothing.
 
     It waits for the current stream of each device. If several calls have failed, it raises the
-    oldest error; the next call raises the next one.
+    oldest error; call this again for the next one.
 
     Args:
         device: the device, or a device type such as ``"cuda"``; None for all devices in use.

@@ -35,7 +35,7 @@ class RowsWithRoom(torch.nn.Module):
 
         Args:
             options: checked options.
-            rows: number of rows that may be used at first.
+            rows: number of rows that are usable at first.
 
         Raises:
             OSError: there is no space for the rows on the disk.

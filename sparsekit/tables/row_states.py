@@ -40,7 +40,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
     initial = _initial_values(optimizer, weight)
     names = _of_rows(state, weight)
     reach = reach_of(weight)
-    # If there were no keys, states may belong to a dropped table.
+    # If there were no keys before, states may be left over from a table that was dropped.
     end = len(before) or (len(weight) if reach is None else reach)
     both = min(len(before), len(keys))
     moved = bool((before[:both] != keys[:both]).any())
@@ -137,7 +137,7 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor) -> list[str]:
 
 
 def _new_like(tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return zeros with the row shapes and dtypes of `tensors`, in the weight's file if any."""
+    """Return zeros with the row shapes and dtypes of `tensors`, in the weight's file, if any."""
     if (files := files_of(weight)) is None:
         return untouched_like(tensors, len(weight), reach_of(weight))
     # Step counts stay in memory, as in `new_states`.
@@ -187,7 +187,7 @@ def files_of(weight: torch.Tensor) -> RowFiles | None:
 def with_rows(
     state: Mapping[str, Any], weight: torch.Tensor, rows: int | None = None
 ) -> Mapping[str, Any]:
-    """Return a weight's state cut to its first rows, or unchanged if a copy needs all rows.
+    """Return a weight's states cut to the first rows, or unchanged if a copy needs all rows.
 
     Args:
         state: the state.

@@ -22,7 +22,7 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context for giving rows to other keys; on exit, optimizer states follow keys.
+        """Return a context for giving rows to other keys; on exit, states follow their keys.
 
         If the body raises, the states move at the optimizer's next step. Nested calls do nothing.
         """

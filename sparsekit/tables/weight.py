@@ -173,7 +173,7 @@ class EmbeddingWeight(torch.nn.Parameter):
                 state[before:after].fill_(initial)
 
     def note_change(self) -> None:
-        """Record that rows have new keys, so that earlier lookups' backward is refused."""
+        """Record that rows have new keys, so that the backward of earlier lookups fails."""
         self.keys_changed_at = key_changes.next()
 
     def note_keys(self) -> None:
@@ -239,7 +239,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         table = None if self._table is None else self._table()
         if table is None or self.moved or self.written():
             return len(self)
-        # If there are no keys, rows may have values that the next lookup must refuse.
+        # If there are no keys, rows may have values that make the next lookup raise an error.
         parts = () if len(table) else parts_written(self.data)
         return max((part.stop for part in parts), default=len(table))
 
@@ -262,7 +262,7 @@ def _with_room(
 
 
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
-    """Return whether a sample of rows without a key has nonzeros; such rows start as zeros.
+    """Return whether sampled rows without a key contain nonzeros; such rows start as zeros.
 
     The sample consists of the next free rows and some of the other free rows. Checking all rows
     after each write would slow down code that writes row by row.

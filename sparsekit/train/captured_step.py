@@ -232,7 +232,7 @@ class CapturedStep:
         self._conditions = Conditions(self._modules, self._optimizers)
 
     def _grow(self) -> bool:
-        """Make room in tables that grow; return whether one grew, so that the graph is outdated.
+        """Make room in tables that grow; return whether one grew, which outdates the graph.
 
         While there is room, the call does not wait for the device.
         """

@@ -31,7 +31,7 @@ class Conditions:
         modules: Sequence[tuple[str, torch.nn.Module]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        # Tuples of the owner's name, one of the owner's dicts, keys and their values.
+        # Tuples of the owner's name, one of the owner's dicts, some of its keys, and their values.
         self._entries: list[tuple[str, dict[Any, Any], list[Any], list[Any]]] = []
         # Tuples of the owner's name, one of the owner's dicts, and a key that it lacks.
         self._absent: list[tuple[str, dict[Any, Any], Any]] = []
@@ -115,7 +115,7 @@ class Conditions:
                 yield f"the memory or shape of {name}", owner, tensor
 
     def _name_of(self, tensor: torch.Tensor) -> tuple[Any, str]:
-        """Return a tensor's key, and the name of its owner."""
+        """Return a tensor's key in its owner's dict, and the owner's name."""
         return next(
             (key, owner)
             for owner, _, keys, values in self._entries

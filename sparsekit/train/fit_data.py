@@ -12,7 +12,7 @@ import torch
 from ..data import Prefetcher
 from ..errors import check_int
 
-# Number of bytes of a tensor to copy to the CPU at a time, to compute its checksum.
+# Number of bytes to copy to the CPU at a time when computing the checksum of a tensor.
 _PIECE = 64 << 20
 
 

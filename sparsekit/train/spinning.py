@@ -8,7 +8,7 @@ import time
 
 import torch
 
-# Minimum duration of an epoch to judge, in seconds, and number of context switches per thread and
+# Minimum seconds of training needed for a judgment, and number of context switches per thread and
 # second that is exceeded only if other processes use our cores.
 LEAST_S = 5.0
 SWITCHES_PER_THREAD_S = 10.0
@@ -17,7 +17,7 @@ CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class Spinning:
-    """Compares the number of involuntary context switches with what an otherwise idle machine has.
+    """Compares the rate of involuntary context switches with that on an otherwise idle machine.
 
     At the end of every parallel loop, OpenMP's threads wait for one another by spinning, and a
     training step has dozens of such loops. If other processes use the same cores, the thread that

@@ -118,8 +118,8 @@ class Step:
         if isinstance(penalty, torch.Tensor) or penalty:
             loss = loss + penalty / batches
         if self._ranks > 1 and share.rows == 0:
-            # Each rank waits for the gradients of all dense parameters from all other ranks. A
-            # model without samples may skip parameters, so make the loss depend on each of them.
+            # Each rank waits for the gradients of all dense parameters from all other ranks. With
+            # no samples, a model may skip parameters, so make the loss depend on each of them.
             _, dense = split_embedding_variable_from_others(self._model)
             loss = loss + sum(p.sum() * 0 for p in dense if p.requires_grad)
         prefetch = getattr(self._model, "prefetch", None)

@@ -126,8 +126,8 @@ class Trainer:
         self._telemetry = Telemetry(model)
         self._spinning = Spinning()
         self._samples = self._updates = 0  # per epoch; 0 until known
-        self._place: Position | None = None  # position in mid-epoch, to save or just loaded
-        self._resumed: FitData | None = None  # while loading: the data to compare with
+        self._place: Position | None = None  # position within an epoch, to be saved or just loaded
+        self._resumed: FitData | None = None  # while resuming: the data to be compared
 
     @property
     def _rank(self) -> int:

@@ -36,7 +36,7 @@ K = 10
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64
 DEFAULT_DIM = 64
-# As in the original, where an epoch is a single batch of all users.
+# Number of epochs as in the original, where an epoch is a single batch of all users.
 ORIGINAL_EPOCHS = 400
 ORIGINAL_SHOWN = 50
 ORIGINAL_CELLS = 2**31

@@ -53,8 +53,8 @@ class RatedItems(torch.nn.Module):
 
         Returns:
             ``(entries, offsets, bag)``, all int64. ``entries [e]`` are indices into `columns` and
-            `ratings`. Those in ``entries[offsets[i]:offsets[i + 1]]`` belong to the user rows[i],
-            and have the value i in ``bag [e]``.
+            `ratings`. Those in ``entries[offsets[i]:offsets[i + 1]]`` belong to the user rows[i];
+            for them, ``bag [e]`` contains i.
         """
         starts = self.starts[rows]
         counts = self.starts[rows + 1] - starts

@@ -11,7 +11,7 @@ from ...data.formats import FORMATS
 from ...optim import Adagrad, LazyAdam, RowWiseAdagrad
 from ...tables.admission import MinCount, Probability
 
-# Name of the file with the settings of a run, in the folder that was given to --log-to.
+# Name of the file that contains a run's settings, in the folder passed to --log-to.
 CONFIG = "config.yaml"
 OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": RowWiseAdagrad}
 

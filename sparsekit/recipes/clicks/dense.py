@@ -69,6 +69,6 @@ def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool)
 
 
 def draw(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill a weight with normal numbers, drawn on the CPU so that they are equal on all devices."""
+    """Fill a weight with normal random numbers, drawn on the CPU to be equal on all devices."""
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)

@@ -38,7 +38,7 @@ def read_run(folder: str, batch_size: int | None = None) -> Run:
     """Read a run's settings.
 
     Args:
-        folder: folder that was given to --log-to.
+        folder: folder that was passed to --log-to.
         batch_size: samples in a batch; None for the run's batch size.
 
     Raises:

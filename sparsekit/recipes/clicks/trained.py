@@ -67,8 +67,8 @@ def save(
         model: the trained model.
         config: settings of the run.
         columns: columns that the model was trained on.
-        buckets: buckets for computing the columns "NAME bucket", which a user's files lack; or
-            None.
+        buckets: buckets for computing the "NAME bucket" columns, which users' files lack; None
+            if there are no such columns.
     """
     folder = Path(args.run_folder)
     run = {

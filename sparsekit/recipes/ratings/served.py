@@ -36,9 +36,9 @@ def train(
         folder: folder of the delta log.
         columns: users, items, ratings and timestamps to train on.
         every_seconds: time from one delta to the next.
-        calls: connection to the other process. It carries "ready" after some epochs. Then, each
-            time it brings new ratings, as arrays ``[n]`` of users, items and ratings, the number of
-            steps so far is sent back.
+        calls: connection to the other process. After some epochs, "ready" is sent through it. Each
+            time new ratings then arrive, as arrays ``[n]`` of users, items and ratings, the reply
+            is the number of steps so far.
     """
     # Ctrl-C reaches both processes; let the other one close the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,7 +86,7 @@ class Server:
     Attributes:
         snapshot: the tables.
         freshness: for each refresh that found new versions, the seconds since the previously served
-            version was written; the changes that have just become visible are not older.
+            version was written, which limits the age of the changes that became visible.
     """
 
     snapshot: Snapshot
@@ -121,12 +121,12 @@ class Server:
         name = _TABLES["item"]
         with self.snapshot.pin() as pinned:
             query = pinned.lookup(name, np.array([film]))[0]
-            query[0] = 0  # leave out biases: good films would seem similar to all others
+            query[0] = 0  # omit biases, or good films would seem similar to all others
             return pinned.top_k(name, query, self.snapshot.tables[name].rows)[0]
 
 
 class Training:
-    """The process that trains; use it in a ``with`` statement, which ends it."""
+    """The process that trains; use it in a ``with`` statement, whose end stops the process."""
 
     def __init__(self, folder: str, data: Ratings, every_seconds: float) -> None:
         # In a forked process, torch's threads would be in an unknown state.
