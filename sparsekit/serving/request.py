@@ -22,8 +22,8 @@ class TableInfo:
         dim: length of a vector.
         row_format: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
         row_bytes: size of a row in bytes.
-        miss: how lookups treat a key without a row: its ``"initial"`` vector in training, ``"zeros"``,
-            a ``"fallback"`` row that unknown keys share, or an ``"error"``.
+        miss: how lookups treat a key without a row: its ``"initial"`` vector in training,
+            ``"zeros"``, a ``"fallback"`` row that unknown keys share, or an ``"error"``.
         combiner: how the layer pools: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"`` or ``"none"``.
         padding_key: key that lookups leave out; None if there is none.
     """

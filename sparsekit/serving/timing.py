@@ -48,7 +48,7 @@ class Times(NamedTuple):
     Attributes:
         load: the calls that were made.
         tables: number of tables that each call looks keys up in.
-        microseconds: duration of each call of all threads, float64 ``[calls]``, ascending.
+        microseconds: durations of the calls of all threads, float64 ``[calls]``, ascending.
     """
 
     load: Load

@@ -16,7 +16,7 @@ _FIRST_KEY = -(2**63)
 
 @dataclass(frozen=True)
 class Fallback:
-    """Rows that keys read and train until `admission` gives them rows of their own.
+    """Rows that keys share, for reading and training, until `admission` gives them their own.
 
     A hash of the key selects the row. Fallback rows are ordinary rows of the table, except that
     they are never dropped, and that `items` leaves them out. Their keys are the smallest int64

@@ -10,7 +10,7 @@ import torch
 
 
 class InFlight:
-    """A lookup's rows in one table, as long as the lookup's backward may still run.
+    """A lookup's rows in one table, kept as long as the lookup's backward may still run.
 
     Args:
         name: name of the table.

@@ -26,7 +26,7 @@ from .room import RowsWithRoom
 from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
-# Name of a state's entry with the counts of keys that have not been admitted.
+# Name of the entry, in a state, for the counts of keys that have not been admitted.
 _COUNTS = "counts"
 
 

@@ -20,7 +20,7 @@ from .in_flight import InFlight
 from .row_states import follow_keys, initial_rows, states_of_rows
 from .written_rows import WrittenRows
 
-# Number of rows in each of the two samples that are checked after a write.
+# Approximate number of rows in each of the two samples that are checked after a write.
 SEEN_ROWS = 64
 
 

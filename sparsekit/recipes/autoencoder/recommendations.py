@@ -191,7 +191,7 @@ def _best(
 def _without_rated(
     history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """Replace the scores ``[n, end - begin]`` of items that the user has rated by -inf."""
+    """Return the scores ``[n, end - begin]``, with -inf for items that the user has rated."""
     entries, _, row = history(rows)
     column = history.columns[entries]
     here = (begin <= column) & (column < end)
