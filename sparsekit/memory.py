@@ -91,7 +91,7 @@ _mappings: WeakValueDictionary[int, MappedMemory] = WeakValueDictionary()
 
 
 class PoolBytes(NamedTuple):
-    """Sizes in bytes of the pool that ops use for CPU memory of 2 MiB or more.
+    """Sizes in bytes of the pool for CPU memory that ops use in blocks of 2 MiB or more.
 
     Attributes:
         in_use: size of the blocks that tensors are using.

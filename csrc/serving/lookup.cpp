@@ -49,7 +49,7 @@ void initial_columns(const TableView& table, int64_t key, int64_t begin, int64_t
 
 // ---- chunks ----
 
-// Looks up features one after another, in chunks on the stack.
+// Looks up one feature after another, in chunks that fit into buffers on the stack.
 class Lookup {
  public:
   Lookup(const sk_snapshot& snapshot, const Version& version)

@@ -204,7 +204,7 @@ class ToSave(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Refuse: torch.distributed.checkpoint calls this before it loads into the tensor."""
+        """Raise: torch.distributed.checkpoint calls this before it loads into the tensor."""
         raise CheckpointError(NEEDS_LOAD_FROM)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -167,9 +167,9 @@ class Reader(IterableDataset):
         """Resume: the next iteration begins just after the batch where `state` was taken.
 
         Raises:
-            ValueError: the state is not from a reader; or that reader had different files, a
-                different order or, if the state is within an epoch, a different batch size or
-                number of ranks and workers; or the step is beyond the end of the files.
+            ValueError: the state did not come from a reader, its step is beyond the end of the
+                files, or that reader was set up differently: with other files, another order or,
+                for a state taken within an epoch, another batch size or number of ranks or workers.
         """
         name = type(self).__name__
         try:
@@ -314,7 +314,7 @@ class Reader(IterableDataset):
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         while True:
             batch, faults = chunk.read(rows)
-            # Check the labels. While any row is malformed, there is no batch to check.
+            # Check the labels. As long as some row is malformed, there is no batch to check.
             if batch is not None and self._labels is not None and batch.label is not None:
                 faults = self._wrong_labels(chunk, rows, batch.label.numpy())
             if faults and self._on_error == "raise":

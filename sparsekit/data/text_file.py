@@ -167,8 +167,8 @@ class TextFile:
     def first_of(self, block: int) -> int:
         """Return the offset of the first line that begins in a block or after it.
 
-        If fields may contain newlines, this is the end of the previous block's last line. To find
-        it, all previous blocks are scanned once.
+        If fields may contain newlines, not every newline ends a line, so all previous blocks are
+        scanned once.
         """
         if not self._marks[1]:
             return self._blocks[block].guess()

@@ -1,7 +1,7 @@
 """Lets a lookup's tables grow: gradually ahead of need, or in one step if keys do not fit.
 
-On a device, the host does not know how many keys are new, so tables grow in one step, before any
-lookup whose keys might not fit.
+If the tables are on a device, the host does not know how many keys are new, so they grow in one
+step, before any lookup whose keys might not fit.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class LookupRecord:
     def pooled_again(
         self, of_gradients: Gradients, grads: Gradients, found: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the outputs' gradients; see `second.pooled_again`."""
+        """Return the gradients for the outputs' gradients; see `second.pooled_again`."""
         for call in self.calls:
             for lookup in call.in_flight:
                 lookup.check_again()

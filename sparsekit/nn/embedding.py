@@ -257,7 +257,7 @@ class DistributedEmbedding(EmbeddingLayer):
 
 
 class All2AllDenseEmbedding(EmbeddingLayer):
-    """A layer with one vector for each key, not pooled, in several slots.
+    """A layer that returns one vector for each key, without pooling, for inputs with several slots.
 
     `Embedding` is the corresponding layer with torch's interface.
 

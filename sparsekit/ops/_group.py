@@ -64,7 +64,7 @@ Tensors = Sequence[torch.Tensor]
 
 _INT64 = (torch.int64,)
 _INT32 = (torch.int32,)
-# Dtypes and dimensions of arguments by name; a name means the same in all ops on many tables.
+# Dtypes and dimensions of arguments, by name. A name means the same thing in every op on tables.
 TENSORS = {
     "features": Of(_INT64, 2, on_cpu=True),
     "tables": Of(_INT64, 2, on_cpu=True),

@@ -90,8 +90,8 @@ def _(sample_weights: torch.Tensor) -> torch.Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weight, rows, offsets, combiner, sample_weights = inputs
-    # Save the table only if the gradient for sample_weights will read it. Otherwise the table may
-    # change before the backward.
+    # Save the table only if the gradient for sample_weights needs it. If it is not saved, callers
+    # are free to change the table before the backward.
     kept = weight if sample_weights is not None and sample_weights.requires_grad else None
     ctx.save_for_backward(rows, offsets, sample_weights, kept)
     ctx.combiner = combiner

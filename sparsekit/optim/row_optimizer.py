@@ -358,7 +358,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__
         kept = {name: own[name] for name in ("_layers", "_attached")}
-        # A single call, so that an interrupt cannot leave only some of the attributes.
+        # A single call, so that an interrupt cannot leave only some of the attributes set.
         super().__setstate__({"_updated": set(), "_fused": FusedCalls(), **kept, **state})
         for group in self.param_groups:
             self._follow_keys(group)

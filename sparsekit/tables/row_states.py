@@ -187,7 +187,7 @@ def files_of(weight: torch.Tensor) -> RowFiles | None:
 def with_rows(
     state: Mapping[str, Any], weight: torch.Tensor, rows: int | None = None
 ) -> Mapping[str, Any]:
-    """Return a weight's states cut to the first rows, or unchanged if a copy needs all rows.
+    """Return a weight's states cut to its first `rows` rows, or unchanged if all are needed.
 
     Args:
         state: the state.

@@ -94,8 +94,8 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
   if (i <= pieces.count()) pieces.before[i] = before;
 }
 
-// Writes the keys to send, their positions, and the key counts, with one thread per key and per
-// table.
+// Writes the keys to send, their positions, and the key counts, with one thread for each key and
+// one for each table.
 SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to,
                                   int64_t* too_many_keys) {
   const int64_t i = simt::global_thread();

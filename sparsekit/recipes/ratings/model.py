@@ -46,7 +46,7 @@ class UserHistory(torch.nn.Module):
     def forward(
         self, users: torch.Tensor, without: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bags of users, each without one item.
+        """Return the bag of items of each user, without one of them.
 
         Args:
             users: ids of users, int64 ``[n]``. An unknown user has an empty bag.
@@ -108,7 +108,7 @@ class RatingModel(SavedModel):
             "history_size": history_size,
             "seed": seed,
         }
-        # Make the generator on the CPU, even if torch's default device is another.
+        # Make the generator on the CPU, even if torch's default device is a different one.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
 

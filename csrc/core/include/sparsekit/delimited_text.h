@@ -89,7 +89,7 @@ struct ParsedKeys {
   // In row i, field f has offsets[f * rows + i + 1] - offsets[f * rows + i] keys. The number f
   // counts only the fields that hold keys.
   std::vector<int64_t> offsets;
-  // Parts whose concatenation is all keys, ordered by field, then by row.
+  // Parts that, concatenated, list all keys, ordered by field and then by row.
   std::vector<std::vector<int64_t>> parts;
 };
 
