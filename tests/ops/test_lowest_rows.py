@@ -82,8 +82,20 @@ def test_many_rows_of_few_orders(device, backend):
     n = 3000 if backend == "simt" else 70_000
     table = table_of(n, device)
     scores = torch.arange(n) % 3
-    for count in (n // 10, n // 3, n // 2):
+    for count in (1, n // 100, n // 10, n // 3 + 5, n // 2):
         check(table, scores, n, ScorePolicy.lru, 0, 0, torch.arange(0, n, 5), count)
+
+
+@pytest.mark.parametrize("taken", [1, 5, 20])
+def test_ties_of_a_damaged_table(device, taken):
+    """Rows without a key are compared as if they had key 0, also among many ties."""
+    table = table_of(2000, device)
+    table.buckets[::50] = 0
+    table.buckets[::50].view(torch.int32)[:, 10:15] = -1
+    scores = torch.full((2000,), 7)
+    rows = table.buckets.cpu().view(torch.int32)[:, 10:15]
+    assert taken < 2000 - int((rows >= 0).sum()) < 100
+    check(table, scores, 2000, ScorePolicy.lru, 0, 0, int64(), taken)
 
 
 def test_a_table_without_keys_of_its_rows(device):
