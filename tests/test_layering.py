@@ -65,6 +65,7 @@ ACROSS_OPS = (
     "copying_keys",
     "gaps",
     "group_launches",
+    "kept_descriptors",
     "group_misaligned",
     "beyond_32_bits",
     "two_threads",

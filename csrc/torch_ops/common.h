@@ -19,7 +19,8 @@
 #if defined(SPARSEKIT_ENGINE_SIMT)
 namespace sparsekit::simt::host {
 void* address_without_memory(int64_t bytes);  // see simt/host.h
-}
+bool only_plans();
+}  // namespace sparsekit::simt::host
 #endif
 
 namespace sparsekit::ops {

@@ -188,11 +188,22 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   }
 }
 
+namespace {
+
+// Returns true if later calls may use the memory that this call fills.
+bool can_keep(bool capturing) {
+#if defined(SPARSEKIT_ENGINE_SIMT)
+  if (simt::host::only_plans()) return false;
+#endif
+  return !capturing;
+}
+
 // Each stream has its own copies. A copy is made before the first kernel that reads it runs. Once a
 // copy is dropped, its memory is reused only after the last such kernel. Stream order ensures both
 // without a wait. A graph is captured on a different stream than the previous step used, but runs
-// after that step. The graph keeps the copies that it uses.
-Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
+// after that step. The graph keeps the copies that it uses. A copy that is first needed while a
+// graph is captured belongs to the graph, which makes it anew in each replay.
+Tensor copy_on(const Tensor& on, void* stream, const void* bytes, int64_t count) {
   struct Copy {
     int32_t device;
     void* stream;
@@ -204,10 +215,10 @@ Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   static std::mutex mutex;
   static auto* copies = new std::list<Copy>;  // latest copy first; keeps all copies that graphs use
   const std::lock_guard<std::mutex> lock(mutex);
-  const int32_t device = on_.get_device_index();
-  const bool capturing = cuda::is_capturing(stream_);
+  const int32_t device = on.get_device_index();
+  const bool capturing = cuda::is_capturing(stream);
   const auto found = std::find_if(copies->begin(), copies->end(), [&](const Copy& copy) {
-    return copy.device == device && (copy.stream == stream_ || capturing) &&
+    return copy.device == device && (copy.stream == stream || capturing) &&
            copy.bytes.size() == static_cast<size_t>(count) &&
            std::memcmp(copy.bytes.data(), bytes, copy.bytes.size()) == 0;
   });
@@ -216,21 +227,28 @@ Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
     copies->splice(copies->begin(), *copies, found);
     return found->tensor;
   }
-  if (capturing) {
-    throw std::runtime_error(
-        "sparsekit: the first call with these tables cannot be captured in a graph; run one "
-        "before");
-  }
+  Tensor tensor = new_output(on, {(count + 15) / 16 * 16}, ScalarType::Byte);
+  cuda::copy_to_device(tensor.mutable_data_ptr(), bytes, count, stream);
+  if (!can_keep(capturing)) return tensor;
   if (copies->size() >= kMostCopies) {
     const auto oldest = std::find_if(copies->rbegin(), copies->rend(),
                                      [](const Copy& copy) { return !copy.in_graph; });
     if (oldest != copies->rend()) copies->erase(std::next(oldest).base());
   }
   const auto* begin = static_cast<const char*>(bytes);
-  Tensor tensor = torch::stable::new_empty(on_, {count}, ScalarType::Byte);
-  cuda::copy_to_device(tensor.mutable_data_ptr(), bytes, count, stream_);
-  copies->push_front({device, stream_, std::vector<char>(begin, begin + count), tensor, false});
+  copies->push_front({device, stream, std::vector<char>(begin, begin + count), tensor, false});
   return tensor;
+}
+
+}  // namespace
+
+const void* DeviceContext::cached_copy(const void* bytes, int64_t count) const {
+  const Tensor& copy = copies_.emplace_back(copy_on(on_, stream_, bytes, count));
+  return copy.const_data_ptr();
+}
+
+cuda::KeepOnDevice DeviceContext::keeper() const {
+  return [this](const void* host, int64_t bytes) { return cached_copy(host, bytes); };
 }
 
 void DeviceContext::read(const int64_t* device, int64_t count, int64_t* host) const {

@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "common.h"
 #include "sparsekit/device_count.h"
+#include "sparsekit/device_memory.h"
 
 #if defined(SPARSEKIT_ENGINE_CPU)
 #define SPARSEKIT_NAMESPACE sparsekit
@@ -86,7 +88,8 @@ class DeviceContext {
         return int64_data(words)[i];
     }
   }
-  Tensor cached_copy(const void*, int64_t) const { return {}; }
+  const void* cached_copy(const void*, int64_t) const { return nullptr; }
+  cuda::KeepOnDevice keeper() const { return {}; }
   void read(const int64_t* words, int64_t count, int64_t* host) const {
     std::copy(words, words + count, host);
   }
@@ -120,10 +123,12 @@ class DeviceContext {
   bool capturing() const;
   // Returns an element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
-  // Returns a copy of these bytes on the device. Keep the copy until the kernels that read it are
-  // launched, and do not write to it. A recent copy of the same bytes on this stream is reused, so
+  // Returns a copy of these bytes on the device, for kernels that are launched while this object
+  // lives. They must not write to it. A recent copy of the same bytes on this stream is reused, so
   // bytes that do not change from step to step are copied only once.
-  Tensor cached_copy(const void* bytes, int64_t count) const;
+  const void* cached_copy(const void* bytes, int64_t count) const;
+  // Returns cached_copy() as a function for core.
+  cuda::KeepOnDevice keeper() const;
   // Copies `count` words to the host, and throws the error reported by an earlier call, if any.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
@@ -135,6 +140,7 @@ class DeviceContext {
   struct Guard;
   std::unique_ptr<Guard> guard_;
   Tensor on_;
+  mutable std::vector<Tensor> copies_;  // results of cached_copy()
   void* stream_ = nullptr;
   int64_t* error_words_ = nullptr;
 };

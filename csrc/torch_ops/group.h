@@ -311,12 +311,12 @@ struct DeviceCall {
   Workspace memory;
 
   // `tables` holds those fields of the call that `input` does not determine. workspace_bytes(call)
-  // returns the size of the workspace.
+  // returns the size of the workspace. The context must live as long as this object.
   template <class WorkspaceBytes>
   DeviceCall(const GroupInput& input, const cuda::GroupCall& tables,
              const WorkspaceBytes& workspace_bytes, const std::pair<Tensor, Tensor>& results,
-             const Tensor& like)
-      : call(with_input(tables, input)),
+             const Tensor& like, const DeviceContext& context)
+      : call(with_input(tables, input, context)),
         bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
         memory(workspace_bytes(call), like) {}
 
@@ -331,13 +331,15 @@ struct DeviceCall {
   }
 
  private:
-  static cuda::GroupCall with_input(cuda::GroupCall call, const GroupInput& input) {
+  static cuda::GroupCall with_input(cuda::GroupCall call, const GroupInput& input,
+                                    const DeviceContext& context) {
     call.sources = input.sources.data();
     call.num_sources = static_cast<int64_t>(input.sources.size());
     call.features = input.features.data();
     call.num_features = static_cast<int64_t>(input.features.size());
     call.num_bags = input.num_bags;
     call.entries = input.entries;
+    call.kept = cuda::keep_descriptors(call, context.keeper());
     return call;
   }
 };

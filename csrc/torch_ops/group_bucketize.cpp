@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
     const auto bytes = [=](const cuda::GroupCall& whole) {
       return cuda::group_bucketize_workspace_bytes(whole, world_size, distinct);
     };
-    const DeviceCall device(input, call, bytes, results, like);
+    const DeviceCall device(input, call, bytes, results, like, context);
     device.begin(input, context);
     cuda::group_bucketize(device.call, device.bags, world_size, distinct, process_seed(), to,
                           {context.error_word(DeviceError::kGroupOwners),

@@ -78,8 +78,8 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
           arguments.rows_data(), arguments.counts ? int64_data(*arguments.counts) : nullptr};
       const Workspace memory(cuda::group_embedding_bag_workspace_bytes(call), index);
       cuda::group_embedding_bag(call, context.error_word(DeviceError::kBagRow),
-                                context.error_word(DeviceError::kGroupIndex), memory.data(),
-                                context.stream());
+                                context.error_word(DeviceError::kGroupIndex), context.keeper(),
+                                memory.data(), context.stream());
       arguments.check_found(context);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();

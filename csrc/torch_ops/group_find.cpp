@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets_in, const Tensors
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
   if constexpr (kOnDevice) {
     const DeviceCall device(input, device_call(group, nullptr), cuda::group_find_workspace_bytes,
-                            results, like);
+                            results, like, context);
     device.begin(input, context);
     cuda::group_find(device.call, device.bags, mutable_data<int32_t>(rows),
                      errors_to(report, context), device.memory.data(), context.stream());
@@ -191,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     using T = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
       const DeviceCall device(input, device_call(group, new_rows.data()),
-                              cuda::group_find_workspace_bytes, results, like);
+                              cuda::group_find_workspace_bytes, results, like, context);
       device.begin(input, context);
       const int64_t num_words = cuda::kStatusWords * count;
       const Tensor own = report ? *report : new_output(like, {num_words}, ScalarType::Long);

@@ -150,7 +150,7 @@ class Gradients {
     cuda::group_embedding_bag_update(
         sums, tables.data(), rule, number, rounding, context.error_word(DeviceError::kGroupIndex),
         context.error_word(DeviceError::kUpdateRow), [this] { arguments.check_found(context); },
-        memory.data(), context.stream());
+        context.keeper(), memory.data(), context.stream());
     const BadRow bad = found_bad_row(context, tables.size());
     if (bad.table < 0) return;
     int64_t first_bag = 0;

@@ -88,9 +88,9 @@ void touch(const Tensors& scores_in, const Tensor& index, const Tensor& rows, co
   const DeviceContext context(index);
   const auto count = static_cast<int64_t>(tables.size());
   if constexpr (kOnDevice) {
-    const Tensor copy =
-        context.cached_copy(tables.data(), count * static_cast<int64_t>(sizeof(TouchedTable)));
-    cuda::group_touch(tables.data(), data<TouchedTable>(copy), count, found, context.stream());
+    const auto* on_device = static_cast<const TouchedTable*>(
+        context.cached_copy(tables.data(), count * static_cast<int64_t>(sizeof(TouchedTable))));
+    cuda::group_touch(tables.data(), on_device, count, found, context.stream());
   } else {
     std::vector<int32_t> order(tables.size());
     const ParallelFor parallel_for = torch_parallel_for();

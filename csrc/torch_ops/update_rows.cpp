@@ -50,14 +50,14 @@ BadRow update_on_device(const DeviceContext& context, const std::vector<SteppedT
                         const std::vector<RowGradients<T>>& gradients, const int64_t* counts,
                         const Rule& rule, StepNumber number, Rounding rounding) {
   const auto num_tables = static_cast<int64_t>(tables.size());
-  std::optional<Tensor> copy;
+  const void* on_device = nullptr;
   if (num_tables > cuda::kTablesOfLaunch) {
-    copy = context.cached_copy(tables.data(),
-                               num_tables * static_cast<int64_t>(sizeof(SteppedTable<T>)));
+    on_device = context.cached_copy(tables.data(),
+                                    num_tables * static_cast<int64_t>(sizeof(SteppedTable<T>)));
   }
-  const auto* on_device = copy ? data<SteppedTable<T>>(*copy) : nullptr;
-  cuda::update_rows(tables.data(), on_device, gradients.data(), num_tables, counts, rule, number,
-                    rounding, context.error_word(DeviceError::kUpdateRow), context.stream());
+  cuda::update_rows(tables.data(), static_cast<const SteppedTable<T>*>(on_device), gradients.data(),
+                    num_tables, counts, rule, number, rounding,
+                    context.error_word(DeviceError::kUpdateRow), context.stream());
   const bool by_row = std::any_of(gradients.begin(), gradients.end(),
                                   [](const RowGradients<T>& own) { return own.rows != nullptr; });
   return found_bad_row(context, by_row ? tables.size() : 0);

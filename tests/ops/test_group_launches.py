@@ -49,20 +49,19 @@ def step_of(group, fused=True) -> Counts:
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_and_waits_of_a_step(tables, dims):
     counts = step_of(batch_of(tables, 4, 3, dims)).sum()
-    assert counts.operations <= 24
+    assert counts.operations <= 17  # for so few entries; counting the steps takes one more
     assert counts.library == 0
     assert counts.torch == 0
     assert counts.waits == 1  # to learn whether tables are full
 
 
-def test_more_tables_only_take_longer_descriptions():
-    # Both have sort keys of two digits, each of which takes a launch.
-    few, many = (step_of(batch_of(tables, 6000 // tables, 1, (16,))) for tables in (100, 500))
-    for op in few.ops():
-        more = many.sum(op, "group: descriptors").launches
-        described = few.sum(op, "group: descriptors").launches
-        assert more <= described + 2
-        assert many.sum(op).launches - more == few.sum(op).launches - described
+def test_the_number_of_tables_does_not_matter():
+    # All have sort keys of two digits, each of which takes a launch.
+    few, *more = (step_of(batch_of(t, 6000 // t, 1, (16,))) for t in (26, 100, 250, 500))
+    assert few.sum().operations == 17
+    for each in more:
+        assert each.sum().operations in (17, 16)  # smaller tables may take one level of sums less
+        assert each.sum("group_embedding_bag_", "group: descriptors").launches == 1
 
 
 def test_larger_tables_take_a_launch_for_64_times_the_entries():
@@ -78,16 +77,15 @@ def test_larger_tables_take_a_launch_for_64_times_the_entries():
 def test_launches_of_routing(tables, distinct):
     """Count the launches that sort keys by owner, and the launches that locate received vectors."""
     group, world_size = batch_of(tables, 4, 3, (16,)), 4
-    with counted() as counts:
-        results = group.bucketize(world_size, distinct)
+    for _ in range(2):
+        with counted() as counts:
+            results = group.bucketize(world_size, distinct)
     come = torch.zeros(tables, world_size, 2, dtype=torch.int64)
     come[:, :, 1] = results[1].T.cumsum(1)
     places, bags, features = results[4], results[5], group.asked[2]
     with counted() as of_rows:
         ops.group_exchange_rows(places, bags, features, come, [1] * tables)
-    described = counts.sum("group_bucketize", "group: descriptors").launches
-    assert described <= 2
-    assert counts.sum().launches - described == (9 if distinct else 6)
+    assert counts.sum().launches == (9 if distinct else 6)
     assert counts.sum().library == 1
     assert of_rows.sum().launches == 2
     for each in (counts, of_rows):
@@ -103,7 +101,7 @@ def test_launches_of_a_backward_to_given_places(tables):
         backward_at(group, grads, found, *places)
     op = counts.sum("group_embedding_bag_backward_at_")
     described = counts.sum("group_embedding_bag_backward_at_", "group: descriptors").launches
-    assert described <= 2
+    assert described <= 1
     assert op.launches - described in (5, 6)  # a launch for each 8 bits of the sort keys
     assert op.library == 0
     assert op.waits == op.torch == 0

@@ -19,24 +19,54 @@ constexpr int kGroupThreads = 256;
 // registers instead of spilling.
 constexpr int kGroupBlocksAtOnce = 2;
 
-// A launch parameter that holds descriptors. Its size is 4 KB, which every driver supports, or 32
+// Descriptors that are passed as the parameter of a launch, and the place in device memory to which
+// the kernel moves them. The parameters of a launch take 4 KB, which every driver supports, or 32
 // KB if there are more descriptors.
 template <int kWords>
-struct Brought {
-  static constexpr int kMost = kWords;
-  simt::Vec<uint64_t, 2> words[kWords];
+struct Parcel {
+  using Word = simt::Vec<uint64_t, 2>;
+
+  Word words[kWords];
+  Word* to;
+  int32_t count;
+
+  // Copies `bytes` bytes, or as many as fit. Returns their number.
+  size_t pack(const char* from, size_t bytes, char* device) {
+    const size_t size = std::min(bytes, sizeof words);
+    std::memcpy(words, from, size);
+    to = reinterpret_cast<Word*>(device);
+    count = static_cast<int32_t>(size / sizeof(Word));
+    return size;
+  }
+
+  SPARSEKIT_DEVICE void move(int64_t i) const {
+    if (i < count) to[i] = words[i];
+  }
+  // In a launch of a single block: moves all descriptors, which the block may then read.
+  SPARSEKIT_DEVICE void unpack() const {
+    for (int i = simt::thread(); i < count; i += simt::block_size()) move(i);
+    simt::barrier();
+  }
 };
-using Little = Brought<252>;
-using Much = Brought<2044>;
+using Little = Parcel<252>;
+using Much = Parcel<2044>;
+
+// Parcels that leave space for other parameters of their launch.
+constexpr size_t kOtherParameters = 60 * sizeof(Much::Word);
+using LittleExtra = Parcel<252 - 60>;
+using MuchExtra = Parcel<2044 - 60>;
 
 template <class Words>
-SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) brought, int count,
-                              simt::Vec<uint64_t, 2>* to) {
-  const int64_t i = simt::global_thread();
-  if (i < count) to[i] = brought.words[i];
+SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) parcel) {
+  parcel.move(simt::global_thread());
 }
 
 using DescriptorArena = BasicArena<16>;
+
+// Returns a grid with the single block that sum_up() requires.
+inline simt::Grid one_block() {
+  return sum_grid(1);
+}
 
 // Arrays of descriptors that are sent to the device together. They are passed as parameters of one
 // launch or, if there are many tables, of a few launches. Unlike a copy, a launch needs no
@@ -64,24 +94,48 @@ class Descriptors {
     return reinterpret_cast<const D*>(device_ + at);
   }
 
+  // Returns the bytes of all arrays. If another object adds them as a single array, each one keeps
+  // its place among them.
+  const std::vector<char>& all() const { return bytes_; }
+
+  // Maximum number of bytes of a launch by send(), and of one by send_with().
+  static constexpr size_t kMostAlone = sizeof(Much::words), kMostAlong = sizeof(MuchExtra::words);
+
+  // Sends the arrays by launches of their own.
   void send(void* stream) const {
-    if (bytes_.size() <= sizeof(Little)) {
-      send_by<Little>(stream);
+    if (bytes_.size() <= sizeof(Little::words)) {
+      send_by<Little>(stream, 0, bytes_.size());
     } else {
-      send_by<Much>(stream);
+      send_by<Much>(stream, 0, bytes_.size());
     }
+  }
+
+  // Sends the arrays along with a launch of a single block. Its kernel, `few` or `many`, must first
+  // unpack() its first parameter. Arrays that this parameter cannot hold are sent ahead.
+  template <class First, class Other, class... Parameters, class... Arguments>
+  void send_with(const char* name, void (*few)(First, Parameters...),
+                 void (*many)(Other, Parameters...), void* stream,
+                 const Arguments&... arguments) const {
+    static_assert((sizeof(Parameters) + ...) <= kOtherParameters);
+    const auto send_rest = [&](auto kernel, auto parcel, size_t begin) {
+      parcel.pack(bytes_.data() + begin, bytes_.size() - begin, device_ + begin);
+      simt::launch(name, kernel, one_block(), stream, parcel, arguments...);
+    };
+    if (bytes_.size() <= sizeof(LittleExtra::words)) return send_rest(few, LittleExtra{}, 0);
+    const size_t ahead = bytes_.size() - std::min(bytes_.size(), kMostAlong);
+    send_by<Much>(stream, 0, ahead);
+    send_rest(many, MuchExtra{}, ahead);
   }
 
  private:
   template <class Words>
-  void send_by(void* stream) const {
-    for (size_t at = 0; at < bytes_.size(); at += sizeof(Words)) {
-      Words words;
-      const size_t size = std::min(bytes_.size() - at, sizeof words);
-      std::memcpy(&words, bytes_.data() + at, size);
-      const int count = static_cast<int>(size / 16);
-      simt::launch("group: descriptors", bring_kernel<Words>, simt::grid_for(count), stream, words,
-                   count, reinterpret_cast<simt::Vec<uint64_t, 2>*>(device_ + at));
+  void send_by(void* stream, size_t begin, size_t end) const {
+    while (begin < end) {
+      Words parcel;
+      const size_t size = parcel.pack(bytes_.data() + begin, end - begin, device_ + begin);
+      simt::launch("group: descriptors", bring_kernel<Words>, simt::grid_for(parcel.count), stream,
+                   parcel);
+      begin += size;
     }
   }
 
@@ -101,11 +155,6 @@ void describe_bags(const Bags& of, Described& feature, Described& next) {
   feature.num_keys = static_cast<int32_t>(std::min(of.num_keys, kMost));
   feature.combiner = static_cast<decltype(feature.combiner)>(of.combiner);
   next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
-}
-
-// Returns a grid with the single block that sum_up() requires.
-inline simt::Grid one_block() {
-  return sum_grid(1);
 }
 
 // Calls put(i, of(0) + ... + of(i - 1)) for each i in [0, n].

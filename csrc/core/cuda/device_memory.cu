@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/descriptors.cuh"
 #include "cuda/simt.cuh"
 
 namespace sparsekit::cuda {
@@ -117,30 +118,14 @@ void read_back(const Piece* pieces, int count, void* stream) {
     used += pieces[i].bytes;
   }
 }
-
-void copy_to_device(void* device, const void* host, int64_t bytes, void* stream) {
-  simt::check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice,
-                              static_cast<cudaStream_t>(stream)),
-              "copy to the device");
-}
 #else
 bool is_capturing(void*) {
   return simt::host::is_recording();
 }
 
-namespace {
-
-// Throws an error while a graph is being captured, as CUDA would on a device.
-void refuse_capture(const char* what) {
-  if (is_capturing(nullptr)) {
-    throw std::runtime_error(std::string("simt: ") + what + " while a graph is captured");
-  }
-}
-
-}  // namespace
-
 void read_back(const Piece* pieces, int count, void*) {
-  refuse_capture("a wait");
+  // Throw an error while a graph is being captured, as CUDA would on a device.
+  if (is_capturing(nullptr)) throw std::runtime_error("simt: a wait while a graph is captured");
   ++waits;
   int64_t bytes = 0;
   for (int i = 0; i < count; ++i) {
@@ -155,13 +140,13 @@ void read_back(const Piece* pieces, int count, void*) {
   }
   simt::host::note(simt::host::Request::kReadBack, "read back", bytes, 0);
 }
-
-void copy_to_device(void* device, const void* host, int64_t bytes, void*) {
-  refuse_capture("a copy from memory that is not page-locked");
-  if (!simt::host::lacks_memory(device)) std::memcpy(device, host, static_cast<size_t>(bytes));
-  // Record this copy like a memset: it is queued on the stream without a wait.
-  simt::host::note(simt::host::Request::kMemset, "copy to the device", 0, bytes);
-}
 #endif
+
+void copy_to_device(void* device, const void* host, int64_t bytes, void* stream) {
+  Descriptors copy(device);
+  const auto* begin = static_cast<const char*>(host);
+  copy.add(std::vector<char>(begin, begin + bytes));
+  copy.send(stream);
+}
 
 }  // namespace sparsekit::cuda

@@ -4,7 +4,9 @@ namespace sparsekit::cuda {
 namespace {
 
 // Computes, in a single block, where the entries and keys of each feature begin.
-SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
+template <class Words>
+SPARSEKIT_KERNEL group_entries_kernel(SPARSEKIT_GRID_CONSTANT(Words) parcel, DeviceGroup group) {
+  parcel.unpack();
   const auto key_start = [&](int f) {
     const DeviceFeature& feature = group.features[f];
     return clamped_offset(group.source(feature.source), feature.first_bag, 0);
@@ -168,9 +170,8 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// Places the arrays in begin_group's sending order.
-void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
-  group.sources = arena.take<DeviceSource>(call.num_sources + 1);
+// Places the arrays in the order of add_kept().
+void place_kept(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
   group.features = arena.take<DeviceFeature>(call.num_features + 1);
   group.first_features = arena.take<int32_t>(call.num_tables + 1);
   if (limits_keys(call)) group.ends = arena.take<int64_t>(call.num_tables);
@@ -181,7 +182,42 @@ void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGrou
   }
 }
 
+// Places the arrays in the order in which begin_group sends them.
+void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
+  group.sources = arena.take<DeviceSource>(call.num_sources + 1);
+  if (call.kept == nullptr) return place_kept(call, arena, group);
+  DescriptorArena kept(const_cast<void*>(call.kept));
+  place_kept(call, kept, group);
+}
+
+// Adds the descriptors that remain the same while tables and numbers of bags do.
+void add_kept(const GroupCall& call, Descriptors& descriptors) {
+  descriptors.add(device_features(call));
+  descriptors.add(first_features(call));
+  if (limits_keys(call)) {
+    descriptors.add(for_tables<int64_t>(call, [&](int64_t t) { return asked(call, t).end; }));
+  }
+  if (call.routed == nullptr) {
+    descriptors.add(device_tables(call));
+    return;
+  }
+  descriptors.add(for_tables<DeviceRoute>(call, [&](int64_t t) {
+    const RoutedTable& of = call.routed[t];
+    return DeviceRoute{of.owners, of.first_place, static_cast<int32_t>(of.max_keys), 0};
+  }));
+}
+
 }  // namespace
+
+const void* keep_descriptors(const GroupCall& call, const KeepOnDevice& keep) {
+  DescriptorArena sizes;
+  DeviceGroup group{};
+  place_descriptors(call, sizes, group);
+  if (static_cast<size_t>(sizes.bytes()) <= Descriptors::kMostAlong) return nullptr;
+  Descriptors kept(nullptr);
+  add_kept(call, kept);
+  return keep(kept.all().data(), static_cast<int64_t>(kept.all().size()));
+}
 
 DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena) {
   const auto narrow = [](int64_t n) { return static_cast<int32_t>(n); };
@@ -206,22 +242,9 @@ void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors
   Descriptors descriptors(group.sources);
   const std::vector<DeviceSource> sources = device_sources(call);
   descriptors.add(sources);
-  descriptors.add(device_features(call));
-  descriptors.add(first_features(call));
-  if (group.ends != nullptr) {
-    descriptors.add(for_tables<int64_t>(call, [&](int64_t t) { return asked(call, t).end; }));
-  }
-  if (call.routed != nullptr) {
-    descriptors.add(for_tables<DeviceRoute>(call, [&](int64_t t) {
-      const RoutedTable& of = call.routed[t];
-      return DeviceRoute{of.owners, of.first_place, static_cast<int32_t>(of.max_keys)};
-    }));
-  } else {
-    descriptors.add(device_tables(call));
-  }
-  descriptors.send(stream);
-
-  simt::launch("group: entries", group_entries_kernel, one_block(), stream, group);
+  if (call.kept == nullptr) add_kept(call, descriptors);
+  descriptors.send_with("group: entries", group_entries_kernel<LittleExtra>,
+                        group_entries_kernel<MuchExtra>, stream, group);
   const int64_t num_offsets = sources.back().first_offset;
   const int64_t checked = group.ends == nullptr ? 0 : call.entries;
   const int64_t threads = call.num_bags + 1 + num_offsets + checked;

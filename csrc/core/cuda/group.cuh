@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/descriptors.cuh"
 #include "sparsekit/arena.h"
@@ -48,8 +49,11 @@ struct DeviceTable {
 struct DeviceRoute {
   Owners owners;
   int64_t first_place;
-  int32_t max_keys;
+  int32_t max_keys, unused;
 };
+static_assert(std::has_unique_object_representations_v<DeviceFeature> &&
+                  std::has_unique_object_representations_v<DeviceRoute>,
+              "kept copies are found by all of their bytes");
 
 // Returns element i of an array of int64 or int32.
 SPARSEKIT_DEVICE int64_t number_at(const void* array, bool wide, int64_t i) {

@@ -260,13 +260,18 @@ struct LongShape {
 };
 
 template <class T>
+int64_t descriptor_bytes(const GroupPooling<T>& call) {
+  return Descriptors::bytes<PoolFeature<T>>(call.num_features + 1) +
+         Descriptors::bytes<PoolTable<T>>(call.num_tables + 1);
+}
+
+template <class T>
 struct PoolWorkspace {
   char* descriptors;
   LongBags<T> long_bags;
 
   PoolWorkspace(Arena& arena, const GroupPooling<T>& call, const LongShape& longest)
-      : descriptors(arena.take<char>(Descriptors::bytes<PoolFeature<T>>(call.num_features + 1) +
-                                     Descriptors::bytes<PoolTable<T>>(call.num_tables + 1))),
+      : descriptors(arena.take<char>(descriptor_bytes(call))),
         long_bags(arena, longest.any ? call.entries : 0, longest.dim) {}
 };
 
@@ -356,7 +361,7 @@ int64_t group_embedding_bag_workspace_bytes(const GroupPooling<T>& call) {
 
 template <class T>
 void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
-                         void* workspace, void* stream) {
+                         const KeepOnDevice& keep, void* workspace, void* stream) {
   int64_t num_bags = 0;
   for (int64_t f = 0; f < call.num_features; ++f) num_bags += call.features[f].num_bags;
   if (num_bags == 0) return;
@@ -376,7 +381,12 @@ void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t*
   PoolGroup<T> group{};
   Descriptors descriptors(work.descriptors);
   group.features = descriptors.add(pooled);
-  group.tables = descriptors.add(pool_tables(call, pooled));
+  // Tables remain the same from step to step.
+  const std::vector<PoolTable<T>> tables = pool_tables(call, pooled);
+  const bool few = static_cast<size_t>(descriptor_bytes(call)) <= Descriptors::kMostAlone;
+  const auto bytes = static_cast<int64_t>(tables.size() * sizeof(PoolTable<T>));
+  group.tables =
+      few ? descriptors.add(tables) : static_cast<const PoolTable<T>*>(keep(tables.data(), bytes));
   descriptors.send(stream);
   group.num_features = static_cast<int32_t>(call.num_features);
   group.entries = static_cast<int32_t>(call.entries);

@@ -214,15 +214,14 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                sorted_rows);
 }
 
-// Sends `descriptors` and returns the group of a call. The caller sets the fields that differ
-// between gradients and updates.
+// Returns the group of a call, and adds its arrays to `descriptors`. The caller sets the fields
+// that differ between gradients and updates.
 template <class T>
 SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const SumWorkspace<T>& work,
-                      Descriptors& descriptors, int64_t* bad_index, void* stream) {
+                      Descriptors& descriptors, int64_t* bad_index) {
   SumGroup<T> group{};
   group.features = descriptors.add(sum_features(call));
   group.tables = descriptors.add(sum_tables(call));
-  descriptors.send(stream);
   group.num_features = static_cast<int32_t>(call.num_features);
   group.num_tables = static_cast<int32_t>(call.num_tables);
   group.num_bags = static_cast<int32_t>(call.num_bags);
@@ -250,13 +249,15 @@ int digits_of_keys(const SumCall<T>& call, int64_t num_rows) {
   return digits_of(bits_of(num_rows + call.num_tables));
 }
 
-// Prepares the sums of up to num_rows rows: computes where the data of each table begins, and the
-// sort key of each entry.
+// Prepares the sums of up to num_rows rows: sends `descriptors`, and computes where the data of
+// each table begins, and the sort key of each entry.
 template <class T>
 void begin_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_rows,
-                const SumWorkspace<T>& work, const UpdateShares& shares, void* stream) {
-  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels, shares,
-               work.sort);
+                const SumWorkspace<T>& work, const Descriptors& descriptors,
+                const UpdateShares& shares, void* stream) {
+  descriptors.send_with("group: plan", plan_sums_kernel<T, LittleExtra>,
+                        plan_sums_kernel<T, MuchExtra>, stream, group, work.levels, shares,
+                        work.sort);
   if (group.divisors != nullptr) {
     simt::launch("group: divisors", group_divisors_kernel<T>,
                  simt::grid_for(int64_t{group.num_bags} * simt::kWarp, kGroupThreads), stream,
@@ -323,9 +324,9 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
   Arena arena(workspace);
   const BackwardWorkspace<T> work(arena, call, ordered_rows);
   Descriptors descriptors(work.descriptors);
-  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
+  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index);
   group.out = call.tables[0].grad;
-  begin_sums(group, call, rows_of(sums), work.sums, {}, stream);
+  begin_sums(group, call, rows_of(sums), work.sums, descriptors, {}, stream);
   if (ordered_rows > 0) {
     group.at = work.order.at;
     order_rows(group, ordered_rows, sums.tables[0].sorted_rows, work.order, stream);
@@ -377,11 +378,11 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
   const RoomWorkspace<T> work(arena, call);
   Descriptors descriptors(work.descriptors);
   const SumTarget* targets = descriptors.add(sum_targets(sums, room));
-  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
+  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index);
   group.out = room.out;
   group.at = work.at;
   group.bounded = true;
-  begin_sums(group, call, sums.entries, work.sums, {}, stream);
+  begin_sums(group, call, sums.entries, work.sums, descriptors, {}, stream);
   simt::launch("group: rows to write", rows_to_write_kernel<T>,
                simt::grid_for(sums.entries, kGroupThreads), stream, group, targets, bad_row);
   finish_sums<true>(group, call, sums.entries, work.sums, stream);
@@ -404,11 +405,11 @@ RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors,
   const SumCall<T> call(sums);
   Arena arena(workspace);
   const RunsWorkspace<T> work(arena, call);
-  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
+  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index);
   group.out = work.over_chunks;
   group.begins = work.begins;
   group.bounded = true;
-  begin_sums(group, call, sums.entries, work.sums, shares, stream);
+  begin_sums(group, call, sums.entries, work.sums, descriptors, shares, stream);
   finish_sums<false>(group, call, sums.entries, work.sums, stream);
   return {group, work.sums.levels.level[0].values};
 }

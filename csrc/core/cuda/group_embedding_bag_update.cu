@@ -135,8 +135,8 @@ template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,
                                 int64_t* bad_index, int64_t* bad_row,
-                                const std::function<void()>& before_changes, void* workspace,
-                                void* stream) {
+                                const std::function<void()>& before_changes,
+                                const KeepOnDevice& keep, void* workspace, void* stream) {
   constexpr int kWidest = kWide<Acc<T>>;
   std::vector<Share> wide, narrow;
   for (int64_t t = 0; t < sums.num_tables; ++t) {
@@ -145,17 +145,29 @@ void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>*
     (shape.width == 1 ? narrow : wide).emplace_back(t, shape);
   }
   Arena arena(workspace);
-  Descriptors descriptors(arena.take<char>(descriptor_bytes(sums)));
+  const int64_t bytes = descriptor_bytes(sums);
+  Descriptors descriptors(arena.take<char>(bytes));
+  // These descriptors remain the same while the tables and the alignment of gradients do.
+  Descriptors kept(nullptr);
+  kept.add(std::vector<SteppedTable<T>>(tables, tables + sums.num_tables));
+  kept.add(wide);
+  kept.add(narrow);
+  const bool few = static_cast<size_t>(bytes) <= Descriptors::kMostAlong;
+  const std::vector<char>& all_kept = kept.all();
+  const void* on_device = few ? descriptors.add(all_kept)
+                              : keep(all_kept.data(), static_cast<int64_t>(all_kept.size()));
+  DescriptorArena places(const_cast<void*>(on_device));
   SummedTables<T> all{};
-  all.tables = descriptors.add(std::vector<SteppedTable<T>>(tables, tables + sums.num_tables));
+  all.tables = places.take<SteppedTable<T>>(sums.num_tables);
   int64_t* first_blocks = arena.take<int64_t>(sums.num_tables + 2);
-  const auto on_device = [&](const std::vector<Share>& shares) {
+  const auto place = [&](const std::vector<Share>& shares) {
     const auto count = static_cast<int32_t>(shares.size());
-    const DeviceShares launch{descriptors.add(shares), first_blocks, count};
+    const DeviceShares launch{places.take<Share>(count), first_blocks, count};
     first_blocks += count + 1;
     return launch;
   };
-  const UpdateShares shares{on_device(wide), on_device(narrow)};
+  const DeviceShares of_wide = place(wide);
+  const UpdateShares shares{of_wide, place(narrow)};
   all.runs = find_row_runs(sums, descriptors, shares, bad_index,
                            arena.take<char>(row_runs_workspace_bytes(sums)), stream);
   before_changes();

@@ -12,9 +12,10 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
 
 // Computes, in a single block, where the entries, rows and chunks of each table begin, and which
 // blocks of an update handle the table's rows. Also prepares the sort.
-template <class T>
-SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, UpdateShares shares,
-                                  RadixSort sort) {
+template <class T, class Words>
+SPARSEKIT_KERNEL plan_sums_kernel(SPARSEKIT_GRID_CONSTANT(Words) parcel, SumGroup<T> group,
+                                  SumLevels<T> levels, UpdateShares shares, RadixSort sort) {
+  parcel.unpack();
   sort.zero_counts();
   const auto entries_before = [&](int t) {
     return clamped(group.bags[group.first_bag(t)], group.entries);

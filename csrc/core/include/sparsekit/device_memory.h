@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "sparsekit/host_device.h"
 
@@ -42,8 +43,13 @@ struct Piece {
 // Copies a few small pieces of device memory to the host, with a single wait for all of them.
 void read_back(const Piece* pieces, int count, void* stream);
 
-// Copies host memory to the device, in stream order. The caller may reuse `host` immediately.
+// Copies host memory to the device by launches, in stream order and without a wait. `device` must
+// have room for a multiple of 16 bytes. The caller may reuse `host` immediately.
 void copy_to_device(void* device, const void* host, int64_t bytes, void* stream);
+
+// Returns a copy of host memory in device memory, for the kernels that the calling op launches.
+// Bytes that are the same in each step are copied once.
+using KeepOnDevice = std::function<const void*(const void* host, int64_t bytes)>;
 
 // Returns the number of times that read_back() has waited in this process.
 int64_t num_waits();

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "sparsekit/device_memory.h"
 #include "sparsekit/host_device.h"
 #include "sparsekit/parallel.h"
 
@@ -91,7 +92,12 @@ struct GroupCall {
   int64_t num_features;
   int64_t num_bags;  // total number of bags of all features
   int64_t entries;   // upper bound on the number of entries
+  const void* kept;  // result of keep_descriptors()
 };
+
+// Keeps those descriptors of a call on the device that remain the same while its tables and numbers
+// of bags do, and returns their copy. Returns null if a single launch can bring all descriptors.
+const void* keep_descriptors(const GroupCall& call, const KeepOnDevice& keep);
 
 // The smallest position where each kind of error occurs. The caller initializes these positions to
 // INT64_MAX. Positions of offsets and bags are indices into the concatenated offsets of all

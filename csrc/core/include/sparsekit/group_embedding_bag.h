@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "sparsekit/device_count.h"
+#include "sparsekit/device_memory.h"
 #include "sparsekit/embedding_bag.h"
 #include "sparsekit/init_rows.h"
 #include "sparsekit/parallel.h"
@@ -159,7 +160,7 @@ int64_t group_embedding_bag_workspace_bytes(const GroupPooling<T>& call);
 
 template <class T>
 void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
-                         void* workspace, void* stream);
+                         const KeepOnDevice& keep, void* workspace, void* stream);
 
 // Arguments for computing the gradients of all tables. Features, bags, gradients and sorted rows
 // are all ordered by table.
@@ -209,8 +210,8 @@ template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,
                                 int64_t* bad_index, int64_t* bad_row,
-                                const std::function<void()>& before_changes, void* workspace,
-                                void* stream);
+                                const std::function<void()>& before_changes,
+                                const KeepOnDevice& keep, void* workspace, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

@@ -1,0 +1,145 @@
+"""Descriptors that do not change from step to step are sent to the device once."""
+
+import pytest
+import torch
+from graphs import HostGraph, host_graphs
+from simt_counts import counted
+
+from .group_bags import pool
+from .test_group_launches import batch_of
+from .test_group_update import tables_of, update
+
+TABLES = 280  # 26 tables have so few descriptors that none are kept
+
+
+def group_of(bags):
+    return batch_of(TABLES, bags, 2, (3, 8, 4), keys=20)
+
+
+class Steps:
+    """A group with many tables, and the optimizer states for its steps."""
+
+    def __init__(self):
+        self.group = group_of(2)
+        self.tables = tables_of(self.group, "lazy adam")
+
+    def ask(self, bags):
+        """Make the next steps look up other keys, in `bags` bags of each table."""
+        other = group_of(bags)
+        self.group.sources, self.group.features = other.sources, other.features
+        self.group.places = other.places
+
+    def move(self, t):
+        """Move what belongs to a table to other memory."""
+        table = self.group.hash_tables[t]
+        table.buckets, table.size = table.buckets.clone(), table.size.clone()
+        for tensors in (self.group.weights, self.tables.weights, self.tables.steps):
+            tensors[t] = tensors[t].clone()
+
+    def run(self):
+        """Make a step, and return its outputs."""
+        outs = self.group.outs()
+        found = self.group.find_or_insert()
+        pool(self.group, outs, found)
+        update(self.group, outs, found, self.tables)
+        return outs
+
+    def descriptors(self):
+        """Run a step on the host runner, and return the number of launches for descriptors."""
+        with counted() as counts:
+            self.run()
+        return sum(record.launches for record in records_of(counts, "group: descriptors"))
+
+    def assert_equal(self, other):
+        """Compare all tables."""
+        for ours, theirs in (
+            (self.group.weights, other.group.weights),
+            (self.tables.changed, other.tables.changed),
+        ):
+            for one, two in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, two)
+        for one, two in zip(self.group.hash_tables, other.group.hash_tables, strict=True):
+            assert one.size.item() == two.size.item()
+
+
+def records_of(counts, name):
+    return [counts.sum(op, name) for op in counts.ops()]
+
+
+def test_only_what_changes_is_sent():
+    steps = Steps()
+    first = steps.descriptors()
+    steady = steps.descriptors()
+    assert steady == 1  # of pooling: features, whose outputs change
+    assert first >= steady + 3
+    steps.ask(3)
+    assert steps.descriptors() > steady
+    steps.ask(2)
+    assert steps.descriptors() == steady  # earlier copies are still there
+
+
+@pytest.mark.parametrize("moved", [0, 1, TABLES - 1])
+def test_tables_that_move(moved):
+    ours, plain = Steps(), Steps()
+    for step in range(3):
+        if step == 2:
+            ours.move(moved)
+        ours.descriptors()
+        plain.run()
+    ours.assert_equal(plain)
+
+
+def test_batches_of_several_sizes():
+    ours, plain = Steps(), Steps()
+    for bags in (2, 3, 1, 2, 1):
+        for steps in (ours, plain):
+            steps.ask(bags)
+        ours.descriptors()
+        plain.run()
+    ours.assert_equal(plain)
+
+
+def need_other_copies():
+    """Look up keys in more shapes than copies are kept."""
+    group = group_of(1)
+    for asked in range(34):
+        for t, feature in enumerate(group.features):
+            feature[3] = int(t < asked)
+        group.find()
+
+
+def test_copies_that_have_been_dropped():
+    ours, plain = Steps(), Steps()
+    for _ in range(2):
+        assert ours.descriptors() > 1
+        plain.run()
+        with counted():
+            need_other_copies()
+    ours.assert_equal(plain)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_graph(warm):
+    """A graph keeps the copies that it uses, and makes those that no earlier step has made."""
+    ours, plain = Steps(), Steps()
+    graph = HostGraph(torch.device("cpu"))
+    with host_graphs():
+        if warm:
+            graph.warm_up(ours.run)
+        graph.capture(ours.run)
+        ours.run()
+        need_other_copies()
+        for _ in range(2):
+            graph.replay()
+    for _ in range(4 if warm else 3):
+        plain.run()
+    ours.assert_equal(plain)
+
+
+def test_a_step_after_one_that_was_only_planned():
+    ours, plain = Steps(), Steps()
+    with counted(plan=True):
+        ours.group.find_or_insert()
+    ours.descriptors()
+    plain.run()
+    ours.assert_equal(plain)
