@@ -275,7 +275,8 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
             f"got {tuple(inputs.shape)}; flat keys go in a tuple with their offsets, and "
             f"sparsekit.EmbeddingBag takes bags as torch's does, [batch, max_nnz] for one"
         )
-    return _padded(inputs, weights, layer, inputs.shape[0] * inputs.shape[1], inputs.shape[1])
+    batch, slots, _ = inputs.shape
+    return _padded(inputs, weights, layer, batch * slots, slots)
 
 
 def _padded(inputs: torch.Tensor, weights: Any, layer: str, count: int, slots: int | None) -> Bags:

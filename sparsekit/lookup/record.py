@@ -37,7 +37,7 @@ class LookupResult(NamedTuple):
     found: list[torch.Tensor | None]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LookupRecord:
     """Everything needed for the backward pass of a lookup in this rank's tables.
 
@@ -132,7 +132,7 @@ class LookupRecord:
                 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CallRecord:
     """Everything that backward needs for one call to the ops; see `Descriptors`."""
 
@@ -146,8 +146,10 @@ class CallRecord:
 
     def current(self, found: Sequence[Any]) -> Sequence[Any]:
         """Return the lookup's results, with current row numbers."""
-        moved = next((lookup for lookup in self.in_flight if lookup.moved), None)
-        return found if moved is None else [*moved.found, *found[2:]]
+        for lookup in self.in_flight:
+            if lookup.moved:
+                return [*lookup.found, *found[2:]]
+        return found
 
     def gradients(
         self,

@@ -236,15 +236,15 @@ def ask_bags(
     check_key_dtype(table, bags.values)
     odd = rest != 0 or bags.slots not in (None, slot_num)
     # Bags that will be changed must be checked first, unless change_without_waiting does both.
-    changes = truncate or by_slot or isinstance(combiner, tuple)
-    changes = changes or max_feature_num is not None or table.padding_key is not None
+    changes = truncate or by_slot or isinstance(combiner, tuple) or max_feature_num is not None
+    if not (changes or odd or table.padding_key is not None):
+        return request
     limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
     own_limits = limits if truncate or by_slot else ()
-    if changes and not odd and change_without_waiting(request, slot_num, own_limits, truncate):
+    if not odd and change_without_waiting(request, slot_num, own_limits, truncate):
         return request
-    if odd or changes:
-        request.check()
-        leave_padding_out(request)
+    request.check()
+    leave_padding_out(request)
     if truncate or by_slot:
         request.bags = within(request.bags, request.name, limits, truncate)
     if isinstance(combiner, tuple) and not bags.slot_major:

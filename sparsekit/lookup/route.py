@@ -112,7 +112,7 @@ def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
 def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Local:
     # Use the requests' own plan if there is one: with hundreds of tables, checking again that the
     # cached plan fits them would take noticeable time.
-    known = asked.plan if isinstance(asked, LazyRequests) else None
+    known = asked.plan if type(asked) is LazyRequests else None
     plan: LookupPlan = cache.plan_for(tables) if known is None else known
     if not plan.fits_alone:
         plan.check_exchange(None)

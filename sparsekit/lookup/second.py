@@ -23,7 +23,9 @@ def differentiable(
             gradients.
         grads: gradients of the outputs.
     """
-    if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+    if not torch.is_grad_enabled():
+        return make(grads)
+    if any(g is not None and g.requires_grad for g in grads):
         gradients: Gradients = _Gradients.apply(make, again, *grads)
         return gradients
     with torch.no_grad():

@@ -45,16 +45,19 @@ def _finished(request: Request, asked: Request, output: torch.Tensor) -> torch.T
 
 
 def _any_such(requests: Sequence[Request]) -> bool:
+    differentiates = torch.is_grad_enabled()
     if type(requests) is LazyRequests:  # all lazy requests are sums
-        all_bags = [requests.bags]
-    else:
+        weights = requests.bags.weights
+        return differentiates and weights is not None and weights.requires_grad
+    # Loop here: a small lookup would take measurably longer with any() and a generator.
+    for request in requests:
         # `in` works for a name and for a tuple of names, since no other name contains "max".
-        if any("max" in r.combiner or r.jagged is not None for r in requests):
+        if "max" in request.combiner or request.jagged is not None:
             return True
-        all_bags = [request.bags for request in requests]
-    if not torch.is_grad_enabled():
-        return False
-    return any(bags.weights is not None and bags.weights.requires_grad for bags in all_bags)
+        weights = request.bags.weights
+        if differentiates and weights is not None and weights.requires_grad:
+            return True
+    return False
 
 
 def _vectors_of(request: Request) -> Request:

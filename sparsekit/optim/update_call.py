@@ -48,6 +48,8 @@ def by_kind(
         names: names of the rule's states, in the order that the rule defines.
         row_states: names of the states with one number per row.
     """
+    if len(parameters) == 1:
+        return [_call(range(1), parameters, states, names, row_states)]
     each = zip(parameters, dense, states, strict=True)
     kinds = [(p.dtype, p.device, d, "row_step" in state) for p, d, state in each]
     if len(set(kinds)) == 1:
@@ -84,7 +86,7 @@ def _call(
 def with_gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient."""
     # Return early in a common case: backward has updated all tables, so none has a gradient.
-    if without_overrides(each_is, parameters, "grad", None):
+    if len(parameters) > 1 and without_overrides(each_is, parameters, "grad", None):
         return []
     return [parameter for parameter in parameters if parameter.grad is not None]
 

@@ -78,9 +78,9 @@ class Write:
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.weights = weights
-        all_marks = [getattr(weight, "written_rows", None) for weight in weights]
         self._before: list[int | None] | None = None
-        if any(marks is not None for marks in all_marks):
+        if have_marks(weights):
+            all_marks = [getattr(weight, "written_rows", None) for weight in weights]
             each = zip(all_marks, weights, strict=True)
             self._before = [None if marks is None else marks.begin(w) for marks, w in each]
 
@@ -108,5 +108,5 @@ def count_new_rows(weights: Sequence[torch.Tensor]) -> None:
 
 
 def have_marks(weights: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of these weights has marks; all must be weights of layers."""
+    """Return whether any of these weights may have marks; weights of layers without any do not."""
     return not each_is(list(weights), "written_rows", None)
