@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from deferred_errors import deferred_errors  # noqa: E402
 from simt_counts import Count, Counts, counted  # noqa: E402
 
-TABLES = 26
+TABLES, MANY_TABLES = 26, 500
 # EXACT columns are the same in every run. BY_CHANCE columns depend on the seeds of hash tables and
 # on the interleaving of threads.
 EXACT = ("calls", "kernels", "memsets", "scans, sorts", "torch", "waits", "copies in")
@@ -103,6 +103,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Counts]]]:
     yield "One layer", Step(1, fused=False).count
     yield f"EmbeddingGroup of {TABLES}", Step(TABLES, fused=False).count
     yield f"EmbeddingGroup of {TABLES}, updates in backward", Step(TABLES, fused=True).count
+    many = Step(MANY_TABLES, fused=True, batch=8, dim=16)
+    yield f"EmbeddingGroup of {MANY_TABLES}, updates in backward, 8 bags of dim 16", many.count
 
 
 def row(name: str, count: Count) -> str:
