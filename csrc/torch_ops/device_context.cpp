@@ -202,7 +202,7 @@ bool can_keep(bool capturing) {
 // copy is dropped, its memory is reused only after the last such kernel. Stream order ensures both
 // without a wait. A graph is captured on a different stream than the previous step used, but runs
 // after that step. The graph keeps the copies that it uses. A copy that is first needed while a
-// graph is captured belongs to the graph, which makes it anew in each replay.
+// graph is captured belongs to the graph, and each replay makes this copy again.
 Tensor copy_on(const Tensor& on, void* stream, const void* bytes, int64_t count) {
   struct Copy {
     int32_t device;
@@ -211,9 +211,9 @@ Tensor copy_on(const Tensor& on, void* stream, const void* bytes, int64_t count)
     Tensor tensor;
     bool in_graph;
   };
-  constexpr size_t kMostCopies = 32;
+  constexpr int64_t kMostCopies = 32;  // not counting those that graphs use
   static std::mutex mutex;
-  static auto* copies = new std::list<Copy>;  // latest copy first; keeps all copies that graphs use
+  static auto* copies = new std::list<Copy>;  // latest copy first
   const std::lock_guard<std::mutex> lock(mutex);
   const int32_t device = on.get_device_index();
   const bool capturing = cuda::is_capturing(stream);
@@ -230,10 +230,10 @@ Tensor copy_on(const Tensor& on, void* stream, const void* bytes, int64_t count)
   Tensor tensor = new_output(on, {(count + 15) / 16 * 16}, ScalarType::Byte);
   cuda::copy_to_device(tensor.mutable_data_ptr(), bytes, count, stream);
   if (!can_keep(capturing)) return tensor;
-  if (copies->size() >= kMostCopies) {
-    const auto oldest = std::find_if(copies->rbegin(), copies->rend(),
-                                     [](const Copy& copy) { return !copy.in_graph; });
-    if (oldest != copies->rend()) copies->erase(std::next(oldest).base());
+  const auto may_go = [](const Copy& copy) { return !copy.in_graph; };
+  if (std::count_if(copies->begin(), copies->end(), may_go) >= kMostCopies) {
+    const auto oldest = std::find_if(copies->rbegin(), copies->rend(), may_go);
+    copies->erase(std::next(oldest).base());
   }
   const auto* begin = static_cast<const char*>(bytes);
   copies->push_front({device, stream, std::vector<char>(begin, begin + count), tensor, false});

@@ -48,6 +48,8 @@ class Op:
         types = {each.name: str(each.type) for each in arguments}
         self._types = {name: kind for name, kind in types.items() if "Tensor" in kind}
         self._tensors = tensors
+        # True if the op takes no tensor that could require a gradient.
+        self._integers = all(_are_integers(tensors.get(each)) for each in self._types)
 
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
         """Raise TypeError or ValueError for an invalid argument; return all arguments by name."""
@@ -76,6 +78,8 @@ class Op:
             self.check(*args)
             return self.op(*args)
         try:
+            if self._integers:  # autograd passes such a call on at once
+                return self._builtin(*args)
             if self._gradient and torch.is_grad_enabled():
                 for arg in args:
                     if isinstance(arg, torch.Tensor) and arg.requires_grad:
@@ -105,6 +109,11 @@ class Op:
             return results(*(named[name] for name in names))
 
         torch.library.register_fake(f"sparsekit::{self._name}", run)
+
+
+def _are_integers(of: Of | None) -> bool:
+    dtypes = None if of is None else of.dtypes
+    return dtypes is not None and not any(dtype.is_floating_point for dtype in dtypes)
 
 
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,14 @@ class _Bucketize(Op):
         return named
 
 
-_bucketize = _Bucketize("bucketize", {"keys": Of(KEY_DTYPES, 1), "owners": Of((torch.int16,), 1)})
+_bucketize = _Bucketize(
+    "bucketize",
+    {
+        "keys": Of(KEY_DTYPES, 1),
+        "owners": Of((torch.int16,), 1),
+        "num_keys": Of((torch.int64,), None),
+    },
+)
 
 
 def bucketize(

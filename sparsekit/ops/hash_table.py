@@ -20,6 +20,7 @@ _TENSORS = {
     "size": Of((torch.int64,), 1),
     "keys": Of(KEY_DTYPES, 1),
     "new_rows": Of((torch.int32,), 1),
+    "num_keys": Of((torch.int64,), None),
 }
 _clear = Op("hash_table_clear_", _TENSORS)
 _find = Op("hash_table_find", _TENSORS)

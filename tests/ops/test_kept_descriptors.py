@@ -136,6 +136,19 @@ def test_a_graph(warm):
     ours.assert_equal(plain)
 
 
+def test_copies_of_graphs_leave_room_for_others():
+    steps, group = Steps(), group_of(1)
+    with host_graphs():
+        for asked in range(34):
+            for t, feature in enumerate(group.features):
+                feature[3] = int(t < asked)
+            graph = HostGraph(torch.device("cpu"))
+            graph.warm_up(group.find)
+            graph.capture(group.find)
+    assert steps.descriptors() > 1
+    assert steps.descriptors() == 1
+
+
 def test_a_step_after_one_that_was_only_planned():
     ours, plain = Steps(), Steps()
     with counted(plan=True):
