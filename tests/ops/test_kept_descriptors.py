@@ -1,5 +1,7 @@
 """Descriptors that do not change from step to step are sent to the device once."""
 
+from itertools import count
+
 import pytest
 import torch
 from graphs import HostGraph, host_graphs
@@ -10,22 +12,25 @@ from .test_group_launches import batch_of
 from .test_group_update import tables_of, update
 
 TABLES = 280  # 26 tables have so few descriptors that none are kept
+# Number of rows of a test's tables. It is part of their descriptors, so that a test never finds the
+# copies of an earlier one, whose memory its own tables may reuse.
+ROWS = count(20)
 
 
-def group_of(bags):
-    return batch_of(TABLES, bags, 2, (3, 8, 4), keys=20)
+def group_of(bags, rows):
+    return batch_of(TABLES, bags, 2, (3, 8, 4), keys=rows)
 
 
 class Steps:
-    """A group with many tables, and the optimizer states for its steps."""
+    """A group with many tables of `rows` rows, and the optimizer states for its steps."""
 
-    def __init__(self):
-        self.group = group_of(2)
+    def __init__(self, rows):
+        self.rows, self.group = rows, group_of(2, rows)
         self.tables = tables_of(self.group, "lazy adam")
 
     def ask(self, bags):
         """Make the next steps look up other keys, in `bags` bags of each table."""
-        other = group_of(bags)
+        other = group_of(bags, self.rows)
         self.group.sources, self.group.features = other.sources, other.features
         self.group.places = other.places
 
@@ -48,7 +53,7 @@ class Steps:
         """Run a step on the host runner, and return the number of launches for descriptors."""
         with counted() as counts:
             self.run()
-        return sum(record.launches for record in records_of(counts, "group: descriptors"))
+        return counts.sum(name="group: descriptors").launches
 
     def assert_equal(self, other):
         """Compare all tables."""
@@ -62,12 +67,23 @@ class Steps:
             assert one.size.item() == two.size.item()
 
 
-def records_of(counts, name):
-    return [counts.sum(op, name) for op in counts.ops()]
+def twins():
+    """Return two equal groups; a test runs the second one on the CPU."""
+    rows = next(ROWS)
+    return Steps(rows), Steps(rows)
+
+
+def forms():
+    """Yield lookups that together need more copies than are kept."""
+    group = group_of(1, next(ROWS))
+    for asked in range(34):
+        for t, feature in enumerate(group.features):
+            feature[3] = int(t < asked)
+        yield group.find
 
 
 def test_only_what_changes_is_sent():
-    steps = Steps()
+    steps = Steps(next(ROWS))
     first = steps.descriptors()
     steady = steps.descriptors()
     assert steady == 1  # of pooling: features, whose outputs change
@@ -80,7 +96,7 @@ def test_only_what_changes_is_sent():
 
 @pytest.mark.parametrize("moved", [0, 1, TABLES - 1])
 def test_tables_that_move(moved):
-    ours, plain = Steps(), Steps()
+    ours, plain = twins()
     for step in range(3):
         if step == 2:
             ours.move(moved)
@@ -90,7 +106,7 @@ def test_tables_that_move(moved):
 
 
 def test_batches_of_several_sizes():
-    ours, plain = Steps(), Steps()
+    ours, plain = twins()
     for bags in (2, 3, 1, 2, 1):
         for steps in (ours, plain):
             steps.ask(bags)
@@ -99,36 +115,29 @@ def test_batches_of_several_sizes():
     ours.assert_equal(plain)
 
 
-def need_other_copies():
-    """Look up keys in more shapes than copies are kept."""
-    group = group_of(1)
-    for asked in range(34):
-        for t, feature in enumerate(group.features):
-            feature[3] = int(t < asked)
-        group.find()
-
-
 def test_copies_that_have_been_dropped():
-    ours, plain = Steps(), Steps()
+    ours, plain = twins()
     for _ in range(2):
         assert ours.descriptors() > 1
         plain.run()
         with counted():
-            need_other_copies()
+            for find in forms():
+                find()
     ours.assert_equal(plain)
 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_graph(warm):
     """A graph keeps the copies that it uses, and makes those that no earlier step has made."""
-    ours, plain = Steps(), Steps()
+    ours, plain = twins()
     graph = HostGraph(torch.device("cpu"))
     with host_graphs():
         if warm:
             graph.warm_up(ours.run)
         graph.capture(ours.run)
         ours.run()
-        need_other_copies()
+        for find in forms():
+            find()
         for _ in range(2):
             graph.replay()
     for _ in range(4 if warm else 3):
@@ -137,20 +146,18 @@ def test_a_graph(warm):
 
 
 def test_copies_of_graphs_leave_room_for_others():
-    steps, group = Steps(), group_of(1)
+    steps = Steps(next(ROWS))
     with host_graphs():
-        for asked in range(34):
-            for t, feature in enumerate(group.features):
-                feature[3] = int(t < asked)
+        for find in forms():
             graph = HostGraph(torch.device("cpu"))
-            graph.warm_up(group.find)
-            graph.capture(group.find)
+            graph.warm_up(find)
+            graph.capture(find)
     assert steps.descriptors() > 1
     assert steps.descriptors() == 1
 
 
 def test_a_step_after_one_that_was_only_planned():
-    ours, plain = Steps(), Steps()
+    ours, plain = twins()
     with counted(plan=True):
         ours.group.find_or_insert()
     ours.descriptors()
